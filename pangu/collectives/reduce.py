@@ -1,0 +1,37 @@
+"""Plain (not differentiable) collectives. A group of None is a group of one process: nothing happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce `tensor` in place over `group` and return it."""
+    if group is not None:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to sum `tensor` in place over `group`; it holds the sum after `wait()` on the result."""
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def sum_of(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Sum of one number over `group`, in double precision."""
+    if group is None:
+        return value
+    return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), group))
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """`value` of every rank of `group`, in rank order. For small messages between phases, never inside a step."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,274 @@
+"""Contradictions between the keys of a configuration, all found in one pass and told in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pangu.config.errors import ConfigError, Problem
+from pangu.config.schema import IndexedData, LambConfig, RunConfig, StdlibData, SyntheticData
+
+MINIMUM_STDLIB_VOCAB = 512
+"""256 bytes, ten special pieces and the characters of Python sources need about this many pieces."""
+
+
+def check(config: RunConfig, world: int) -> int:
+    """Check a configuration against the number of processes.
+
+    Returns:
+        The data-parallel size: `parallel.data`, or what remains if it is left out. For a dry run it need not fit
+        `world`.
+
+    Raises:
+        ConfigError: with every contradiction found.
+    """
+    problems = [problem for rule in _RULES for problem in rule(config)]
+    data = data_size(config, world)
+    problems += [] if config.dry_run else _devices(config, world)
+    if not problems or not any(problem.key.startswith("parallel") for problem in problems):
+        problems += _batch(config, data)
+    if problems:
+        raise ConfigError(problems)
+    return data
+
+
+def data_size(config: RunConfig, world: int) -> int:
+    """`parallel.data`, or what `world` leaves for it."""
+    return config.parallel.data or max(1, world // max(1, config.parallel.tensor * config.parallel.pipeline))
+
+
+def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
+    """The divisors of `number` that are nearest to `near`, in increasing order."""
+    divisors = [d for d in range(1, min(number, 4 * max(near, 1)) + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
+
+
+def multiples_near(factor: int, near: int) -> list[int]:
+    """The multiples of `factor` on either side of `near`, without 0."""
+    below = near // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple > 0]
+
+
+def _any_of(values: list[int]) -> str:
+    return f"nearest that work: {', '.join(map(str, values))}"
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    for key in ("layers", "hidden", "heads", "vocab", "sequence"):
+        yield from _at_least(f"model.{key}", getattr(model, key), 1)
+    if model.ffn is not None:
+        yield from _at_least("model.ffn", model.ffn, 1)
+    if model.heads > 0 and model.hidden > 0 and model.hidden % model.heads:
+        near = divisors_near(model.hidden, model.heads)
+        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", _any_of(near))
+    if model.kind == "pangu" and model.layers == 1:
+        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
+    if model.kind == "gpt" and model.final_norm == "after_query":
+        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
+    for key in ("dropout", "attention_dropout"):
+        yield from _within(f"model.{key}", getattr(model, key), 0.0, 1.0)
+    yield from _positive("model.norm_eps", model.norm_eps)
+    yield from _positive("model.init_std", model.init_std)
+
+
+def _parallel(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    yield from _at_least("parallel.tensor", parallel.tensor, 1)
+    yield from _at_least("parallel.pipeline", parallel.pipeline, 1)
+    if parallel.data is not None:
+        yield from _at_least("parallel.data", parallel.data, 1)
+    yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
+    if parallel.tensor > 0 and config.model.heads > 0 and config.model.heads % parallel.tensor:
+        near = divisors_near(config.model.heads, parallel.tensor)
+        rule = f"must divide model.heads = {config.model.heads}"
+        yield Problem("parallel.tensor", parallel.tensor, rule, _any_of(near))
+    if parallel.pipeline > config.model.layers > 0:
+        rule = f"each stage needs at least one of model.layers = {config.model.layers}"
+        yield Problem("parallel.pipeline", parallel.pipeline, rule, f"1 to {config.model.layers} work")
+
+
+def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    one_model = parallel.tensor * parallel.pipeline
+    if one_model < 1 or (parallel.data is not None and parallel.data < 1):
+        return
+    keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
+    values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")
+    needed = one_model * (parallel.data or 1)
+    if world < needed:
+        yield Problem(
+            keys,
+            values,
+            f"needs {needed if parallel.data else f'at least {needed}'} devices, one process each, and this run has {world}",
+            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine with "
+            "dry_run=true, or take a smaller preset such as +config=quickstart",
+        )
+    elif world % one_model or (parallel.data and world != needed):
+        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
+        works = f"processes that work: {needed}" if parallel.data else _any_of(multiples_near(one_model, world))
+        yield Problem(keys, values, rule, works)
+    else:
+        for key in ("tensor", "pipeline"):
+            if getattr(parallel, key) > 1:
+                rule = "this version trains with data parallelism only"
+                yield Problem(f"parallel.{key}", getattr(parallel, key), rule, "1 works, and dry_run=true any value")
+        if parallel.zero > 0:
+            rule = "this version keeps everything whole on every replica"
+            yield Problem("parallel.zero", parallel.zero, rule, "0 works, and dry_run=true any value")
+
+
+def _batch(config: RunConfig, data: int) -> Iterator[Problem]:
+    batch = config.batch
+    wrong = [*_at_least("batch.global_size", batch.global_size, 1), *_at_least("batch.micro_size", batch.micro_size, 1)]
+    yield from wrong
+    if not wrong and batch.global_size % (batch.micro_size * data):
+        unit = batch.micro_size * data
+        rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
+        works = _any_of(multiples_near(unit, batch.global_size))
+        if batch.global_size % data == 0:
+            micro = divisors_near(batch.global_size // data, batch.micro_size)
+            works += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
+        yield Problem("batch.global_size", batch.global_size, rule, works)
+
+
+def _precision(config: RunConfig) -> Iterator[Problem]:
+    precision = config.precision
+    if (precision.compute == "fp16") != (precision.loss_scale is not None):
+        rule = "fp16 needs precision.loss_scale and no other format takes one"
+        yield Problem("precision.compute", precision.compute, rule, "precision=fp16, bf16 or fp32 sets both")
+    if precision.loss_scale is not None:
+        scale = precision.loss_scale
+        yield from _positive("precision.loss_scale.minimum", scale.minimum)
+        yield from _at_least("precision.loss_scale.growth_interval", scale.growth_interval, 1)
+        if scale.initial < scale.minimum:
+            rule = f"must not be below precision.loss_scale.minimum = {scale.minimum:g}"
+            yield Problem("precision.loss_scale.initial", scale.initial, rule, "65536 is usual")
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    yield from _positive("optimizer.lr", optimizer.lr)
+    yield from _positive("optimizer.eps", optimizer.eps)
+    yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    for i, beta in enumerate(optimizer.betas):
+        yield from _within(f"optimizer.betas[{i}]", beta, 0.0, 1.0)
+    if optimizer.clip is not None:
+        yield from _positive("optimizer.clip", optimizer.clip)
+    if isinstance(optimizer, LambConfig) and optimizer.max_ratio is not None:
+        yield from _positive("optimizer.max_ratio", optimizer.max_ratio)
+
+
+def _lr_schedule(config: RunConfig) -> Iterator[Problem]:
+    schedule, total = config.lr_schedule, config.train.steps
+    yield from _at_least("lr_schedule.warmup_steps", schedule.warmup_steps, 0)
+    yield from _at_least("lr_schedule.min_lr", schedule.min_lr, 0)
+    if schedule.min_lr > config.optimizer.lr:
+        rule = f"must not be above optimizer.lr = {config.optimizer.lr:g}"
+        yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "0 works")
+    if schedule.shape == "constant":
+        if schedule.decay_steps is not None:
+            yield Problem(
+                "lr_schedule.decay_steps", schedule.decay_steps, "a constant rate does not decay", "null works"
+            )
+        if schedule.min_lr:
+            yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant rate does not decay", "0 works")
+        return
+    if schedule.decay_steps is not None:
+        yield from _at_least("lr_schedule.decay_steps", schedule.decay_steps, 1)
+    if schedule.shape == "wsd":
+        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
+        if schedule.warmup_steps + length > total:
+            rule = f"warm-up ({schedule.warmup_steps}) and decay ({length}) must fit into train.steps = {total}"
+            yield Problem(
+                "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}", rule
+            )
+    elif (schedule.decay_steps or total) < schedule.warmup_steps:
+        rule = f"must not be above the update at which the decay ends, {schedule.decay_steps or total}"
+        yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule)
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    data, packing, vocab = config.data, config.data.packing, config.model.vocab
+    for key in ("eod", "pad"):
+        value = getattr(packing, key)
+        if value is not None and not 0 <= value < vocab:
+            yield Problem(
+                f"data.packing.{key}", value, f"must be an id below model.vocab = {vocab}", "null: there is none"
+            )
+    if packing.eod is None and (packing.reset_mask or packing.reset_positions):
+        rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
+        yield Problem("data.packing.eod", None, rule)
+    if packing.eod is not None and packing.eod == packing.pad:
+        rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
+        yield Problem("data.packing.eod", packing.eod, rule)
+    if isinstance(data, StdlibData):
+        yield from _within("data.validation_fraction", data.validation_fraction, 0.0, 1.0, open_low=True)
+        if vocab < MINIMUM_STDLIB_VOCAB:
+            rule = "the tokenizer of data=stdlib needs more pieces"
+            yield Problem("model.vocab", vocab, rule, f"{MINIMUM_STDLIB_VOCAB} or more work")
+    if isinstance(data, IndexedData):
+        if not data.train and not config.dry_run:
+            rule = "names no files"
+            works = "'data.train={PREFIX: 1.0}', where PREFIX.bin and PREFIX.idx come from tools/preprocess_data.py"
+            yield Problem("data.train", "{}", rule, works)
+        for key in ("train", "validation"):
+            for prefix, weight in getattr(data, key).items():
+                yield from _positive(f"data.{key}.{prefix}", weight)
+
+
+def _run(config: RunConfig) -> Iterator[Problem]:
+    yield from _at_least("train.steps", config.train.steps, 1)
+    yield from _at_least("train.seed", config.train.seed, 0)
+    yield from _at_least("validation.every", config.validation.every, 0)
+    yield from _at_least("validation.sequences", config.validation.sequences, 1)
+    yield from _at_least("checkpoint.every", config.checkpoint.every, 0)
+    yield from _at_least("checkpoint.keep", config.checkpoint.keep, 0)
+    yield from _at_least("metrics.every", config.metrics.every, 1)
+    yield from _at_least("sample.tokens", config.sample.tokens, 0)
+    yield from _at_least("sample.top_k", config.sample.top_k, 0)
+    yield from _at_least("sample.temperature", config.sample.temperature, 0)
+    data = config.data
+    if (
+        config.validation.every
+        and not config.dry_run
+        and (isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation))
+    ):
+        works = "validation.every=0 works" + (
+            "" if isinstance(data, SyntheticData) else ", or 'data.validation={PREFIX: 1.0}'"
+        )
+        yield Problem(
+            "validation.every", config.validation.every, f"data.kind = {data.kind} has no held-out data here", works
+        )
+    if config.sample.tokens and (
+        isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None)
+    ):
+        works = "sample.tokens=0 works" + ("" if isinstance(data, SyntheticData) else ", or give data.tokenizer")
+        yield Problem("sample.tokens", config.sample.tokens, f"data.kind = {data.kind} has no tokenizer here", works)
+    if config.sample.tokens and not config.sample.prompts:
+        yield Problem("sample.prompts", "[]", "sample.tokens > 0 needs a text to continue")
+
+
+def _at_least(key: str, value: float, low: float) -> Iterator[Problem]:
+    if not value >= low:
+        yield Problem(key, value, f"must be at least {low}")
+
+
+def _positive(key: str, value: float) -> Iterator[Problem]:
+    if not value > 0:
+        yield Problem(key, value, "must be above 0")
+
+
+def _within(key: str, value: float, low: float, high: float, open_low: bool = False) -> Iterator[Problem]:
+    if not (low < value if open_low else low <= value) or not value < high:
+        yield Problem(key, value, f"must be {'above' if open_low else 'at least'} {low:g} and below {high:g}")
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _model,
+    _parallel,
+    _precision,
+    _optimizer,
+    _lr_schedule,
+    _data,
+    _run,
+)

@@ -1,0 +1,75 @@
+"""From samples to what a model computes on: inputs, labels, loss weights, positions, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pangu.config.schema import PackingConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. All tensors are [batch, sequence]."""
+
+    tokens: Tensor
+    """Input ids, int64."""
+    labels: Tensor
+    """Id that follows each input, int64."""
+    weights: Tensor
+    """1 where the loss counts, 0 where the input is padding, float32."""
+    positions: Tensor
+    """Row of the position table, int64."""
+    documents: Tensor | None
+    """Number of the document that each token belongs to, from 0 in each row, int64. None if tokens attend across
+    documents."""
+    samples: tuple[int, ...]
+    """Global sample indices of the rows."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(
+            tokens=self.tokens.to(device),
+            labels=self.labels.to(device),
+            weights=self.weights.to(device),
+            positions=self.positions.to(device),
+            documents=None if self.documents is None else self.documents.to(device),
+            samples=self.samples,
+        )
+
+
+def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:
+    """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels.
+
+    The id `packing.eod` ends a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline.
+    """
+    tokens = np.ascontiguousarray(samples[:, :-1])
+    labels = np.ascontiguousarray(samples[:, 1:])
+    ends = _equal(tokens, packing.eod)
+    positions = _positions(ends & packing.reset_positions)
+    documents = np.cumsum(ends, axis=1) - ends if packing.reset_mask else None
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy((~_equal(tokens, packing.pad)).astype(np.float32)),
+        positions=torch.from_numpy(positions),
+        documents=None if documents is None else torch.from_numpy(documents),
+        samples=tuple(indices),
+    )
+
+
+def _equal(tokens: NDArray[np.int64], token: int | None) -> NDArray[np.bool_]:
+    return np.zeros(tokens.shape, dtype=bool) if token is None else tokens == token
+
+
+def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Distance of each token from the beginning of its document, [batch, sequence]."""
+    places = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+    begins = np.zeros(ends.shape, dtype=np.int64)
+    begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
+    return places - np.maximum.accumulate(begins, axis=1)

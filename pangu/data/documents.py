@@ -1,0 +1,147 @@
+"""Reading text documents from the files people have, and passing them through several processes."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+from pangu.config.errors import UserError
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+"""Suffix -> loader of the `datasets` library. `.txt` is read here."""
+
+_KNOWN = {".txt", *READERS}
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --input and --text-key, the arguments of `find_inputs` and `read_documents`."""
+    kinds = f".txt (documents separated by blank lines), {', '.join(READERS)}"
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=f"files, folders or globs: {kinds}")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+
+
+def find_inputs(patterns: Sequence[str]) -> list[Path]:
+    """The files that names, folders (searched throughout) and globs stand for, in order and without repeats.
+
+    Raises UserError for one that stands for nothing or for a file of an unknown kind.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        # pathlib's own glob takes no absolute patterns
+        globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        matches = [path] if path.exists() else [Path(match) for match in globbed]
+        if not matches:
+            raise UserError(f"--input {pattern}: no such file or folder")
+        for match in matches:
+            if match.is_dir():
+                files = sorted(file for file in match.rglob("*") if file.suffix in _KNOWN and file.is_file())
+                if not files:
+                    raise UserError(f"--input {match}: the folder holds no {', '.join(sorted(_KNOWN))} file")
+                found.update(dict.fromkeys(files))
+            elif match.suffix in _KNOWN:
+                found[match] = None
+            else:
+                raise UserError(f"--input {match}: its kind is unknown; known are {', '.join(sorted(_KNOWN))}")
+    return list(found)
+
+
+def read_documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
+    """The documents of the files, one after the other; blank ones are left out.
+
+    Documents of a `.txt` file are separated by blank lines; records of the other kinds have their text under
+    `text_key`. Raises UserError, naming the file, if one cannot be read.
+    """
+    for file in files:
+        documents = _read_text(file) if file.suffix == ".txt" else _read_records(file, text_key)
+        yield from (document for document in documents if document.strip())
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    lines: list[str] = []
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for line in file:
+                if line.strip():
+                    lines.append(line)
+                elif lines:
+                    yield "".join(lines).rstrip("\n")
+                    lines = []
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8; convert it first, e.g. iconv -f GB18030 -t UTF-8") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if lines:
+        yield "".join(lines).rstrip("\n")
+
+
+def _read_records(path: Path, text_key: str) -> Iterator[str]:
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        path.open("rb").close()
+        records = datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train", streaming=True)
+        for record in records:
+            if not isinstance(record.get(text_key), str):
+                raise UserError(
+                    f"{path}: a record has no text under {text_key!r}; it has {sorted(record)}; see --text-key"
+                )
+            yield record[text_key]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # the library's readers raise errors of their own and of theirs
+        first_line = (str(error) or type(error).__name__).split("\n")[0]
+        raise UserError(f"cannot read {path} as {READERS[path.suffix]}: {first_line}") from error
+
+
+def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Lists of consecutive documents, each full when it has at least `characters`."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`map` over several processes, in order, holding only a few items in memory. One worker means this process.
+
+    Raises what `function` raised, and UserError if a process was killed.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    # Forking is unsafe beside the threads of progress bars and tokenizers.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        pending: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) >= 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker process was killed, most likely for lack of memory; use fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

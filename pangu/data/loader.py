@@ -1,0 +1,71 @@
+"""Which samples a data-parallel rank computes in a step, and a loader that reads them ahead."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from pangu.config.schema import PackingConfig
+from pangu.data.batch import Batch, make_batch
+from pangu.data.stream import Stream
+
+
+def step_samples(step: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
+    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in a step (from 0).
+
+    The global batch of a step is a contiguous range of samples and its micro-batches are dealt to the ranks in turn, so
+    neither `size` nor `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide
+    `global_size`.
+    """
+    if global_size % (micro_size * size):
+        raise ValueError(
+            f"a global batch of {global_size} cannot be dealt to {size} ranks in micro-batches of {micro_size}"
+        )
+    first, stop = step * global_size + rank * micro_size, (step + 1) * global_size
+    return [range(start, start + micro_size) for start in range(first, stop, micro_size * size)]
+
+
+class Loader:
+    """The micro-batches of one data-parallel rank, step by step.
+
+    While a step is computed, one thread reads the next. A context manager; `close` ends the thread.
+    """
+
+    def __init__(
+        self, stream: Stream, packing: PackingConfig, global_size: int, micro_size: int, rank: int, size: int
+    ) -> None:
+        self._stream, self._packing = stream, packing
+        self._sizes = (global_size, micro_size, rank, size)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The micro-batches of a step, in any order of steps. Raises what reading them raised."""
+        if self._ahead is None or self._ahead[0] != step:
+            self._read(step)
+        assert self._ahead is not None
+        batches = self._ahead[1].result()
+        self._read(step + 1)
+        return batches
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, step: int) -> None:
+        self._ahead = (step, self._thread.submit(self._load, step))
+
+    def _load(self, step: int) -> list[Batch]:
+        return [
+            make_batch(np.stack([self._stream[index] for index in indices]), indices, self._packing)
+            for indices in step_samples(step, *self._sizes)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,97 @@
+"""From the configuration to streams of samples, whatever the data source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pangu.config.errors import UserError
+from pangu.config.schema import IndexedData, ModelConfig, StdlibData, SyntheticData, TokenizerConfig
+from pangu.data.indexed import bin_path, idx_path, open_indexed
+from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
+from pangu.data.stream import SampleStream, Stream, SyntheticStream
+from pangu.data.tokenizers import Tokenizer, load_tokenizer
+
+DataConfig = StdlibData | IndexedData | SyntheticData
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run reads."""
+
+    train: Stream
+    """Training samples."""
+    validation: Stream | None
+    """Held-out samples in plain order, if there are any."""
+    tokenizer: Tokenizer | None
+    """Turns prompts into ids, if the data has one."""
+
+
+def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
+    """Make the files of a data source that makes its own, and check those of the others.
+
+    May write and take long; called by one process of each file system, before `open_sources` of any. Raises UserError.
+    """
+    _check_packing(data, model)
+    if isinstance(data, StdlibData):
+        prepare_stdlib(data.folder, model.vocab, data.validation_fraction, data.packing, show_progress)
+    elif isinstance(data, IndexedData):
+        _check_exist([*data.train, *data.validation])
+
+
+def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
+    """Open a prepared data source; writes nothing and is called by every process. Raises UserError."""
+    _check_packing(data, model)
+    if isinstance(data, SyntheticData):
+        avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
+        return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
+    if isinstance(data, StdlibData):
+        data = _as_indexed(data, model)
+    _check_exist([*data.train, *data.validation])
+    if not data.train:
+        raise UserError("data.train is empty; give at least one prefix and its weight, as in data.train={my/prefix: 1}")
+    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
+    if tokenizer and tokenizer.vocab_size > model.vocab:
+        raise UserError(f"model.vocab = {model.vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
+    train = _open(data.train, model, seed, shuffle=True)
+    validation = _open(data.validation, model, seed, shuffle=False) if data.validation else None
+    return Sources(train, validation, tokenizer)
+
+
+def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
+    """The indexed files and the tokenizer that `prepare` made."""
+    paths = StdlibPaths(Path(data.folder))
+    if not is_prepared(paths, model.vocab, data.validation_fraction):
+        raise UserError(
+            f"data.folder = {data.folder} does not hold the standard library in {model.vocab} pieces, which is made"
+            " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
+        )
+    tokenizer = TokenizerConfig("sentencepiece", str(paths.tokenizer))
+    train, validation = {str(paths.train): 1.0}, {str(paths.validation): 1.0}
+    return IndexedData("indexed", train, validation, tokenizer, data.packing)
+
+
+def _open(weights: dict[str, float], model: ModelConfig, seed: int, shuffle: bool) -> SampleStream:
+    readers = [(open_indexed(prefix), weight) for prefix, weight in weights.items()]
+    return SampleStream(readers, model.sequence, model.vocab, seed, shuffle)
+
+
+def _check_packing(data: DataConfig, model: ModelConfig) -> None:
+    for name, token in (("eod", data.packing.eod), ("pad", data.packing.pad)):
+        if token is not None and not 0 <= token < model.vocab:
+            raise UserError(
+                f"data.packing.{name} = {token} is outside the vocabulary of model.vocab = {model.vocab} ids"
+            )
+
+
+def _check_exist(prefixes: list[str]) -> None:
+    """Raise one UserError for all files that are missing."""
+    missing = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if missing:
+        near = sorted({str(found.with_suffix("")) for path in missing for found in path.parent.glob("*.idx")})
+        hint = f"; prefixes in the same folders: {', '.join(near[:8])}" if near else ""
+        listed = ", ".join(str(path) for path in missing)
+        raise UserError(
+            f"data files do not exist: {listed}{hint}. A prefix is a path without .bin and .idx;"
+            " tools/preprocess_data.py writes such files"
+        )

@@ -1,0 +1,222 @@
+"""Real text that is on every machine: the sources and docstrings of Python's standard library.
+
+The first call reads them, trains a tokenizer and writes indexed files; later calls find a manifest and do nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from rich.progress import Progress
+
+from pangu.config.errors import UserError
+from pangu.config.schema import PackingConfig
+from pangu.data.files import progress_bar, write_atomically, writing
+from pangu.data.indexed import IndexedWriter
+from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
+from pangu.topology.random import random_key
+
+_FORMAT = 1
+"""Number of the recipe below; raise it when the files it writes change."""
+
+# Packages installed beside the library, tests, and generated tables.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
+
+_ENCODED_AT_ONCE = 32
+_LEFTOVER_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class StdlibPaths:
+    """The files in a prepared folder."""
+
+    folder: Path
+    """The folder itself."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """SentencePiece model."""
+        return self.folder / "tokenizer.model"
+
+    @property
+    def train(self) -> Path:
+        """Prefix of the indexed training documents."""
+        return self.folder / "train"
+
+    @property
+    def validation(self) -> Path:
+        """Prefix of the indexed held-out documents."""
+        return self.folder / "validation"
+
+    @property
+    def manifest(self) -> Path:
+        """What was made and how large it is; written last."""
+        return self.folder / "manifest.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the library."""
+
+    name: str
+    """Path below the library's folder, with forward slashes."""
+    documents: tuple[str, ...]
+    """Its text and, if it has any, its docstrings as a second document."""
+
+
+def prepare_stdlib(
+    folder: str | Path, vocab: int, validation_fraction: float, packing: PackingConfig, show_progress: bool = False
+) -> StdlibPaths:
+    """Make the folder hold a tokenizer of `vocab` pieces and the indexed files, unless it does already.
+
+    A folder whose manifest is missing, does not fit the arguments or does not fit the files is built anew. Raises
+    UserError if the folder cannot be written, the library has no text, or `vocab` does not suit it.
+    """
+    paths = StdlibPaths(Path(folder))
+    if packing.eod not in (None, END_OF_TEXT):
+        raise UserError(
+            f"data.packing.eod = {packing.eod}: documents of data=stdlib end with {END_OF_TEXT}; use that or null"
+        )
+    if not is_prepared(paths, vocab, validation_fraction):
+        with writing(paths.folder), progress_bar(show_progress) as progress:
+            _build(paths, vocab, validation_fraction, progress)
+    return paths
+
+
+def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> bool:
+    """Whether the folder's manifest fits the arguments and the sizes of the files. Reads the manifest only.
+
+    The Python version is recorded but not compared: a run that is resumed under another one keeps its data.
+    """
+    try:
+        manifest = json.loads(paths.manifest.read_text())
+        sizes = {name: record["bytes"] for name, record in manifest["files"].items()}
+        return manifest["recipe"] == _recipe(vocab, validation_fraction) and all(
+            (paths.folder / name).stat().st_size == size for name, size in sizes.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def read_library(root: Path, progress: Progress) -> list[Source]:
+    """The library's files below `root`, in order of their names. Raises UserError if they are not two."""
+    names = sorted(
+        relative.as_posix()
+        for relative in (path.relative_to(root) for path in root.rglob("*.py"))
+        if _LEFT_OUT.isdisjoint(relative.parts) and not relative.name.startswith("_sysconfigdata")
+    )
+    sources = []
+    for name in progress.track(names, description="Reading the standard library"):
+        try:
+            text = (root / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        documents = tuple(document for document in (text, docstrings(text)) if document.strip())
+        if documents:
+            sources.append(Source(name, documents))
+    if len(sources) < 2:
+        raise UserError(
+            f"data=stdlib: Python's standard library in {root} has fewer than two readable .py files; use a"
+            " Python that is installed with its sources, or data=indexed with text of your own"
+        )
+    return sources
+
+
+def docstrings(source: str) -> str:
+    """The docstrings of a module, its classes and its functions, separated by blank lines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old escapes in other people's strings
+        try:
+            nodes = ast.walk(ast.parse(source))
+        except (SyntaxError, ValueError):
+            return ""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return "\n\n".join(filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, documented))))
+
+
+def held_out(sources: list[Source], fraction: float) -> set[str]:
+    """Names of the held-out files: those whose hash is below `fraction`, but at least one and never all."""
+    hashes = sorted((random_key("held out", source.name) / 2**64, source.name) for source in sources)
+    count = sum(value < fraction for value, _ in hashes)
+    return {name for _, name in hashes[: min(max(count, 1), len(hashes) - 1)]}
+
+
+def _recipe(vocab: int, validation_fraction: float) -> dict[str, Any]:
+    """What decides the contents of the files, the library apart."""
+    return {"format": _FORMAT, "vocab": vocab, "validation_fraction": validation_fraction}
+
+
+def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress: Progress) -> None:
+    """Make everything in a temporary folder inside, move it into place, and write the manifest last."""
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(paths.folder)
+    temporary = StdlibPaths(Path(tempfile.mkdtemp(prefix=".building-", dir=paths.folder)))
+    try:
+        sources = read_library(Path(sysconfig.get_paths()["stdlib"]), progress)
+        _write_tokenizer(temporary, sources, vocab, progress)
+        _write_documents(temporary, sources, validation_fraction, vocab, progress)
+        manifest = {
+            "recipe": _recipe(vocab, validation_fraction),
+            "python": platform.python_version(),
+            "files": {path.name: _record(path) for path in sorted(temporary.folder.iterdir())},
+        }
+        paths.manifest.unlink(missing_ok=True)
+        for name in manifest["files"]:
+            (temporary.folder / name).replace(paths.folder / name)
+        write_atomically(paths.manifest, json.dumps(manifest, indent=2).encode())
+    finally:
+        shutil.rmtree(temporary.folder, ignore_errors=True)
+
+
+def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, progress: Progress) -> None:
+    task = progress.add_task(f"Training a tokenizer of {vocab} pieces", total=1)
+    try:
+        model = train_sentencepiece((source.documents[0] for source in sources), vocab, "bpe")
+    except UserError as error:
+        raise UserError(f"model.vocab = {vocab} does not suit data=stdlib: {error}") from error
+    write_atomically(paths.tokenizer, model)
+    progress.update(task, completed=1)
+
+
+def _write_documents(
+    paths: StdlibPaths, sources: list[Source], validation_fraction: float, vocab: int, progress: Progress
+) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(paths.tokenizer))
+    names = held_out(sources, validation_fraction)
+    parts = [
+        (paths.train, [source for source in sources if source.name not in names]),
+        (paths.validation, [source for source in sources if source.name in names]),
+    ]
+    for prefix, chosen in parts:
+        documents = [document for source in chosen for document in source.documents]
+        starts = range(0, len(documents), _ENCODED_AT_ONCE)
+        with IndexedWriter(prefix, vocab) as writer:
+            for start in progress.track(starts, description=f"Encoding {prefix.name} documents"):
+                texts = documents[start : start + _ENCODED_AT_ONCE]
+                for ids in processor.encode(texts, num_threads=min(8, os.cpu_count() or 1)):
+                    writer.add([*ids, END_OF_TEXT])
+
+
+def _record(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed builds left. Younger folders may belong to another run that is building at this moment."""
+    for leftover in folder.glob(".building-*"):
+        if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""From text to ids and back: SentencePiece, PanGu-α's jieba and SentencePiece, Hugging Face."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+
+from pangu.config.errors import UserError
+from pangu.config.schema import TokenizerConfig
+
+SPACE, NEWLINE = "▂", "▃"
+"""What PanGu-α writes for a space and a newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""
+
+_END_PIECES = ("<eot>", "<eod>", "</s>")
+"""Pieces that end a document, the likeliest first: PanGu-α has all three and ends documents with <eot>."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the framework knows of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a document, or None if the vocabulary has none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, without begin or end."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids. Ids beyond the vocabulary (padding rows of an embedding) stand for nothing."""
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model as it is. Raises UserError for a file that is missing or no such model."""
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_file():
+            raise UserError(f"the tokenizer model {path} does not exist")
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"cannot read the tokenizer model {path}: {error.strerror}") from error
+        except RuntimeError as error:
+            raise UserError(
+                f"{path} is not a SentencePiece model (or only a pointer to one that Git LFS keeps)"
+            ) from error
+        self.vocab_size: int = self.processor.vocab_size()
+        ids = [self.processor.piece_to_id(piece) for piece in _END_PIECES]
+        self.eod: int | None = next((i for i in ids if i != self.processor.unk_id()), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self.processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+
+class PanguTokenizer(SentencePieceTokenizer):
+    """jieba, then SentencePiece, exactly as PanGu-α's corpus was made.
+
+    Lossy: its model maps full-width punctuation to half-width, drops tabs and knows no character outside its pieces.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._segment = jieba_segmenter()
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(self._segment(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # The spaces that are left are those between jieba's words.
+        return super().decode(ids).replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n")
+
+
+class HuggingFaceTokenizer:
+    """A local folder that transformers' AutoTokenizer loads; nothing is downloaded and no code of the folder is run."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UserError(
+                "a huggingface tokenizer needs transformers: pip install transformers (or this package's extra: test)"
+            ) from error
+        if not Path(path).is_dir():
+            raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise UserError(f"transformers cannot load a tokenizer from {path}: {first_line}") from error
+        self.vocab_size: int = len(self._tokenizer)
+        self.eod: int | None = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Open the tokenizer of a configuration. Raises UserError if its files are missing or of another kind."""
+    kinds: dict[str, Callable[[str], Tokenizer]] = {
+        "sentencepiece": SentencePieceTokenizer,
+        "pangu": PanguTokenizer,
+        "huggingface": HuggingFaceTokenizer,
+    }
+    return kinds[config.kind](config.path)
+
+
+def jieba_segmenter() -> Callable[[str], str]:
+    """PanGu-α's preparation of text: jieba's words joined by spaces, real spaces and newlines written as signs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old escapes and of setuptools
+        import jieba
+    jieba.setLogLevel(logging.CRITICAL)  # it reports every load of its dictionary, and a cache it cannot write
+
+    def segments(text: str) -> Iterator[str]:
+        for word in jieba.cut(text, cut_all=False):
+            yield word.replace(" ", SPACE).replace("\n", NEWLINE)
+
+    return lambda text: " ".join(segments(text))

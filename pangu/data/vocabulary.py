@@ -1,0 +1,106 @@
+"""Training a SentencePiece vocabulary whose first ten ids are those of PanGu-α."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import sentencepiece
+
+from pangu.config.errors import UserError
+from pangu.data.tokenizers import NEWLINE, SPACE, jieba_segmenter
+
+END_OF_TEXT = 9
+"""Id of <eot>, with which PanGu-α ends a document."""
+
+# SentencePiece itself gives ids 0-2 to <unk>, <s> and </s>.
+_SPECIAL = [NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"]
+
+# Decoding gives back the text exactly (but for U+2581, SentencePiece's own space): nothing is normalised, newlines and
+# runs of spaces become parts of pieces, rare characters become bytes. Special ids are control symbols, which no text
+# can spell, so a document that mentions "<eot>" does not end there.
+_EXACT = {
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "byte_fallback": True,
+    "split_by_whitespace": False,
+    "split_by_unicode_script": False,
+    "allow_whitespace_only_pieces": True,
+    "control_symbols": [piece for piece in _SPECIAL if piece != "<pad>"],
+    "pad_id": 6,
+    "pad_piece": "<pad>",
+}
+
+# As PanGu-α's own model: words come from jieba, and text may spell ▂ and ▃, for that is how spaces and newlines arrive.
+_PANGU = {"normalization_rule_name": "nmt_nfkc", "user_defined_symbols": _SPECIAL, "pad_id": -1}
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    vocab: int,
+    kind: Literal["bpe", "unigram"],
+    coverage: float = 0.9995,
+    jieba: bool = False,
+    max_sentences: int = 200_000,
+) -> bytes:
+    """Train a model of exactly `vocab` pieces and return the contents of its file.
+
+    `coverage` is the share of the characters that get a piece of their own. With `jieba` the model is of the `pangu`
+    kind, otherwise of the `sentencepiece` kind. At most `max_sentences` (more than 100) stretches of about a thousand
+    characters are kept in memory, drawn evenly. The same texts give the same model. Raises UserError if the texts are
+    too few or too varied for `vocab` pieces.
+    """
+    segment = jieba_segmenter() if jieba else str
+    model = io.BytesIO()
+    options: dict[str, Any] = _PANGU if jieba else _EXACT
+    sentencepiece.set_random_generator_seed(0)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(segment(sentence) for text in texts for sentence in training_sentences(text)),
+            model_writer=model,
+            vocab_size=vocab,
+            model_type=kind,
+            character_coverage=coverage,
+            input_sentence_size=max_sentences,
+            max_sentence_length=8192,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            num_threads=2,  # written into the model, hence the same on every machine
+            minloglevel=2,
+            **options,
+        )
+    except RuntimeError as error:
+        raise UserError(_plain_words(str(error), vocab)) from error
+    return model.getvalue()
+
+
+def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
+    """Stretches of at most `limit` characters, cut before a newline where there is one.
+
+    SentencePiece silently skips sentences that are longer than its limit of bytes or hold a tab.
+    """
+    for part in text.split("\t"):
+        start = 0
+        while start < len(part):
+            stop = len(part) if len(part) - start <= limit else part.rfind("\n", start + 1, start + limit)
+            stop = stop if stop > start else start + limit
+            yield part[start:stop]
+            start = stop
+
+
+def _plain_words(error: str, vocab: int) -> str:
+    """What one of SentencePiece's internal errors means."""
+    if most := re.search(r"Please set it to a value <= (\d+)", error):
+        return f"a vocabulary of {vocab} pieces needs more text than there is; at most {most[1]} pieces work"
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return (
+            f"a vocabulary of {vocab} pieces is too small for the different characters of the text; at least {least[1]}"
+            " pieces work, or a lower character coverage"
+        )
+    if "sentences_.empty()" in error or "all_chars_count" in error:
+        return "there is no text to train a tokenizer on"
+    return f"SentencePiece cannot train a vocabulary of {vocab} pieces: {error}"

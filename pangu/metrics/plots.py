@@ -1,0 +1,94 @@
+"""Pictures of a run, drawn from metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from numpy.typing import NDArray
+
+from pangu.metrics.files import writing
+from pangu.metrics.record import from_json
+
+Series = NDArray[np.float64]
+
+
+def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
+    """Draw training loss, validation loss and learning rate against tokens seen.
+
+    Steps whose loss is null (not finite) leave a gap, lines that are not whole are passed over, and a file without any
+    loss gives an empty picture. Raises UserError if the picture cannot be written.
+    """
+    columns = read_columns(metrics_jsonl, ("tokens", "loss", "lr", "validation_loss"))
+    tokens, loss = columns["tokens"], columns["loss"]
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot, which keeps every figure in a process-wide list and may look for a display
+    axes = figure.add_subplot()
+    if np.isfinite(loss).any():
+        _draw_rate(axes, tokens, columns["lr"])
+        _draw_loss(axes, tokens, loss, columns["validation_loss"])
+    else:
+        axes.text(0.5, 0.5, "no losses to draw", transform=axes.transAxes, ha="center", color="gray")
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # a folder's name may hold dollar signs
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines["top"].set_visible(False)
+    with writing(png), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a Chinese title where there is no Chinese font
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, format="png")
+
+
+def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> None:
+    """Training loss of each step (thin) and smoothed (thick), and the points of validation."""
+    axes.plot(tokens, loss, color="tab:blue", linewidth=0.6, alpha=0.35, label="training, each step")
+    axes.plot(tokens, smooth(loss), color="tab:blue", linewidth=1.8, label="training, smoothed")
+    validated = np.isfinite(validation)
+    if validated.any():
+        at, values = tokens[validated], validation[validated]
+        axes.plot(at, values, color="tab:orange", marker="o", markersize=4, linewidth=1.2, label="validation")
+    axes.legend(edgecolor="none", framealpha=0.9)
+
+
+def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:
+    """Learning rate as a light curve behind the loss, on an axis of its own at the right."""
+    right = axes.twinx()
+    right.plot(tokens, rate, color="0.75", linewidth=1, linestyle="--")
+    right.set_ylabel("learning rate", color="0.55")
+    right.tick_params(axis="y", colors="0.55")
+    right.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    right.set_ylim(bottom=0)
+    right.spines["top"].set_visible(False)
+    # A twin axis is drawn last; the loss belongs in front of it.
+    axes.set_zorder(right.get_zorder() + 1)
+    axes.patch.set_visible(False)
+
+
+def read_columns(metrics_jsonl: Path, names: tuple[str, ...]) -> dict[str, Series]:
+    """Columns of metrics.jsonl by field name; NaN where a line has null or lacks the field. No file counts as empty."""
+    text = metrics_jsonl.read_text(encoding="utf-8", errors="replace") if metrics_jsonl.exists() else ""
+    records = [fields for line in text.splitlines() if (fields := from_json(line)) is not None]
+    return {
+        name: np.array([math.nan if (value := fields.get(name)) is None else value for fields in records], np.float64)
+        for name in names
+    }
+
+
+def smooth(values: Series) -> Series:
+    """Centred moving average over a fiftieth of the curve (at least 3 points); NaN stays NaN and counts nothing.
+
+    Centred, because an average over the past lies above a falling curve.
+    """
+    kernel = np.ones(2 * max(1, len(values) // 100) + 1)
+    finite = np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), kernel)
+    counts = np.convolve(finite.astype(np.float64), kernel)
+    inner = slice(len(kernel) // 2, len(kernel) // 2 + len(values))
+    return np.where(finite, sums[inner] / np.maximum(counts[inner], 1), math.nan)

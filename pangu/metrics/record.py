@@ -1,0 +1,93 @@
+"""One training step in figures: what a line of metrics.jsonl holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The figures of one optimizer step. The field names are those of metrics.jsonl."""
+
+    step: int
+    """Optimizer steps made, this one included."""
+    tokens: int
+    """Tokens seen since the beginning of the run, this step's included."""
+    loss: float
+    """Mean negative log likelihood (nats) over the step's target tokens."""
+    lr: float
+    """Learning rate that the step used."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    step_time_s: float
+    """Seconds that the step took."""
+    tokens_per_s: float
+    """Tokens per second over all devices."""
+    tflops_per_device: float
+    """Model TFLOP/s of one device: what the model needs, without recomputation."""
+    mfu: float | None
+    """Model FLOPs utilisation in [0, 1] (Chowdhery et al. 2022, appendix B); None where the peak is unknown."""
+    peak_memory_gib: float
+    """Most device memory used so far."""
+    skipped: int
+    """Steps skipped so far because a gradient was not finite."""
+    loss_scale: float | None
+    """Loss scale of the step; None unless the format is fp16."""
+    validation_loss: float | None = None
+    """Mean negative log likelihood of held-out text, if this step was followed by a validation."""
+    validation_perplexity: float | None = None
+    """exp(`validation_loss`)."""
+
+    def as_dict(self) -> dict[str, int | float | None]:
+        """All fields; those of validation are left out if there was none."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None or not name.startswith("validation_")
+        }
+
+
+_TAGS = {
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "skipped": "train/skipped",
+    "loss_scale": "train/loss_scale",
+    "step_time_s": "speed/step_time_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tflops_per_device": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "peak_memory_gib": "speed/peak_memory_gib",
+    "validation_loss": "validation/loss",
+    "validation_perplexity": "validation/perplexity",
+}
+
+
+def tracked(record: StepRecord) -> dict[str, float]:
+    """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
+    return {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None}
+
+
+def to_json(record: StepRecord) -> str:
+    """One line of strict JSON. Floats keep every digit of their double (`repr`), so that runs can be compared exactly.
+
+    JSON has no word for infinity and NaN, which appear when a step overflows: they are written as null.
+    """
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.as_dict().items()
+    }
+    return json.dumps(finite, allow_nan=False)
+
+
+def from_json(line: str) -> dict[str, Any] | None:
+    """The fields of one line, or None if it is not a whole record, as the last line of a killed run may be."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and isinstance(fields.get("step"), int) else None

@@ -1,0 +1,27 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+
+def compact(number: float) -> str:
+    """Three or so digits and k, M, G or T: 950 -> `950`, 12_345 -> `12.3k`, 999_960 -> `1.0M`."""
+    for unit in ("", "k", "M", "G"):
+        # 999.95 would be rounded to 1000.0, which belongs to the next unit.
+        if abs(number) < (999.5 if unit == "" else 999.95):
+            return f"{number:.1f}{unit}" if unit else f"{number:.0f}"
+        number /= 1000
+    return f"{number:.1f}T"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `45 s`, `12 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02d} h"
+    if hours:
+        return f"{hours} h {minute:02d} min"
+    if minutes:
+        return f"{minutes} min {second:02d} s"
+    return f"{second} s"

@@ -1,0 +1,142 @@
+"""Weights & Biases, kept at arm's length: whatever happens there, training neither stops nor waits."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import queue
+import secrets
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pangu.metrics.record import StepRecord, tracked
+
+_log = logging.getLogger(__name__)
+_START_SECONDS = 20
+_FINISH_SECONDS = 60
+
+
+def logged_in() -> bool:
+    """Whether this machine holds a wandb key: in the environment or in the user's netrc file, where wandb looks too."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in candidates:
+        try:
+            entry = netrc.netrc(Path(path).expanduser()).authenticators(host)
+            if entry and entry[2]:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def run_id(output: Path, resumed_step: int) -> str:
+    """The run's id at wandb, kept in the run folder: a resumed run continues its curves, a new run begins others."""
+    path = output / "wandb" / "run-id"
+    known = path.read_text(encoding="utf-8").strip() if resumed_step > 0 and path.exists() else ""
+    if known:
+        return known
+    new = secrets.token_hex(4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new, encoding="utf-8")
+    return new
+
+
+class WandbWriter:
+    """Hands the figures to a thread that talks to wandb.
+
+    The thread is what keeps the promise of this module: connecting, sending and finishing may fail or hang for minutes
+    on a cluster without a way out. Every failure becomes one warning, after which the figures go to the other writers
+    alone.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        mode: Literal["auto", "online", "offline"],
+        project: str,
+        resumed_step: int,
+        resolved_config: dict[str, Any],
+    ) -> None:
+        """`auto`: online if the machine is logged in, otherwise offline into `output`/wandb. Returns at once."""
+        # What the thread still has to send; an integer is the exit status and ends it.
+        self._queue: queue.SimpleQueue[StepRecord | int] = queue.SimpleQueue()
+        self._failed = False
+        self._thread = threading.Thread(
+            target=self._work, args=(output, mode, project, resumed_step, resolved_config), daemon=True
+        )
+        try:
+            # Not in the thread: two threads that import at the same time can see half-initialised modules.
+            import wandb  # noqa: F401
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._thread.start()
+
+    def write(self, record: StepRecord) -> None:
+        """Queue the step's figures."""
+        if not self._failed:
+            self._queue.put(record)
+
+    def close(self) -> None:
+        """Send what is queued; gives up after a minute or so."""
+        if self._failed:
+            return
+        # While an exception passes through the caller's `finally`, the run is marked as failed.
+        self._queue.put(0 if sys.exc_info()[0] is None else 1)
+        self._thread.join(_START_SECONDS + _FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._fail(TimeoutError(f"it did not finish within {_START_SECONDS + _FINISH_SECONDS} s"))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed:  # one warning is enough
+            return
+        self._failed = True
+        reason = (str(error).splitlines() or [""])[0][:200]
+        _log.warning("wandb is off for the rest of this run (%s: %s)", type(error).__name__, reason)
+
+    def _work(self, output: Path, mode: str, project: str, resumed_step: int, config: dict[str, Any]) -> None:
+        import wandb
+
+        try:
+            run = _start(output, mode, project, resumed_step, config)
+            while isinstance(item := self._queue.get(), StepRecord):
+                run.log(tracked(item), step=item.step)
+            run.finish(exit_code=item)
+        except Exception as error:
+            self._fail(error)
+            # Otherwise wandb tries once more when the interpreter exits, and prints a traceback.
+            try:
+                wandb.teardown()
+            except Exception:
+                _log.debug("wandb could not be torn down", exc_info=True)
+
+
+def _start(output: Path, mode: Any, project: str, resumed_step: int, config: dict[str, Any]) -> Any:
+    """Begin or continue the run. Raises whatever wandb raises."""
+    import wandb
+
+    if mode == "auto":
+        # Clusters without a way out commonly set WANDB_MODE for everyone.
+        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+    if mode == "online" and not logged_in():
+        raise RuntimeError("not logged in: run `wandb login`, or set metrics.wandb=offline")
+    options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": _START_SECONDS}
+    if "finish_timeout" in wandb.Settings.model_fields:  # younger than the other settings
+        options["finish_timeout"] = _FINISH_SECONDS
+    wandb.setup(settings=wandb.Settings(silent=True))  # or the login prints a line
+    return wandb.init(
+        project=project,
+        dir=str(output),
+        id=run_id(output, resumed_step),
+        resume="allow",
+        mode=mode,
+        config=config,
+        settings=wandb.Settings(**options),
+    )

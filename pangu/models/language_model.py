@@ -1,0 +1,129 @@
+"""GPT and PanGu-α as functions from tokens to logits and loss. Nothing here knows of ranks or devices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from pangu.config.schema import ModelConfig
+from pangu.data.batch import Batch
+from pangu.layers.attention import AttentionMask
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import DropoutKeys, dropout
+from pangu.layers.linear import Embedding, LayerNorm
+from pangu.layers.loss import tied_logits, weighted_token_loss
+from pangu.layers.recompute import run_layer
+from pangu.models.block import Block, Pass, QueryBlock
+from pangu.topology.placement import PlacementTable
+
+
+class TokenEmbedding(nn.Module):
+    """Word vector + learned position vector, then dropout."""
+
+    def __init__(self, config: ModelConfig, build: Builder) -> None:
+        super().__init__()
+        self.word = Embedding(build, "word", config.vocab, config.hidden, config.init_std)
+        self.position = Embedding(build, "position", config.sequence, config.hidden, config.init_std)
+        self.probability = config.dropout
+
+    def forward(self, tokens: Tensor, run: Pass) -> Tensor:
+        """int64 [batch, sequence] -> [sequence, batch, hidden]."""
+        total = self.word(tokens.t()) + self.position(run.positions.t())
+        return dropout(total, self.probability, run.keys, "embedding")
+
+
+class LanguageModel(nn.Module, ABC):
+    """Embedding, layers and tied head; what GPT and PanGu-α have in common."""
+
+    def __init__(self, config: ModelConfig, build: Builder, kernel: str, recompute: bool) -> None:
+        """
+        Args:
+            config: the architecture.
+            build: at the root of an empty placement table.
+            kernel: attention kernel, `reference` or `sdpa`.
+            recompute: compute each layer again in backward instead of keeping its activations.
+        """
+        super().__init__()
+        self.embedding = TokenEmbedding(config, build.at("embedding"))
+        self.layers = self._make_layers(config, build.at("layers"), kernel)
+        self.final_norm = LayerNorm(build, "final_norm", config.hidden, config.norm_eps)
+        self.recompute = recompute
+
+    @abstractmethod
+    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
+        """The layers, built below `layers.0`, `layers.1`, ..."""
+
+    @abstractmethod
+    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
+        """[sequence, batch, hidden] from the embedding -> the same, ready for the head."""
+
+    def logits(self, tokens: Tensor, positions: Tensor, mask: AttentionMask, keys: DropoutKeys | None = None) -> Tensor:
+        """Scores of every next token.
+
+        Args:
+            tokens: int64 [batch, sequence].
+            positions: int64 [batch, sequence].
+            mask: who sees whom.
+            keys: keys of the dropout masks; None drops nothing.
+
+        Returns:
+            [sequence, batch, vocab].
+        """
+        run = Pass(mask, positions, keys)
+        hidden = self._transform(self.embedding(tokens, run), run)
+        return tied_logits(hidden, self.embedding.word.weight)
+
+    def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
+        """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
+        logits = self.logits(batch.tokens, batch.positions, AttentionMask(batch.documents), keys)
+        return weighted_token_loss(logits, batch.labels, batch.weights)
+
+
+class GPT(LanguageModel):
+    """The decoder of GPT-2 (Radford et al. 2019, section 2.3) and GPT-3 (Brown et al. 2020, section 2.1)."""
+
+    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
+        return nn.ModuleList(Block(config, build.at(i), kernel) for i in range(config.layers))
+
+    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
+        for layer in self.layers:
+            hidden = run_layer(layer, hidden, run, recompute=self.recompute)
+        return self.final_norm(hidden)
+
+
+class PanGu(LanguageModel):
+    """PanGu-α (Zeng et al. 2021, section 2.2): blocks, then one query layer that asks by position for the next token.
+
+    As the released 2.6B and 13B weights were trained, the final norm stands before the query layer and nothing is
+    normed after it; `model.final_norm=after_query` is the order of the pipelined MindSpore build.
+    """
+
+    def __init__(self, config: ModelConfig, build: Builder, kernel: str, recompute: bool) -> None:
+        super().__init__(config, build, kernel, recompute)
+        self.query_embedding = Embedding(build, "query_embedding", config.sequence, config.hidden, config.init_std)
+        self.norm_before_query = config.final_norm == "before_query"
+
+    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
+        blocks = [Block(config, build.at(i), kernel) for i in range(config.layers - 1)]
+        return nn.ModuleList([*blocks, QueryBlock(config, build.at(config.layers - 1), kernel)])
+
+    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
+        *blocks, query_layer = self.layers
+        for block in blocks:
+            hidden = run_layer(block, hidden, run, recompute=self.recompute)
+        if self.norm_before_query:
+            hidden = self.final_norm(hidden)
+        # the row of a token's own position asks for the token after it; no shift of the index
+        queries = self.query_embedding(run.positions.t())
+        hidden = run_layer(query_layer, hidden, queries, run, recompute=self.recompute)
+        return hidden if self.norm_before_query else self.final_norm(hidden)
+
+
+def build_model(
+    config: ModelConfig, kernel: str = "reference", recompute: bool = False
+) -> tuple[LanguageModel, PlacementTable]:
+    """A model on the meta device (it takes no memory) and the table of its logical tensors."""
+    table = PlacementTable()
+    kind = PanGu if config.kind == "pangu" else GPT
+    return kind(config, Builder(table), kernel, recompute), table

@@ -1,0 +1,116 @@
+"""LAMB: layer-wise adaptive moments (You et al. 2020).
+
+Algorithm 2 of the published version; Algorithm 1 of the first version, which has epsilon inside the root. The
+optimizer knows nothing of parallelism: each of its tensors is one logical tensor or the part of one that this rank
+owns, and `sum_norms` adds the sums of squares over the ranks that hold the other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lamb(torch.optim.Optimizer):
+    """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
+
+    r is 1 where either norm is 0. A parameter group may set `weight_decay` and `adapt` (false: r = 1 throughout).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        eps_inside_root: bool = False,
+        max_ratio: float | None = None,
+        sum_norms: Callable[[Tensor], Tensor] = lambda squares: squares,
+    ) -> None:
+        """
+        Args:
+            params: tensors or parameter groups.
+            lr: learning rate η.
+            betas: decay of the first and second moment.
+            eps: ε.
+            weight_decay: λ.
+            eps_inside_root: √(v̂ + ε) instead of √v̂ + ε.
+            max_ratio: largest trust ratio; None leaves it free.
+            sum_norms: takes the sums of squares [2, tensors] of this rank's parts and returns those of the whole.
+        """
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
+        super().__init__(params, defaults)
+        self.eps_inside_root = eps_inside_root
+        self.max_ratio = max_ratio
+        self.sum_norms = sum_norms
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every tensor that has a gradient."""
+        loss = None if closure is None else closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        groups = [(group, tensors) for group, tensors in groups if tensors]
+        updates = [self._directions(group, tensors) for group, tensors in groups]
+        ratios = self._trust_ratios(groups, updates)
+        for (group, tensors), update in zip(groups, updates, strict=True):
+            if group["adapt"]:
+                torch._foreach_mul_(update, ratios[: len(tensors)])
+                ratios = ratios[len(tensors) :]
+            torch._foreach_add_(tensors, update, alpha=-group["lr"])
+        return loss
+
+    def _directions(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
+        """Update the moments and return u for each tensor."""
+        for tensor in tensors:
+            if not self.state[tensor]:
+                self.state[tensor] = {
+                    "step": torch.zeros((), dtype=torch.float64),
+                    "exp_avg": torch.zeros_like(tensor),
+                    "exp_avg_sq": torch.zeros_like(tensor),
+                }
+            self.state[tensor]["step"] += 1
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        first = [self.state[tensor]["exp_avg"] for tensor in tensors]
+        second = [self.state[tensor]["exp_avg_sq"] for tensor in tensors]
+        steps = [int(self.state[tensor]["step"]) for tensor in tensors]
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+
+        root = torch._foreach_div(second, [1 - beta2**t for t in steps])
+        if self.eps_inside_root:
+            torch._foreach_add_(root, group["eps"])
+            torch._foreach_sqrt_(root)
+        else:
+            torch._foreach_sqrt_(root)
+            torch._foreach_add_(root, group["eps"])
+        update = torch._foreach_div(first, [1 - beta1**t for t in steps])
+        torch._foreach_div_(update, root)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(update, tensors, alpha=group["weight_decay"])
+        return list(update)
+
+    def _trust_ratios(
+        self, groups: list[tuple[dict[str, Any], list[Tensor]]], updates: list[list[Tensor]]
+    ) -> list[Tensor]:
+        """r of every tensor of the adapting groups, in order, as scalars on the device."""
+        adapting = [
+            (tensors, update) for (group, tensors), update in zip(groups, updates, strict=True) if group["adapt"]
+        ]
+        weights = [tensor for tensors, _ in adapting for tensor in tensors]
+        directions = [tensor for _, update in adapting for tensor in update]
+        if not weights:
+            return []
+        norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
+        weight_norm, update_norm = self.sum_norms(norms.square()).sqrt()
+        defined = (weight_norm > 0) & (update_norm > 0)
+        ratios = weight_norm / update_norm.where(defined, 1.0)
+        if self.max_ratio is not None:
+            ratios = ratios.clamp(max=self.max_ratio)
+        return list(ratios.where(defined, 1.0).unbind())

@@ -1,0 +1,41 @@
+"""Dynamic loss scale for fp16 (Micikevicius et al. 2018, section 3.2)."""
+
+from __future__ import annotations
+
+from pangu.config.errors import UserError
+from pangu.config.schema import LossScaleConfig
+
+
+class LossScale:
+    """The factor on the loss that keeps small fp16 gradients from vanishing; 1 for every other format.
+
+    The order in a step is: unscale with the scale that backward used, clip, update the weights, then `update` the
+    scale. Doubling it earlier would halve the gradient of that step.
+    """
+
+    def __init__(self, config: LossScaleConfig | None) -> None:
+        self.config = config
+        self.scale = config.initial if config else 1.0
+        self.clean_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Halve after an overflow, double after `growth_interval` clean steps.
+
+        Raises:
+            UserError: on an overflow at the smallest scale: the loss itself is not finite.
+        """
+        if self.config is None:
+            return
+        if overflow:
+            if self.scale <= self.config.minimum:
+                raise UserError(
+                    f"precision.loss_scale.minimum = {self.config.minimum:g}: gradients still overflow at this scale, "
+                    "so the loss itself has left fp16; lower optimizer.lr or use precision=bf16"
+                )
+            self.scale = max(self.config.minimum, self.scale / 2)
+            self.clean_steps = 0
+            return
+        self.clean_steps += 1
+        if self.clean_steps >= self.config.growth_interval:
+            self.scale *= 2
+            self.clean_steps = 0

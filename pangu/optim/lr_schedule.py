@@ -1,0 +1,37 @@
+"""Learning rate as a pure function of the number of updates made so far."""
+
+from __future__ import annotations
+
+import math
+
+from pangu.config.schema import LrScheduleConfig
+
+
+def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: int) -> float:
+    """Rate of update number `update`, counted from 0.
+
+    Args:
+        schedule: its form.
+        peak: rate at the end of the warm-up.
+        total: number of updates of the whole run, for the decay lengths that are left out.
+        update: updates made so far. A step skipped for overflow is not an update, so it does not advance the rate.
+    """
+    if update < schedule.warmup_steps:
+        return peak * (update + 1) / schedule.warmup_steps
+    if schedule.shape == "constant":
+        return peak
+    if schedule.shape == "wsd":
+        # warm-up, stable, decay (Hu et al. 2024, section 4.1), with a line for the decay
+        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
+        progress = _progress(update, total - length, total)
+        return schedule.min_lr + (peak - schedule.min_lr) * (1.0 - progress)
+    end = schedule.decay_steps if schedule.decay_steps is not None else total
+    start = schedule.warmup_steps if schedule.decay_from == "warmup" else 0
+    progress = _progress(update, start, end)
+    remaining = 1.0 - progress if schedule.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.min_lr + (peak - schedule.min_lr) * remaining
+
+
+def _progress(update: int, start: int, end: int) -> float:
+    """Part of [start, end] that lies behind `update`, in [0, 1]."""
+    return min(1.0, max(0.0, (update - start) / max(1, end - start)))

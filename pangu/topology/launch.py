@@ -1,0 +1,52 @@
+"""What the launcher (torchrun, or nothing at all) says about this process and its machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pangu.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all processes of the run. A plain `python pretrain.py` is one process."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
+        """Read torchrun's variables."""
+        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
+        return cls(**{field: int(environment[name]) for field, name in names.items() if name in environment})
+
+
+def choose_device(requested: str, launch: Launch) -> torch.device:
+    """The device of this process; also fits the number of CPU threads to the processes that share the machine.
+
+    Raises:
+        UserError: if the requested kind is not on this machine, or has fewer devices than local processes.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = requested if requested != "auto" else (accelerator.type if accelerator else "cpu")
+    if kind == "cpu":
+        # torchrun gives each process one thread, whatever the number of cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != kind:
+        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device=cpu works")
+    if launch.local_world > torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
+        raise UserError(
+            f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process needs "
+            f"its own; at most --nproc-per-node={count} works"
+        )
+    device = torch.device(kind, launch.local_rank)
+    torch.accelerator.set_device_index(launch.local_rank)
+    return device

@@ -1,0 +1,51 @@
+"""A layout is numbers: how many devices share what. Pure functions, no process, no torch (DESIGN, idea 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXES = ("pipeline", "data", "tensor")
+"""Mesh axes, slowest first. Neighbouring ranks form a tensor group, so its heavy traffic stays inside a node."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands on each axis."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. `world` = tensor x pipeline x data devices take part."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        assert min(self.tensor, self.pipeline, self.data) >= 1, self
+
+    @property
+    def world(self) -> int:
+        """Number of devices."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def model(self) -> int:
+        """Devices that together hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a global rank in [0, world)."""
+        assert 0 <= rank < self.world, (rank, self)
+        rest, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(pipeline=pipeline, data=data, tensor=tensor)
+
+    def rank(self, at: Coordinates) -> int:
+        """Global rank that stands at these coordinates; the inverse of `coordinates`."""
+        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor

@@ -1,0 +1,70 @@
+"""A parameter knows how it is cut: one record for every logical tensor, all in one table (DESIGN, idea 2).
+
+A *logical* tensor is what a paper would name (the query projection of layer 3). A *stored* parameter is what a kernel
+wants: query, key and value projections stand in one matrix, one below the other. Initial weights, weight decay, LAMB's
+ratios, checkpoints and conversion all speak of logical tensors and read this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One logical tensor."""
+
+    name: str
+    """Global name, the same in every layout, e.g. `layers.3.attention.query.weight`."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    stored_in: str
+    """Name of the module parameter that holds it."""
+    offset: int
+    """First element of it inside that (flattened) parameter; logical tensors are stacked along dimension 0."""
+    std: float | None
+    """Initial values: normal with this standard deviation; None for a constant."""
+    constant: float = 0.0
+    """Initial value where `std` is None."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_vector(self) -> bool:
+        """Biases and norms: excluded from weight decay and from layer-wise adaptation by default."""
+        return len(self.shape) == 1
+
+
+class PlacementTable:
+    """All logical tensors of a model, in the order in which they were built."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Placement] = {}
+
+    def add(self, placement: Placement) -> None:
+        """Enter one tensor; names are unique."""
+        assert placement.name not in self._entries, f"{placement.name} is built twice"
+        self._entries[placement.name] = placement
+
+    def __iter__(self) -> Iterator[Placement]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._entries[name]
+
+    def stored_in(self, parameter: str) -> list[Placement]:
+        """The logical tensors that one module parameter holds, in the order of their offsets."""
+        return [entry for entry in self._entries.values() if entry.stored_in == parameter]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the model, tied weights counted once."""
+        return sum(entry.numel for entry in self)

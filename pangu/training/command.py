@@ -1,0 +1,62 @@
+"""The command line around a run: Hydra composes, one process speaks, and a user's error is one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from pangu.config.errors import UserError
+from pangu.topology.launch import Launch
+from pangu.training.run import run
+
+PATIENCE_SECONDS = 30.0
+"""The launcher ends all processes as soon as one has failed, so the others give the first one time to say why."""
+
+
+def pretrain(configs: Path) -> None:
+    """Compose the configuration from the command line and run it; ends the process with the status.
+
+    Args:
+        configs: absolute path of the folder with base.yaml.
+    """
+    first = Launch.from_environment().rank == 0
+    real_stderr = sys.stderr
+    if not first:
+        # what Hydra says of a wrong key is the same on every process
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+
+    def task(composed: DictConfig) -> None:
+        sys.stderr = real_stderr
+        try:
+            run(_plain(composed))
+        except UserError as error:
+            if not first:
+                # most errors are everybody's; the launcher ends this process before the pause is over
+                time.sleep(PATIENCE_SECONDS)
+            print(f"\nerror: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            if first:
+                print(
+                    "\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True
+                )
+            sys.exit(130)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
+    except SystemExit as end:
+        if end.code and sys.stderr is not real_stderr:
+            time.sleep(PATIENCE_SECONDS)
+        raise
+
+
+def _plain(composed: DictConfig) -> dict[str, object]:
+    """The composed configuration with its references resolved, as plain dictionaries."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

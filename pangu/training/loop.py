@@ -1,0 +1,104 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from pangu.config.schema import RunConfig
+from pangu.data.loader import Loader
+from pangu.data.sources import Sources
+from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
+from pangu.metrics.meter import Meter
+from pangu.metrics.writers import Writer, make_writers
+from pangu.models.size import training_flops_per_token
+from pangu.training.saving import save_checkpoint
+from pangu.training.step import Trainer
+from pangu.training.validation import Validation
+
+
+class Loop:
+    """Makes steps until the run is complete."""
+
+    def __init__(
+        self, config: RunConfig, trainer: Trainer, sources: Sources, validation: Validation | None, samples: int
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.sources = sources
+        self.validation = validation
+        self.samples = samples
+        """Samples consumed, over all replicas."""
+        self.checkpoint: Path | None = None
+        self.last_loss: float | None = None
+        self.last_validation: float | None = None
+
+    def run(self) -> None:
+        """Make the remaining steps; validate, record and save as they fall due."""
+        config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
+        writers = self._writers()
+        meter = self._meter()
+        at = mesh.at
+        loader = Loader(
+            self.sources.train,
+            config.data.packing,
+            config.batch.global_size,
+            config.batch.micro_size,
+            at.data,
+            mesh.layout.data,
+        )
+        try:
+            while trainer.step < config.train.steps:
+                began = time.perf_counter()
+                result = trainer.train_step(loader.micro_batches(trainer.step))
+                seconds = time.perf_counter() - began
+                self.samples += config.batch.global_size
+                self.last_loss = result.loss
+                validated = self._validate() if self._due(config.validation.every) else None
+                record = meter.record(
+                    trainer.step,
+                    tokens=config.batch.global_size * config.model.sequence,
+                    seconds=seconds,
+                    loss=result.loss,
+                    lr=result.lr,
+                    grad_norm=result.grad_norm,
+                    peak_memory_gib=peak_memory_gib(mesh.device),
+                    skipped=trainer.skipped,
+                    loss_scale=result.loss_scale if config.precision.loss_scale else None,
+                    validation_loss=validated,
+                )
+                for writer in writers:
+                    writer.write(record)
+                if self._due(config.checkpoint.every):
+                    self.checkpoint = save_checkpoint(config, trainer, self.samples)
+        finally:
+            loader.close()
+            for writer in writers:
+                writer.close()
+
+    def _due(self, every: int) -> bool:
+        """True in every `every`-th step and in the last; never if `every` is 0."""
+        return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
+
+    def _validate(self) -> float | None:
+        if self.validation is not None:
+            self.last_validation = self.validation.loss(self.trainer.model)
+        return self.last_validation
+
+    def _writers(self) -> list[Writer]:
+        if not self.trainer.mesh.is_first or self.trainer.step >= self.config.train.steps:
+            return []
+        output = Path(self.config.train.output)
+        return make_writers(
+            self.config.metrics, output, self.config.train.steps, self.trainer.step, asdict(self.config)
+        )
+
+    def _meter(self) -> Meter:
+        device = self.trainer.mesh.device
+        return Meter(
+            flops_per_token=training_flops_per_token(self.config.model),
+            num_devices=self.trainer.mesh.layout.world,
+            peak_tflops=peak_tflops(device_name(device), self.config.precision.compute),
+            tokens_seen=self.samples * self.config.model.sequence,
+        )

@@ -1,0 +1,150 @@
+"""A run from its configuration to its summary: the only place that wires all parts together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pangu.config.build import build
+from pangu.config.checks import check
+from pangu.config.errors import UserError
+from pangu.config.schema import RunConfig
+from pangu.data.sources import Sources, open_sources, prepare
+from pangu.evaluation.generation import continue_text
+from pangu.layers.attention import choose_attention
+from pangu.metrics.devices import peak_memory_gib
+from pangu.metrics.files import writing
+from pangu.metrics.meter import perplexity
+from pangu.metrics.plots import plot_loss
+from pangu.models.language_model import build_model
+from pangu.planning.report import describe
+from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.closing import closing_words
+from pangu.training.loop import Loop
+from pangu.training.saving import find_checkpoint, load_checkpoint
+from pangu.training.step import DTYPES, Trainer
+from pangu.training.together import together
+from pangu.training.validation import Validation
+
+log = logging.getLogger("pangu")
+
+
+def run(values: Mapping[str, Any]) -> None:
+    """Check the configuration, then train.
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+
+    Raises:
+        UserError: for everything that the user can mend.
+    """
+    launch = Launch.from_environment()
+    logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
+    config = build(RunConfig, values)
+    data = check(config, launch.world)
+    layout = Layout(config.parallel.tensor, config.parallel.pipeline, data, config.parallel.zero)
+    log.info(describe(config, layout))
+    if config.dry_run:
+        return
+    device = choose_device(config.train.device, launch)
+    mesh = Mesh.connect(layout, device)
+    try:
+        _train(config, mesh, launch)
+    finally:
+        mesh.close()
+
+
+def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
+    output = Path(config.train.output)
+    together(mesh, lambda: _open_run_folder(output, config), here=mesh.is_first)
+    sources = _sources(config, mesh, launch)
+    checkpoint = find_checkpoint(config)
+    trainer = _trainer(config, mesh)
+    samples = 0
+    if checkpoint is not None:
+        samples = load_checkpoint(checkpoint, config, trainer)
+        log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+    validation = None
+    if sources.validation is not None and config.validation.every:
+        validation = Validation(config, sources.validation, mesh)
+    loop = Loop(config, trainer, sources, validation, samples)
+    if trainer.step >= config.train.steps:
+        log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
+    started = time.perf_counter()
+    loop.run()
+    _finish(config, trainer, sources, loop, time.perf_counter() - started)
+
+
+def _open_run_folder(output: Path, config: RunConfig) -> None:
+    with writing(output):
+        (output / "plots").mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
+
+
+def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
+    """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it."""
+
+    def make() -> None:
+        prepare(config.data, config.model, show_progress=mesh.is_first)
+
+    together(mesh, make, here=mesh.is_first)
+    together(mesh, make, here=launch.local_rank == 0 and not mesh.is_first)
+    return open_sources(config.data, config.model, config.train.seed)
+
+
+def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
+    dtype = DTYPES[config.precision.compute]
+    kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
+    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
+    model, table = build_model(config.model, kernel, recompute=config.memory.recompute == "full")
+    return Trainer(config, mesh, model, table)
+
+
+def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, seconds: float) -> None:
+    """Summary, plot, sampled text and closing words, by the first process."""
+    if not trainer.mesh.is_first:
+        return
+    output = Path(config.train.output)
+    texts = [_sample(config, trainer, sources, prompt) for prompt in config.sample.prompts if config.sample.tokens]
+    summary = {
+        "steps": trainer.step,
+        "skipped": trainer.skipped,
+        "tokens": loop.samples * config.model.sequence,
+        "parameters": sum(piece.placement.numel for piece in trainer.pieces),
+        "devices": trainer.mesh.layout.world,
+        "loss": loop.last_loss,
+        "validation_loss": loop.last_validation,
+        "validation_perplexity": None if loop.last_validation is None else perplexity(loop.last_validation),
+        "seconds": seconds,
+        "peak_memory_gib": peak_memory_gib(trainer.mesh.device),
+        "checkpoint": str(loop.checkpoint) if loop.checkpoint else None,
+        "samples": texts,
+    }
+    with writing(output):
+        if loop.last_loss is not None:
+            (output / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+        plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
+    log.info(closing_words(config, summary))
+
+
+def _sample(config: RunConfig, trainer: Trainer, sources: Sources, prompt: str) -> str:
+    assert sources.tokenizer is not None
+    return continue_text(
+        trainer.model,
+        sources.tokenizer,
+        prompt,
+        config.sample,
+        seed=config.train.seed,
+        window=config.model.sequence,
+        eod=config.data.packing.eod,
+        device=trainer.mesh.device,
+    )

@@ -1,0 +1,104 @@
+"""Checkpoints are whole or absent, and damage is found and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pangu.checkpoint import files
+from pangu.checkpoint.files import checkpoint_path, list_checkpoints, load, prune, read_index, save
+from pangu.config.errors import UserError
+
+TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}
+
+
+def write(folder: Path, step: int = 3) -> Path:
+    path = checkpoint_path(folder, step)
+    save(path, TENSORS.items(), {"step": step})
+    return path
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    wanted = {name: torch.full_like(tensor, -1.0) for name, tensor in TENSORS.items()}
+    load(path, read_index(path), wanted)
+    return wanted
+
+
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "FILE_BYTES", 30)  # several files
+    path = write(tmp_path)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    assert read_index(path)["step"] == 3
+    restored = read(path)
+    assert all(torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+
+
+def test_only_committed_checkpoints_are_listed_and_the_oldest_go(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        write(tmp_path, step)
+    (tmp_path / ".step-00000011.partial").mkdir()
+    (tmp_path / "step-00000012").mkdir()  # no index: never committed
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000010"]
+    prune(tmp_path, 0)
+    assert len(list_checkpoints(tmp_path)) == 3
+    prune(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+@pytest.mark.parametrize("fails", ["_write_tensors", "_write_bytes", "_flush"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, fails, full)
+    with pytest.raises(UserError, match=r"step-00000002: the checkpoint could not be written .*No space left"):
+        write(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"tensors-00000\.safetensors: damaged"):
+        read(path)
+    file.write_bytes(content[:-4])
+    with pytest.raises(UserError, match="damaged"):
+        read(path)
+    file.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        read(path)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint here"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(UserError, match="not the index of a checkpoint of pangu"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"format": files.FORMAT, "version": 99}))
+    with pytest.raises(UserError, match="format version 99"):
+        read_index(tmp_path)
+
+
+def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    wanted = {"weight/a": torch.empty(3, 2), "weight/b": torch.empty(4), "weight/c": torch.empty(1)}
+    with pytest.raises(UserError) as caught:
+        load(path, read_index(path), wanted)
+    assert "weight/a: [2, 3] in the checkpoint, [3, 2] in the model" in str(caught.value)
+    assert "weight/c: not in the checkpoint" in str(caught.value)

@@ -1,0 +1,108 @@
+"""Dictionaries become frozen dataclasses, or one error that names everything that is wrong."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+from pangu.config import schema
+from pangu.config.build import build, keys_of
+from pangu.config.errors import ConfigError
+from pangu.config.schema import AdamConfig, LambConfig, RunConfig, StdlibData
+from tests.configs import composed
+
+VALUES = composed("+config=quickstart")
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The quickstart's values with one of them replaced."""
+    values = copy.deepcopy(VALUES)
+    *groups, last = path.split(".")
+    inner = values
+    for group in groups:
+        inner = inner[group]
+    inner[last] = value
+    return values
+
+
+def message(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(RunConfig, values)
+    return str(caught.value)
+
+
+def test_quickstart() -> None:
+    config = build(RunConfig, VALUES)
+    assert isinstance(config.optimizer, AdamConfig)
+    assert isinstance(config.data, StdlibData)
+    assert config.optimizer.betas == (0.9, 0.95)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def test_the_tag_chooses_the_class() -> None:
+    config = build(RunConfig, composed("optimizer=lamb"))
+    assert isinstance(config.optimizer, LambConfig)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("model.layres", 3, "model.layres = 3: there is no such key; did you mean model.layers?"),
+        ("zzz", 1, "zzz = 1: there is no such key; known keys: model, parallel,"),
+        ("model.layers", "many", "model.layers = 'many': must be an integer"),
+        ("model.layers", 2.5, "model.layers = 2.5: must be an integer"),
+        ("model.layers", True, "model.layers = True: must be an integer"),
+        ("model.layers", None, "model.layers = None: must be an integer"),
+        ("model.layers", "???", "model.layers = (missing): must be given: an integer"),
+        ("model.kind", "bert", "model.kind = 'bert': must be pangu or gpt"),
+        ("model.ffn", "x", "model.ffn = 'x': must be an integer or null"),
+        ("model.dropout", "much", "model.dropout = 'much': must be a number"),
+        ("model", 3, "model = 3: must be a group of keys"),
+        ("dry_run", "perhaps", "dry_run = 'perhaps': must be true or false"),
+        ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 number values"),
+        ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),
+        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam"),
+        ("sample.prompts", "x", "sample.prompts = 'x': must be a list of text values"),
+        ("parallel.zero", 4, "parallel.zero = 4: must be 0, 1, 2 or 3"),
+    ],
+)
+def test_one_problem(path: str, value: Any, expected: str) -> None:
+    text = message(changed(path, value))
+    assert text.startswith("1 problem in the configuration:\n  ")
+    assert expected in text
+
+
+def test_all_problems_at_once() -> None:
+    values = changed("model.layres", 3)
+    values["batch"]["micro_size"] = "x"
+    del values["train"]["seed"]
+    text = message(values)
+    assert text.startswith("3 problems")
+    assert all(key in text for key in ("model.layres", "batch.micro_size", "train.seed"))
+
+
+def test_numbers_as_yaml_reads_them() -> None:
+    assert build(RunConfig, changed("optimizer.lr", "1e-4")).optimizer.lr == 1e-4
+    assert build(RunConfig, changed("train.steps", 100.0)).train.steps == 100
+
+
+def test_every_field_has_a_docstring() -> None:
+    """A text under the field, as editors show it."""
+    tree = ast.parse(inspect.getsource(schema))
+    bare = [
+        f"{node.name}.{statement.target.id}"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for statement, following in zip(node.body, [*node.body[1:], None], strict=True)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant))
+    ]
+    assert bare == []
+    assert len(list(keys_of(RunConfig))) > 60

@@ -1,0 +1,121 @@
+"""Contradictions between keys: key, value, rule and what would work."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pangu.config.checks import check, divisors_near, multiples_near
+from pangu.config.errors import ConfigError
+from tests.configs import RECIPES, config
+
+
+def problems(*overrides: str, world: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config(*overrides), world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.heads=7"], "model.heads = 7: must divide model.hidden = 256; nearest that work: 2, 4, 8"),
+        (["model.layers=0"], "model.layers = 0: must be at least 1"),
+        (["model.layers=1"], "model.layers = 1: PanGu-α needs a block below its query layer"),
+        (["model.kind=gpt", "model.final_norm=after_query"], "model.final_norm = after_query: GPT has no query layer"),
+        (["model.dropout=1"], "model.dropout = 1.0: must be at least 0 and below 1"),
+        (
+            ["batch.micro_size=3"],
+            "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; nearest that "
+            "work: 15, 18; or batch.micro_size = 1 or 2 or 4",
+        ),
+        (["batch.micro_size=0"], "batch.micro_size = 0: must be at least 1"),
+        (["precision.compute=fp16"], "precision.compute = fp16: fp16 needs precision.loss_scale"),
+        (["precision=fp16", "precision.compute=bf16"], "precision.compute = bf16: fp16 needs precision.loss_scale"),
+        (
+            ["precision=fp16", "precision.loss_scale.initial=0.5"],
+            "precision.loss_scale.initial = 0.5: must not be below",
+        ),
+        (["optimizer.lr=0"], "optimizer.lr = 0.0: must be above 0"),
+        (["optimizer.lr=nan"], "optimizer.lr = nan: must be above 0"),
+        (["optimizer.betas=[0.9,1]"], "optimizer.betas[1] = 1.0: must be at least 0 and below 1"),
+        (["optimizer=lamb", "optimizer.max_ratio=0"], "optimizer.max_ratio = 0.0: must be above 0"),
+        (["lr_schedule.min_lr=1"], "lr_schedule.min_lr = 1.0: must not be above optimizer.lr"),
+        (
+            ["lr_schedule=constant", "lr_schedule.decay_steps=5"],
+            "lr_schedule.decay_steps = 5: a constant rate does not decay",
+        ),
+        (["lr_schedule=wsd", "lr_schedule.decay_steps=999"], "must fit into train.steps = 300"),
+        (["lr_schedule.warmup_steps=301"], "lr_schedule.warmup_steps = 301: must not be above the update"),
+        (["data.packing.eod=4096"], "data.packing.eod = 4096: must be an id below model.vocab"),
+        (["data.packing.eod=6"], "data.packing.eod = 6: must differ from data.packing.pad = 6"),
+        (["data.packing.eod=null"], "data.packing.eod = None: must be given if data.packing.reset_mask"),
+        (["model.vocab=100"], "model.vocab = 100: the tokenizer of data=stdlib needs more pieces; 512 or more work"),
+        (["data=indexed", "validation.every=0"], "data.train = {}: names no files"),
+        (["data=synthetic"], "validation.every = 100: data.kind = synthetic has no held-out data here"),
+        (
+            ["data=synthetic", "validation.every=0", "sample.tokens=5"],
+            "sample.tokens = 5: data.kind = synthetic has no tokenizer",
+        ),
+        (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (["sample.tokens=5"], "sample.prompts = []: sample.tokens > 0 needs a text to continue"),
+    ],
+)
+def test_one_contradiction(overrides: list[str], expected: str) -> None:
+    text = problems(*overrides)
+    assert text.startswith("1 problem in the configuration:"), text
+    assert expected in text
+
+
+def test_all_contradictions_at_once() -> None:
+    text = problems(
+        "model.heads=7", "batch.micro_size=3", "optimizer.lr=-1", "train.steps=0", "lr_schedule.warmup_steps=0"
+    )
+    assert text.startswith("4 problems")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "needed"), [("pangu_2_6b", 8), ("pangu_13b", 8), ("pangu_200b", 128), ("gpt3_175b", 96)]
+)
+def test_too_few_devices(recipe: str, needed: int) -> None:
+    text = problems(f"+config={recipe}", "data.train={a: 1}", "data.validation={b: 1}")
+    assert text.startswith("1 problem")
+    assert f"needs at least {needed} devices, one process each, and this run has 1" in text
+    assert "dry_run=true" in text
+    assert "+config=quickstart" in text
+
+
+def test_devices_that_do_not_fit_the_layout() -> None:
+    base = ["+config=pangu_13b", "data.train={a: 1}", "data.validation={b: 1}"]
+    assert "this run has 12 processes, which is not a multiple of 8; nearest that work: 8, 16" in problems(
+        *base, world=12
+    )
+    assert "which is not 16; processes that work: 16" in problems(*base, "parallel.data=2", world=24)
+    assert "parallel.tensor = 3: must divide model.heads = 40; nearest that work: 2, 4, 5" in problems(
+        *base, "parallel.tensor=3", world=3
+    )
+
+
+def test_degrees_that_this_version_does_not_train_with_are_refused() -> None:
+    text = problems("parallel.tensor=2", "parallel.zero=1", world=2)
+    assert "parallel.tensor = 2: this version trains with data parallelism only" in text
+    assert "parallel.zero = 1: this version keeps everything whole" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
+    assert check(config(f"+config={recipe}", "dry_run=true"), 1) == 1
+
+
+def test_data_size_is_what_remains() -> None:
+    assert check(config("parallel.data=null"), 4) == 4
+    assert check(config("parallel.data=2"), 2) == 2
+
+
+@given(st.integers(1, 5000), st.integers(1, 200))
+def test_suggestions_work(number: int, near: int) -> None:
+    assert all(number % divisor == 0 for divisor in divisors_near(number, near))
+    assert all(multiple % near == 0 and multiple > 0 for multiple in multiples_near(near, number))
+    assert divisors_near(number, near)
+    assert multiples_near(near, number)

@@ -1,0 +1,93 @@
+"""Every shipped file composes, and what stands on the command line wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from pangu.config.schema import AdamConfig, LambConfig
+from tests.configs import RECIPES, config
+from tests.spawn import repository
+
+GROUPS = {
+    path.relative_to(repository() / "configs").with_suffix("").as_posix()
+    for path in (repository() / "configs").glob("*/*.yaml")
+    if path.parent.name != "config"
+}
+
+
+def test_the_presets_are_there() -> None:
+    expected = {"quickstart", "pangu_350m", "pangu_2_6b", "pangu_13b", "pangu_200b", "gpt2_124m", "gpt3_175b"}
+    assert expected <= set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes(recipe: str) -> None:
+    assert config(f"+config={recipe}").train.output == f"runs/{recipe}"
+
+
+@pytest.mark.parametrize("option", sorted(GROUPS))
+def test_every_option_of_every_group_composes_with_every_recipe(option: str) -> None:
+    group, name = option.split("/")
+    for recipe in RECIPES:
+        config(f"+config={recipe}", f"{group}={name}")
+
+
+def test_overrides_win_over_recipes_and_groups() -> None:
+    chosen = config(
+        "+config=pangu_13b",
+        "model=gpt2_124m",
+        "optimizer=lamb",
+        "precision=fp16",
+        "optimizer.lr=7",
+        "batch.micro_size=3",
+    )
+    assert chosen.model.kind == "gpt"
+    assert chosen.model.layers == 12
+    assert isinstance(chosen.optimizer, LambConfig)
+    assert chosen.optimizer.lr == 7
+    assert chosen.precision.loss_scale is not None
+    assert chosen.batch.micro_size == 3
+    # the order on the command line does not matter
+    assert chosen == config(
+        "optimizer.lr=7",
+        "precision=fp16",
+        "batch.micro_size=3",
+        "optimizer=lamb",
+        "model=gpt2_124m",
+        "+config=pangu_13b",
+    )
+
+
+PUBLISHED = {
+    # recipe: (lr, betas, weight decay, steps, tensor, pipeline, heads), report tables 1, 5, 6 and section 4.1
+    "pangu_2_6b": (1e-4, (0.9, 0.999), 0.01, 70_000, 8, 1, 32),
+    "pangu_13b": (5e-5, (0.9, 0.98), 0.01, 84_000, 8, 1, 40),
+    "pangu_200b": (2e-5, (0.9, 0.95), 0.1, 260_000, 8, 16, 128),
+    "gpt3_175b": (6e-5, (0.9, 0.95), 0.1, 95_367, 8, 12, 96),
+}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_published_values(recipe: str) -> None:
+    chosen = config(f"+config={recipe}")
+    assert isinstance(chosen.optimizer, AdamConfig)
+    values = (
+        chosen.optimizer.lr,
+        chosen.optimizer.betas,
+        chosen.optimizer.weight_decay,
+        chosen.train.steps,
+        chosen.parallel.tensor,
+        chosen.parallel.pipeline,
+        chosen.model.heads,
+    )
+    assert values == PUBLISHED[recipe]
+
+
+def test_every_value_of_a_published_recipe_names_its_source() -> None:
+    """Each value line of the large recipes ends in a source or in [ours]."""
+    for recipe in [*PUBLISHED, "gpt2_124m"]:
+        text = (repository() / "configs" / "config" / f"{recipe}.yaml").read_text(encoding="utf-8")
+        body = text[text.index("\nparallel:") if "\nparallel:" in text else text.index("\nbatch:") :]
+        for line in body.splitlines():
+            if line.startswith("  ") and "data: null" not in line and "output:" not in line:
+                assert "# [" in line, f"{recipe}: {line}"

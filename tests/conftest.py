@@ -1,0 +1,23 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.spawn import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes that live for the whole session."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(2)

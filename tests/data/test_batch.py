@@ -1,0 +1,79 @@
+"""Batches against the rules of PanGu-α's data pipeline, written out index by index."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pangu.config.schema import PackingConfig
+from pangu.data.batch import make_batch
+
+
+def mask_and_positions(inputs: list[int], eod: int | None) -> tuple[list[list[bool]], list[int]]:
+    """The mask starts as lower-triangular; for every index i that holds EOD: rows > i lose columns <= i, and position
+    ids from i + 1 restart at 0."""
+    size = len(inputs)
+    mask = [[column <= row for column in range(size)] for row in range(size)]
+    positions = list(range(size))
+    for i in range(size):
+        if inputs[i] == eod:
+            for row in range(i + 1, size):
+                for column in range(i + 1):
+                    mask[row][column] = False
+                positions[row] = row - (i + 1)
+    return mask, positions
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    samples=st.integers(1, 12).flatmap(
+        lambda size: st.lists(st.lists(st.integers(0, 4), min_size=size + 1, max_size=size + 1), min_size=1, max_size=3)
+    ),
+    eod=st.sampled_from([None, 1]),
+    pad=st.sampled_from([None, 2, 1]),
+    reset_mask=st.booleans(),
+    reset_positions=st.booleans(),
+)
+def test_against_the_rules(
+    samples: list[list[int]], eod: int | None, pad: int | None, reset_mask: bool, reset_positions: bool
+) -> None:
+    indices = list(range(7, 7 + len(samples)))
+    batch = make_batch(np.array(samples), indices, PackingConfig(eod, pad, reset_mask, reset_positions))
+    assert batch.samples == tuple(indices)
+    assert (batch.documents is not None) == reset_mask
+    for row, sample in enumerate(samples):
+        inputs, size = sample[:-1], len(sample) - 1
+        mask, positions = mask_and_positions(inputs, eod)
+        assert batch.tokens[row].tolist() == inputs
+        assert batch.labels[row].tolist() == sample[1:]
+        assert batch.weights[row].tolist() == [0.0 if token == pad else 1.0 for token in inputs]
+        assert batch.positions[row].tolist() == (positions if reset_positions else list(range(size)))
+        if batch.documents is not None:
+            documents = batch.documents[row].tolist()
+            same = [[c <= r and documents[r] == documents[c] for c in range(size)] for r in range(size)]
+            assert same == mask
+
+
+def test_example_of_two_documents() -> None:
+    """5 5 9 | 5 6: the EOD belongs to the document it ends, and padding loses its weight as an input only."""
+    batch = make_batch(np.array([[5, 5, 9, 5, 6, 9]]), [0], PackingConfig(9, 6, True, True))
+    assert batch.documents is not None
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1]]
+    assert batch.weights.tolist() == [[1, 1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_types_and_device(reset: bool) -> None:
+    batch = make_batch(np.arange(12).reshape(2, 6), range(2), PackingConfig(9, 6, reset, reset))
+    integers = [batch.tokens, batch.labels, batch.positions, *([] if batch.documents is None else [batch.documents])]
+    assert all(tensor.dtype == torch.int64 and tensor.shape == (2, 5) for tensor in integers)
+    assert batch.weights.dtype == torch.float32
+    moved = batch.to("meta")
+    assert {moved.tokens.device.type, moved.labels.device.type, moved.weights.device.type} == {"meta"}
+    assert moved.positions.device.type == "meta"
+    assert (moved.documents.device.type if moved.documents is not None else None) == ("meta" if reset else None)
+    assert moved.samples == (0, 1)

@@ -1,0 +1,104 @@
+"""How a global batch is dealt to data-parallel ranks, and reading ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pangu.config.schema import PackingConfig
+from pangu.data.loader import Loader, step_samples
+
+PACKING = PackingConfig(eod=None, pad=None, reset_mask=False, reset_positions=False)
+
+
+class Recorded:
+    """Samples that hold their own index; notes what is read, and fails at one of them."""
+
+    num_samples = None
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+        self.read: Counter[int] = Counter()
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if index == self.broken:
+            raise ValueError(f"sample {index} is broken")
+        self.read[index] += 1
+        return np.full(5, index)
+
+
+@given(step=st.integers(0, 1000), micro=st.integers(1, 4), ranks=st.integers(1, 5), accumulation=st.integers(1, 4))
+def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, accumulation: int) -> None:
+    size = micro * ranks * accumulation
+    dealt = [step_samples(step, size, micro, rank, ranks) for rank in range(ranks)]
+    assert all(len(micro_batches) == accumulation for micro_batches in dealt)
+    in_turn = [index for a in range(accumulation) for rank in range(ranks) for index in dealt[rank][a]]
+    assert in_turn == list(range(step * size, (step + 1) * size))
+
+
+def test_formula() -> None:
+    """Micro-batch a of rank r holds rows [(a D + r) b, (a D + r + 1) b) of the global batch."""
+    assert step_samples(2, 12, 2, rank=1, size=3) == [range(26, 28), range(32, 34)]
+
+
+def test_what_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="12 cannot be dealt to 5 ranks in micro-batches of 2"):
+        step_samples(0, 12, 2, 0, 5)
+
+
+def test_batches_hold_their_samples() -> None:
+    with Loader(Recorded(), PACKING, 12, 2, rank=1, size=3) as loader:
+        for step in (0, 1, 7, 7, 3):  # in order, a jump, again, back
+            batches = loader.micro_batches(step)
+            assert [batch.samples for batch in batches] == [
+                tuple(indices) for indices in step_samples(step, 12, 2, 1, 3)
+            ]
+            assert [batch.tokens[:, 0].tolist() for batch in batches] == [list(batch.samples) for batch in batches]
+
+
+def test_the_next_step_is_read_once_and_ahead() -> None:
+    stream = Recorded()
+    with Loader(stream, PACKING, 4, 4, 0, 1) as loader:
+        for step in range(3):
+            loader.micro_batches(step)
+    # Closing waits for what is under way, or drops what has not begun.
+    assert set(range(12)) <= set(stream.read) <= set(range(16))
+    assert set(stream.read.values()) == {1}
+
+
+def test_reading_ahead_does_not_wait_to_be_asked() -> None:
+    reached = threading.Event()
+
+    class Signalling(Recorded):
+        def __getitem__(self, index: int) -> NDArray[np.int64]:
+            if index == 5:
+                reached.set()
+            return super().__getitem__(index)
+
+    with Loader(Signalling(), PACKING, 4, 4, 0, 1) as loader:
+        loader.micro_batches(0)
+        assert reached.wait(timeout=20)
+
+
+def test_errors_come_with_their_step() -> None:
+    with Loader(Recorded(broken=9), PACKING, 4, 2, 0, 2) as loader:
+        assert len(loader.micro_batches(1)) == 1  # samples 4 and 5; sample 9 is read ahead
+        for _ in range(2):
+            with pytest.raises(ValueError, match="sample 9 is broken"):
+                loader.micro_batches(2)
+        assert loader.micro_batches(3)[0].samples == (12, 13)
+
+
+def test_close_ends_the_thread() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    loader = Loader(Recorded(), PACKING, 4, 2, 0, 1)
+    loader.micro_batches(0)
+    assert {thread.ident for thread in threading.enumerate()} != before
+    loader.close()
+    assert {thread.ident for thread in threading.enumerate()} <= before

@@ -1,0 +1,135 @@
+"""From the configuration to streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pangu.config.errors import UserError
+from pangu.config.schema import IndexedData, ModelConfig, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
+from pangu.data.indexed import IndexedTokens
+from pangu.data.sources import DataConfig, open_sources, prepare
+from pangu.data.stdlib import StdlibPaths
+from tests.configs import tiny
+from tests.data.conftest import FRACTION, PACKING, VOCAB
+
+WriteTokens = Callable[[str, int, Sequence[Sequence[int]]], IndexedTokens]
+
+
+def model(vocab: int = VOCAB, sequence: int = 16) -> ModelConfig:
+    return replace(tiny().model, vocab=vocab, sequence=sequence)
+
+
+def indexed(train: dict[str, float], validation: dict[str, float], tokenizer: str | None = None) -> IndexedData:
+    config = TokenizerConfig("sentencepiece", tokenizer) if tokenizer else None
+    return IndexedData("indexed", train, validation, config, PACKING)
+
+
+def stdlib(folder: Path, fraction: float = FRACTION) -> StdlibData:
+    return StdlibData("stdlib", str(folder), fraction, PACKING)
+
+
+def test_stdlib(prepared: StdlibPaths) -> None:
+    data = stdlib(prepared.folder)
+    prepare(data, model(), show_progress=False)
+    sources = open_sources(data, model(), seed=1)
+    assert sources.train[0].shape == (17,)
+    assert sources.tokenizer is not None
+    assert sources.validation is not None
+    assert sources.tokenizer.eod == 9
+    assert sources.validation.num_samples is not None
+    assert sources.train.num_samples is not None
+    assert 1000 < sources.validation.num_samples < sources.train.num_samples
+    # In plain order the held-out samples begin with the first held-out file; the training samples are shuffled.
+    first, second = sources.validation[0].tolist(), sources.validation[1].tolist()
+    assert first[-1] == second[0]
+    assert sources.train[0].tolist()[-1] != sources.train[1].tolist()[0]
+    assert (open_sources(data, model(), seed=1).train[0] == sources.train[0]).all()
+    assert (open_sources(data, model(), seed=2).train[0] != sources.train[0]).any()
+
+
+@pytest.mark.parametrize(("vocab", "fraction"), [(VOCAB + 1, FRACTION), (VOCAB, 0.01)])
+def test_opening_prepares_nothing(prepared: StdlibPaths, vocab: int, fraction: float) -> None:
+    with pytest.raises(UserError, match=rf"data.folder = .* does not hold the standard library in {vocab} pieces"):
+        open_sources(stdlib(prepared.folder, fraction), model(vocab), seed=0)
+
+
+def test_prepare_makes_the_files(small_library: Path, tmp_path: Path) -> None:
+    data = stdlib(tmp_path / "data", 0.3)
+    prepare(data, model(400), show_progress=False)
+    assert open_sources(data, model(400), seed=0).train[0].max() < 400
+
+
+def test_progress_goes_to_standard_error(
+    small_library: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(stdlib(tmp_path / "quiet"), model(400), show_progress=False)
+    assert capfd.readouterr() == ("", "")
+    prepare(stdlib(tmp_path / "shown"), model(400), show_progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    for phase in ("Reading the standard library", "Training a tokenizer of 400 pieces", "Encoding train documents"):
+        assert phase in err
+
+
+def test_indexed(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
+    prefixes = [write_tokens(name, VOCAB, [range(start, start + 100)]).prefix for name, start in [("a", 0), ("b", 300)]]
+    data = indexed({prefixes[0]: 1.0, prefixes[1]: 3.0}, {prefixes[0]: 1.0}, str(prepared.tokenizer))
+    prepare(data, model(), show_progress=False)
+    sources = open_sources(data, model(), seed=0)
+    assert sum(int(sources.train[index][0] >= 300) for index in range(40)) == 30
+    assert sources.validation is not None
+    assert sources.validation[0].tolist() == list(range(17))
+    assert sources.validation.num_samples == 6
+    assert sources.tokenizer is not None
+    bare = open_sources(indexed({prefixes[0]: 1.0}, {}), model(), seed=0)
+    assert (bare.validation, bare.tokenizer) == (None, None)
+
+
+@pytest.mark.parametrize("step", ["prepare", "open"])
+def test_missing_prefixes_are_all_named(write_tokens: WriteTokens, tmp_path: Path, step: str) -> None:
+    write_tokens("here_text_document", VOCAB, [range(100)])
+    data = indexed({str(tmp_path / "here"): 1.0}, {str(tmp_path / "gone"): 1.0})
+    with pytest.raises(UserError) as caught:
+        prepare(data, model(), False) if step == "prepare" else open_sources(data, model(), 0)
+    for name in ("here.bin", "here.idx", "gone.bin", "gone.idx"):
+        assert str(tmp_path / name) in str(caught.value)
+    assert f"prefixes in the same folders: {tmp_path / 'here_text_document'}" in str(caught.value)
+
+
+def test_no_training_data() -> None:
+    with pytest.raises(UserError, match=r"data\.train is empty"):
+        open_sources(indexed({}, {}), model(), 0)
+
+
+def test_a_tokenizer_larger_than_the_model(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
+    prefix = write_tokens("a", 50, [range(50)]).prefix
+    with pytest.raises(UserError, match=f"model.vocab = 50, but the tokenizer of the data has {VOCAB} pieces"):
+        open_sources(indexed({prefix: 1.0}, {}, str(prepared.tokenizer)), model(50), 0)
+
+
+def test_synthetic() -> None:
+    packing = PackingConfig(eod=3, pad=None, reset_mask=False, reset_positions=False)
+    data = SyntheticData("synthetic", packing)
+    prepare(data, model(8), show_progress=False)
+    sources = open_sources(data, model(8, sequence=500), seed=0)
+    assert set(sources.train[0].tolist()) == {0, 1, 2, 4, 5, 6, 7}
+    assert (sources.validation, sources.tokenizer) == (None, None)
+
+
+@pytest.mark.parametrize("key", ["eod", "pad"])
+@pytest.mark.parametrize("kind", ["stdlib", "indexed", "synthetic"])
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_special_ids_outside_the_vocabulary(tmp_path: Path, key: str, kind: str, token: int) -> None:
+    packing = replace(PACKING, eod=token) if key == "eod" else replace(PACKING, pad=token)
+    configs: dict[str, DataConfig] = {
+        "stdlib": replace(stdlib(tmp_path), packing=packing),
+        "indexed": replace(indexed({"a": 1.0}, {}), packing=packing),
+        "synthetic": SyntheticData("synthetic", packing),
+    }
+    for call in (lambda data: prepare(data, model(), False), lambda data: open_sources(data, model(), 0)):
+        with pytest.raises(UserError, match=f"data.packing.{key} = {token} is outside"):
+            call(configs[kind])

@@ -1,0 +1,65 @@
+"""Initial weights are a function of (seed, name, index) alone."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pangu.layers.initial import TILE, fill, initial_rows
+from pangu.topology.placement import Placement
+
+
+def matrix(rows: int, columns: int, name: str = "m") -> Placement:
+    return Placement(name, (rows, columns), name, 0, 0.02)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.data())
+def test_any_rows_equal_those_of_the_whole(rows: int, columns: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    whole = initial_rows(matrix(rows, columns), 7, 0, rows)
+    assert torch.equal(initial_rows(matrix(rows, columns), 7, start, stop), whole[start:stop])
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_tensors_size_does_not_change_its_numbers(rows: int, columns: int) -> None:
+    """So a padded vocabulary or a wider model starts from the same corner."""
+    large = initial_rows(matrix(300, 300), 7, 0, 300)
+    assert torch.equal(initial_rows(matrix(rows, columns), 7, 0, rows), large[:rows, :columns])
+
+
+def test_seed_name_and_tile_all_matter() -> None:
+    base = initial_rows(matrix(2 * TILE, 2 * TILE), 7, 0, 2 * TILE)
+    assert not torch.equal(base, initial_rows(matrix(2 * TILE, 2 * TILE), 8, 0, 2 * TILE))
+    assert not torch.equal(base, initial_rows(matrix(2 * TILE, 2 * TILE, "n"), 7, 0, 2 * TILE))
+    tiles = [tile for half in base.chunk(2) for tile in half.chunk(2, dim=1)]
+    assert not any(torch.equal(tiles[i], tiles[j]) for i in range(4) for j in range(i))
+
+
+def test_distribution() -> None:
+    values = initial_rows(matrix(1000, 1000), 1, 0, 1000)
+    assert float(values.mean()) == pytest.approx(0.0, abs=1e-4)  # 5 standard errors of 2e-5
+    assert float(values.std()) == pytest.approx(0.02, rel=5e-3)
+    assert float(values.pow(4).mean()) / 0.02**4 == pytest.approx(3.0, rel=0.02)  # a normal's kurtosis
+
+
+def test_fill_in_bands_equals_one_piece() -> None:
+    placement = matrix(16 * TILE + 5, 3)
+    filled = torch.empty(placement.shape, dtype=torch.bfloat16)
+    fill(filled, placement, 7)
+    assert torch.equal(filled, initial_rows(placement, 7, 0, placement.shape[0]).bfloat16())
+
+
+def test_constants() -> None:
+    gain = Placement("gain", (5,), "gain", 0, None, 1.0)
+    assert torch.equal(initial_rows(gain, 7, 1, 4), torch.ones(3))
+
+
+def test_the_numbers_stay_what_they_are() -> None:
+    """A change here changes every run that anybody wants to repeat."""
+    values = initial_rows(matrix(130, 140), 1234, 0, 130).numpy()
+    assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == "f8baedfb1cc7da59"

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pangu.metrics.record import StepRecord, from_json, to_json, tracked
+
+from .conftest import RECORD
+
+Make = Callable[..., StepRecord]
+
+
+def test_a_line_holds_the_promised_fields(record: Make) -> None:
+    promised = ["step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"]
+    promised += ["peak_memory_gib", "skipped", "loss_scale"]
+    assert list(json.loads(to_json(record()))) == promised
+    validated = record(validation_loss=2.0, validation_perplexity=math.e**2)
+    assert list(json.loads(to_json(validated))) == [*promised, "validation_loss", "validation_perplexity"]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_come_back_bit_for_bit(loss: float) -> None:
+    fields = RECORD.as_dict() | {"loss": loss}
+    read = from_json(to_json(StepRecord(**fields)))  # type: ignore[arg-type]
+    assert read is not None
+    assert math.copysign(1, read["loss"]) == math.copysign(1, loss)
+    assert read == fields
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_strict_parsers_can_read_a_step_that_overflowed(record: Make, value: float) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = to_json(record(loss=value, grad_norm=value, validation_loss=value))
+    read = json.loads(line, parse_constant=refuse)
+    assert read["loss"] is None
+    assert read["grad_norm"] is None
+    assert read["validation_loss"] is None
+    assert read["lr"] == 1e-4
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"step": 3, "lo', "[1]", "3", "null", '{"loss": 1.0}', '{"step": null}'])
+def test_what_is_not_a_whole_record_is_none(line: str) -> None:
+    assert from_json(line) is None
+
+
+def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make) -> None:
+    full = record(loss_scale=65536.0, validation_loss=2.0, validation_perplexity=7.4)
+    assert sorted(tracked(full).values()) == sorted(
+        value for name, value in full.as_dict().items() if name != "step" and value is not None
+    )
+    assert len(tracked(full)) == len(fields(StepRecord)) - 1
+    assert "speed/mfu" not in tracked(record(mfu=None))
+    assert tracked(full)["validation/loss"] == 2.0

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pangu.config.errors import UserError
+from pangu.config.schema import MetricsConfig
+from pangu.metrics.record import StepRecord
+from pangu.metrics.wandb_writer import WandbWriter
+from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, make_writers, progress_line
+
+Make = Callable[..., StepRecord]
+
+
+def steps_of(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_progress_line_says_all_a_person_wants_to_know(record: Make) -> None:
+    line = progress_line(record(), total_steps=4000, seconds_left=11_220).plain
+    assert line == (
+        "step  120/4000 | loss 5.1235 | lr 1.00e-04 | grad norm 0.912 | 12.3k tokens/s | MFU 38.2 % | 23.10 GiB"
+        " | left 3 h 07 min"
+    )
+    special = record(mfu=None, loss_scale=65536.0, skipped=2, validation_loss=2.0, validation_perplexity=7.389)
+    line = progress_line(special, total_steps=4000, seconds_left=0).plain
+    assert "| MFU n/a |" in line
+    assert line.endswith("| scale 65536 | skipped 2 | validation loss 2.0000 (perplexity 7.39)")
+    assert "loss nan" in progress_line(record(loss=math.nan), 4000, 0).plain
+
+
+def test_console_prints_first_every_nth_last_and_validated_steps(record: Make) -> None:
+    out = io.StringIO()
+    writer = ConsoleWriter(every=10, total_steps=34, console=Console(file=out, width=40))
+    for step in range(3, 35):
+        writer.write(record(step=step, validation_loss=1.0 if step == 25 else None, validation_perplexity=math.e))
+    writer.close()
+    lines = out.getvalue().splitlines()  # one line each, however narrow the terminal
+    assert [line.split("/")[0] for line in lines] == [f"step {step:>2}" for step in (3, 10, 20, 25, 30, 34)]
+    assert lines[1].endswith("left 48 s")  # 24 steps of 2 s
+
+
+def test_console_has_colours_only_on_a_terminal(record: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    ConsoleWriter(every=1, total_steps=1).write(record())
+    assert "loss 5.1235" in (text := capsys.readouterr().out)
+    assert "\x1b" not in text
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, color_system="standard", highlight=False)
+    ConsoleWriter(every=1, total_steps=1, console=terminal).write(record())
+    assert "\x1b[1mloss 5.1235" in out.getvalue()
+
+
+def test_every_step_is_on_disk_as_soon_as_it_is_written(tmp_path: Path, record: Make) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    for step in (1, 2):
+        writer.write(record(step=step, loss=1 / 3))
+        assert steps_of(path) == list(range(1, step + 1))
+    assert '"loss": 0.3333333333333333,' in path.read_text()
+    writer.close()
+
+
+def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path, record: Make) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    for step in range(1, 6):
+        writer.write(record(step=step))
+    writer.close()
+    kept = path.read_text().splitlines(keepends=True)[:3]
+    with path.open("a") as file:
+        file.write('{"step": 2, "tokens": 4')
+
+    resumed = JsonLinesWriter(path, resumed_step=3)
+    assert path.read_text() == "".join(kept)
+    resumed.write(record(step=4))
+    resumed.close()
+    assert steps_of(path) == [1, 2, 3, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_in_an_old_folder_begins_a_new_file(tmp_path: Path, record: Make) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        writer = JsonLinesWriter(path)
+        writer.write(record(step=1))
+        writer.close()
+    assert steps_of(path) == [1]
+
+
+def test_unwritable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"run/metrics\.jsonl"):
+        JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(UserError, match="run/tensorboard"):
+        TensorBoardWriter(tmp_path / "run" / "tensorboard")
+    with pytest.raises(UserError, match=rf"{tmp_path}/run\b"):
+        make_writers(MetricsConfig(1, False, "off", "p"), tmp_path / "run", 10, 0, {})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_fills_up_is_reported_as_such(tmp_path: Path, record: Make, monkeypatch: Any) -> None:
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
+    full = Path("/dev/full").open("a")  # noqa: SIM115
+    monkeypatch.setattr(writer, "_file", full)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+        writer.write(record())
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+        writer.close()
+
+
+def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path, record: Make) -> None:
+    writer = TensorBoardWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(record(step=step, loss=float(step), mfu=None))
+    writer.close()
+    resumed = TensorBoardWriter(tmp_path, resumed_step=2)
+    resumed.write(record(step=3, loss=30.0, mfu=None, validation_loss=2.0, validation_perplexity=7.4))
+    resumed.close()
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [event.step for event in events.Scalars("validation/loss")] == [3]
+    assert "speed/mfu" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("tensorboard", "wandb", "kinds"),
+    [
+        (False, "off", [JsonLinesWriter, ConsoleWriter]),
+        (True, "off", [JsonLinesWriter, ConsoleWriter, TensorBoardWriter]),
+        (False, "offline", [JsonLinesWriter, ConsoleWriter, WandbWriter]),
+    ],
+)
+def test_configuration_chooses_the_writers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tensorboard: bool,
+    wandb: Literal["offline", "off"],
+    kinds: list[type],
+) -> None:
+    monkeypatch.setattr(WandbWriter, "_work", lambda *_: None)
+    output = tmp_path / "new" / "run"
+    (tmp_path / "new").mkdir()
+    writers = make_writers(MetricsConfig(5, tensorboard, wandb, "project"), output, 100, 0, {"model": {"layers": 2}})
+    assert [type(writer) for writer in writers] == kinds
+    for writer in writers:
+        writer.close()
+    assert (output / "metrics.jsonl").exists()
+    assert (output / "tensorboard").exists() == tensorboard

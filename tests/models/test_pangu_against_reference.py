@@ -1,0 +1,109 @@
+"""PanGu-α equals a plain reference written from the report's facts, which shares no code with it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pangu.config.schema import PackingConfig
+from pangu.data.batch import make_batch
+from pangu.layers.attention import AttentionMask
+from tests.models.helpers import TINY, logical_gradients, logical_weights, make, variant
+from tests.references.pangu_reference import pangu_loss, pangu_shapes
+
+EOD, PAD = 9, 6
+
+
+def samples() -> torch.Tensor:
+    """Two rows of random ids with three document ends, one of them at the last input, and some padding."""
+    tokens = torch.randint(10, TINY.vocab, (2, TINY.sequence + 1), generator=torch.Generator().manual_seed(1))
+    tokens[0, [4, 11, TINY.sequence - 1]] = EOD
+    tokens[1, 17:21] = PAD
+    tokens[1, 0] = EOD
+    return tokens
+
+
+CASES = list(
+    itertools.product(
+        ["gelu_tanh", "gelu"],
+        ["before_query", "after_query"],
+        [(False, False), (True, False), (True, True)],
+        ["reference", "sdpa"],
+    )
+)
+
+
+@pytest.mark.parametrize(("activation", "final_norm", "resets", "kernel"), CASES)
+def test_loss_and_every_gradient(activation: str, final_norm: str, resets: tuple[bool, bool], kernel: str) -> None:
+    """1e-11: a chain of three layers of sums of at most 128 products in fp64 (1.1e-16 each), times the conditioning."""
+    mask, positions = resets
+    model, table = make(variant(activation=activation, final_norm=final_norm), kernel)
+    weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
+    assert {name: tuple(w.shape) for name, w in weights.items()} == pangu_shapes(
+        TINY.layers, TINY.hidden, TINY.vocab, TINY.sequence
+    )
+    rows = samples()
+    packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=mask, reset_positions=positions)
+    batch = make_batch(rows.numpy(), range(2), packing)
+    loss = model.loss(batch) / batch.weights.sum()
+    expected = pangu_loss(
+        weights,
+        rows[:, :-1],
+        rows[:, 1:],
+        heads=TINY.heads,
+        activation=activation,
+        eod=EOD,
+        pad=PAD,
+        reset_mask=mask,
+        reset_positions=positions,
+        final_norm=final_norm,
+    )
+    torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
+    loss.backward()
+    expected.backward()
+    gradients = logical_gradients(model, table)
+    assert len(gradients) == 16 * TINY.layers + 5
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-11, rtol=1e-11, msg=name)
+
+
+def test_the_number_of_heads_matters() -> None:
+    """32 or 40 heads have the same shapes; the wrong number must not pass unnoticed here."""
+    model, table = make()
+    other, _ = make(variant(heads=8))
+    other.load_state_dict(model.state_dict())
+    tokens = samples()[:, :-1]
+    positions = torch.arange(TINY.sequence).expand_as(tokens)
+    difference = model.logits(tokens, positions, AttentionMask(None)) - other.logits(
+        tokens, positions, AttentionMask(None)
+    )
+    assert difference.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+def test_full_recompute_changes_nothing_with_dropout(kind: str) -> None:
+    """Bit for bit: backward computes the same numbers again, dropout masks included."""
+    from pangu.layers.dropout import DropoutKeys
+    from pangu.models.language_model import build_model
+
+    config = variant(kind=kind, dropout=0.2, attention_dropout=0.2)
+    packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=True, reset_positions=True)
+    batch = make_batch(samples().numpy(), range(2), packing)
+    for kernel in ("reference", "sdpa"):
+        kept, table = make(config, kernel)
+        again, _ = build_model(config, kernel, recompute=True)
+        again.load_state_dict(kept.state_dict(), assign=True)
+        keys = DropoutKeys(seed=1, step=2, samples=batch.samples)
+        losses = []
+        for model in (kept, again):
+            for parameter in model.parameters():
+                parameter.requires_grad_()
+                parameter.grad = None
+            loss = model.loss(batch, keys)
+            loss.backward()
+            losses.append((loss, logical_gradients(model, table)))
+        assert losses[0][0] != kept.loss(batch)  # dropout did something
+        assert torch.equal(losses[0][0], losses[1][0])
+        assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in losses[0][1])

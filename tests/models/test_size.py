@@ -1,0 +1,52 @@
+"""Parameter counts and FLOPs are the published ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pangu.layers.attention import AttentionMask
+from pangu.models.language_model import build_model
+from pangu.models.size import num_parameters, training_flops_per_token
+from tests.configs import RECIPES, config
+from tests.models.helpers import make, variant
+
+PUBLISHED = {
+    "pangu_350m": 345_368_576,
+    "pangu_2_6b": 2_625_295_360,
+    "pangu_13b": 12_800_870_400,
+    "pangu_200b": 206_861_008_896,
+    "gpt2_124m": 124_439_808,
+    "gpt3_175b": 174_604_259_328,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_number_of_parameters_on_the_meta_device(recipe: str) -> None:
+    model, table = build_model(config(f"+config={recipe}").model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == table.numel == num_parameters(config(f"+config={recipe}").model)
+    if recipe in PUBLISHED:
+        assert count == PUBLISHED[recipe]
+
+
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+def test_flops_equal_torchs_count_of_the_matrix_products(kind: str) -> None:
+    model, _ = make(variant(kind=kind, ffn=96), "reference")
+    tokens = torch.zeros(2, 24, dtype=torch.long)
+    positions = torch.arange(24).expand_as(tokens)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(tokens, positions, AttentionMask(None)).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(variant(kind=kind, ffn=96)) * tokens.numel()
+
+
+def test_the_papers_formula() -> None:
+    """72·L·d²·(1 + S/(6d) + V/(12·L·d)): 16.7, 79.2 and 1253.8 GFLOP per token."""
+    for recipe, gflop in (("pangu_2_6b", 16.7), ("pangu_13b", 79.2), ("pangu_200b", 1253.8)):
+        model = config(f"+config={recipe}").model
+        d, layers = model.hidden, model.layers
+        formula = 72 * layers * d * d * (1 + model.sequence / (6 * d) + model.vocab / (12 * layers * d))
+        assert training_flops_per_token(model) == pytest.approx(formula, rel=1e-12)
+        assert round(formula / 1e9, 1) == gflop

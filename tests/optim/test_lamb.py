@@ -1,0 +1,89 @@
+"""LAMB equals a direct transcription of the algorithm."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pangu.config.schema import AdamConfig, LambConfig
+from pangu.optim.build import make_optimizer
+from pangu.optim.lamb import Lamb
+from pangu.topology.placement import Placement
+from tests.references.lamb_reference import AdamWReference, LambReference
+
+SHAPES = {"matrix": (7, 5), "row": (1, 300), "bias": (11,), "scalar": (1,), "zero": (4, 4), "large": (64, 33)}
+VECTORS = ("bias", "scalar")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    made = {name: torch.randn(shape, generator=source, dtype=torch.float64) for name, shape in SHAPES.items()}
+    made["zero"].zero_()  # a norm of 0: ratio 1
+    return made
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(100 + step)
+    return {
+        name: torch.randn(shape, generator=source, dtype=torch.float64) * 10.0 ** (step % 5 - 3)
+        for name, shape in SHAPES.items()
+    }
+
+
+def entries(tensors: dict[str, torch.Tensor]) -> list[tuple[Placement, torch.Tensor]]:
+    return [(Placement(name, tuple(t.shape), name, 0, None), t) for name, t in tensors.items()]
+
+
+def run(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int) -> None:
+    for step in range(steps):
+        for name, gradient in gradients(step).items():
+            tensors[name].grad = gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("inside", "max_ratio", "exclude", "decay"),
+    list(itertools.product([True, False], [None, 0.5], [True, False], [0.0, 0.1])),
+)
+def test_20_steps_in_float64(inside: bool, max_ratio: float | None, exclude: bool, decay: float) -> None:
+    """1e-12: each step adds a few roundings of 1.1e-16 to numbers of order 1."""
+    config = LambConfig("lamb", 0.01, (0.9, 0.99), 1e-6, inside, decay, exclude, max_ratio, None)
+    ours = weights()
+    run(make_optimizer(config, entries(ours)), ours, 20)
+    reference = LambReference(
+        weights(),
+        lr=0.01,
+        betas=(0.9, 0.99),
+        eps=1e-6,
+        eps_inside_root=inside,
+        weight_decay=decay,
+        max_ratio=max_ratio,
+        excluded=VECTORS if exclude else (),
+    )
+    for step in range(20):
+        reference.step(gradients(step))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, reference.weights[name], atol=1e-12, rtol=1e-12, msg=name)
+        assert not torch.equal(tensor, weights()[name])
+
+
+def test_ratio_is_1_where_a_norm_is_0() -> None:
+    """A zero weight moves by lr x direction; a zero gradient without decay moves nothing and gives no NaN."""
+    weight, still = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    weight.grad, still.grad = torch.full_like(weight, 2.0), torch.zeros_like(still)
+    Lamb([weight, still], lr=0.1, eps=1e-12, weight_decay=0.0).step()
+    torch.testing.assert_close(weight, torch.full_like(weight, -0.1))
+    assert torch.equal(still, torch.ones_like(still))
+
+
+def test_adamw_decays_matrices_only() -> None:
+    config = AdamConfig("adam", 0.01, (0.9, 0.99), 1e-8, 0.1, None)
+    ours = weights()
+    run(make_optimizer(config, entries(ours)), ours, 20)
+    reference = AdamWReference(weights(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, excluded=VECTORS)
+    for step in range(20):
+        reference.step(gradients(step))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, reference.weights[name], atol=1e-12, rtol=1e-12, msg=name)

@@ -1,0 +1,109 @@
+"""The house stays as it was designed: imports go down only, torch.distributed has two homes, every key is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pangu.config.build import keys_of
+from pangu.config.schema import RunConfig
+from tests.spawn import repository
+
+FLOORS = {
+    "config": 0,
+    "topology": 1,
+    "collectives": 2,
+    "metrics": 2,
+    "layers": 3,
+    "data": 3,
+    "models": 4,
+    "optim": 4,
+    "zero": 5,
+    "checkpoint": 6,
+    "planning": 6,
+    "evaluation": 6,
+    "training": 7,
+}
+PACKAGE = repository() / "pangu"
+FILES = sorted(PACKAGE.glob("*/*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything that a file imports, at the top or lazily, type-checking imports included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_folder_has_a_floor() -> None:
+    folders = {path.parent.name for path in FILES}
+    assert folders == set(FLOORS)
+    assert len(FILES) > 30
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_imports_go_down_only(path: Path) -> None:
+    own = path.parent.name
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "pangu" and len(parts) > 1 and parts[1] in FLOORS and parts[1] != own:
+            assert FLOORS[parts[1]] < FLOORS[own], (
+                f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[parts[1]]})"
+            )
+
+
+def test_only_topology_and_collectives_know_torch_distributed() -> None:
+    users = {path.parent.name for path in FILES if any(name.startswith("torch.distributed") for name in imports(path))}
+    # a unit's reduction is typed with torch's own ProcessGroup and Work
+    assert users <= {"topology", "collectives", "zero"}
+    calls = {
+        path.parent.name
+        for path in FILES
+        if re.search(r"\bdist\.(?!ProcessGroup|Work\b)\w+", path.read_text(encoding="utf-8"))
+    }
+    assert calls == {"topology", "collectives"}
+
+
+def test_config_imports_the_standard_library_only() -> None:
+    import sys
+
+    for path in (PACKAGE / "config").glob("*.py"):
+        for name in imports(path):
+            top = name.split(".")[0]
+            assert top in sys.stdlib_module_names or name.startswith("pangu.config"), f"{path.name} imports {name}"
+
+
+def test_models_never_see_a_rank() -> None:
+    for path in [*(PACKAGE / "models").glob("*.py"), *(PACKAGE / "optim").glob("*.py")]:
+        assert not any(name.startswith(("pangu.topology.mesh", "pangu.collectives")) for name in imports(path)), path
+
+
+def _attributes() -> set[str]:
+    """Names of all attributes that the package reads, the schema itself and its checks left out."""
+    names: set[str] = set()
+    for path in FILES:
+        if path.parent.name == "config" and path.name in ("schema.py", "checks.py"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names
+
+
+def test_every_key_is_read_by_something_that_acts_on_it() -> None:
+    # the dry run is decided in training/run.py; `name` and `kind` choose the class of their group
+    read = _attributes() | {"name", "kind"}
+    unread = [key for key in keys_of(RunConfig) if key.rsplit(".", 1)[-1] not in read]
+    assert unread == []
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in FILES:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
