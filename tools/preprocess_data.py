@@ -139,7 +139,7 @@ def _end_of_document(options: argparse.Namespace, eod: int | None, vocab: int) -
 
 def _check_filled(options: argparse.Namespace, writers: list[IndexedWriter]) -> None:
     """Raise UserError, while the files have no name yet, if one of them would be empty."""
-    if not any(writer.num_documents for writer in writers):
+    if not any(writer.num_tokens for writer in writers):
         raise UserError(f"--input {' '.join(options.input)}: there is no text in it")
     if not all(writer.num_tokens for writer in writers):
         raise UserError(

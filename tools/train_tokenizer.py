@@ -54,8 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0.98 <= options.character_coverage <= 1:
         parser.error(f"--character-coverage {options.character_coverage}: must be from 0.98 to 1")
-    if options.max_sentences <= 100:
-        parser.error(f"--max-sentences {options.max_sentences}: must be more than 100")
+    if options.max_sentences < 1:
+        parser.error(f"--max-sentences {options.max_sentences}: must be at least 1")
     if options.vocab_size < 1:
         parser.error(f"--vocab-size {options.vocab_size}: must be at least 1")
     return options

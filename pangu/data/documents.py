@@ -90,8 +90,9 @@ def _read_records(path: Path, text_key: str) -> Iterator[str]:
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        path.open("rb").close()
-        records = datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train", streaming=True)
+        path.open("rb").close()  # the library does not say which file is missing
+        name = glob.escape(str(path))
+        records = datasets.load_dataset(READERS[path.suffix], data_files=name, split="train", streaming=True)
         for record in records:
             if not isinstance(record.get(text_key), str):
                 raise UserError(

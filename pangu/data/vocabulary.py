@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import sentencepiece
 
@@ -14,6 +15,8 @@ from pangu.data.tokenizers import NEWLINE, SPACE, jieba_segmenter
 
 END_OF_TEXT = 9
 """Id of <eot>, with which PanGu-α ends a document."""
+
+Item = TypeVar("Item")
 
 # SentencePiece itself gives ids 0-2 to <unk>, <s> and </s>.
 _SPECIAL = [NEWLINE, SPACE, "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"]
@@ -49,22 +52,21 @@ def train_sentencepiece(
     """Train a model of exactly `vocab` pieces and return the contents of its file.
 
     `coverage` is the share of the characters that get a piece of their own. With `jieba` the model is of the `pangu`
-    kind, otherwise of the `sentencepiece` kind. At most `max_sentences` (more than 100) stretches of about a thousand
-    characters are kept in memory, drawn evenly. The same texts give the same model. Raises UserError if the texts are
-    too few or too varied for `vocab` pieces.
+    kind, otherwise of the `sentencepiece` kind. It is trained on at most `max_sentences` stretches of about a thousand
+    characters, drawn evenly. The same texts give the same model. Raises UserError if the texts are too few or too
+    varied for `vocab` pieces.
     """
     segment = jieba_segmenter() if jieba else str
     model = io.BytesIO()
     options: dict[str, Any] = _PANGU if jieba else _EXACT
-    sentencepiece.set_random_generator_seed(0)
+    sentences = sampled((sentence for text in texts for sentence in training_sentences(text)), max_sentences)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(segment(sentence) for text in texts for sentence in training_sentences(text)),
+            sentence_iterator=map(segment, sentences),
             model_writer=model,
             vocab_size=vocab,
             model_type=kind,
             character_coverage=coverage,
-            input_sentence_size=max_sentences,
             max_sentence_length=8192,
             unk_id=0,
             bos_id=1,
@@ -90,6 +92,21 @@ def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
             stop = stop if stop > start else start + limit
             yield part[start:stop]
             start = stop
+
+
+def sampled(items: Iterable[Item], size: int) -> list[Item]:
+    """At most `size` of the items, each equally likely, the same at every call (Vitter 1985, Algorithm R).
+
+    SentencePiece can draw too, but others in every process.
+    """
+    draw = random.Random(0)
+    kept: list[Item] = []
+    for number, item in enumerate(items):
+        if number < size:
+            kept.append(item)
+        elif (place := draw.randrange(number + 1)) < size:
+            kept[place] = item
+    return kept
 
 
 def _plain_words(error: str, vocab: int) -> str:

@@ -42,7 +42,7 @@ def write(path: Path, key: str = "text") -> None:
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".parquet", ".csv", ".arrow"])
 def test_kinds(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a{suffix}"
+    path = tmp_path / f"a[1] b*{suffix}"
     write(path, "content")
     assert list(read_documents([path, path], "content")) == DOCUMENTS * 2
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -10,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
-from pangu.data.vocabulary import train_sentencepiece, training_sentences
+from pangu.data.vocabulary import sampled, train_sentencepiece, training_sentences
 from tests.data.conftest import library_files
+from tests.spawn import repository
 
 SPECIAL = ["<unk>", "<s>", "</s>", "▃", "▂", "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"]
 TEXTS = [path.read_text(encoding="utf-8") for path in library_files("ast.py", "argparse.py", "queue.py")]
@@ -29,10 +33,26 @@ def test_special_ids_and_size(kind: Literal["bpe", "unigram"], jieba: bool) -> N
     assert processor.vocab_size() == 500
 
 
-def test_the_same_texts_give_the_same_model() -> None:
-    first, second = (train_sentencepiece(iter(TEXTS), 500, "bpe", max_sentences=101) for _ in range(2))
-    assert first == second
-    assert first != train_sentencepiece(TEXTS[:1], 500, "bpe", max_sentences=101)
+def test_the_same_texts_give_the_same_model_in_every_process() -> None:
+    program = (
+        "import hashlib\n"
+        "from pangu.data.vocabulary import train_sentencepiece\n"
+        "from tests.data.test_vocabulary import TEXTS\n"
+        "print(hashlib.sha256(train_sentencepiece(TEXTS, 500, 'bpe', max_sentences=50)).hexdigest())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=repository(), capture_output=True, text=True, check=True)
+    model = train_sentencepiece(iter(TEXTS), 500, "bpe", max_sentences=50)
+    assert hashlib.sha256(model).hexdigest() == done.stdout.strip()
+    assert model != train_sentencepiece(TEXTS, 500, "bpe", max_sentences=60)
+
+
+def test_a_sample_is_drawn_evenly() -> None:
+    assert sampled(range(5), 5) == sampled(range(5), 9) == list(range(5))
+    drawn = sampled(range(10_000), 1000)
+    assert len(set(drawn)) == 1000
+    assert drawn == sampled(range(10_000), 1000)
+    for start in range(0, 10_000, 1000):
+        assert 50 < sum(start <= number < start + 1000 for number in drawn) < 150
 
 
 def test_newlines_and_indentation_are_parts_of_pieces() -> None:

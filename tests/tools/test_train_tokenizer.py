@@ -47,7 +47,7 @@ def test_pangu_kind(tmp_path: Path) -> None:
         (["--vocab-size", "100"], "a vocabulary of 100 pieces is too small"),
         (["--vocab-size", "-5"], "--vocab-size -5: must be at least 1"),
         (["--character-coverage", "0.5"], "--character-coverage 0.5: must be from 0.98 to 1"),
-        (["--max-sentences", "7"], "--max-sentences 7: must be more than 100"),
+        (["--max-sentences", "0"], "--max-sentences 0: must be at least 1"),
         (["--output", "/dev/null/t"], "cannot write /dev/null/t.model"),
         (["--output", "{tmp}/old"], "old.model exists already"),
     ],

@@ -1,0 +1,92 @@
+"""The command that users type, on small models."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import SMALL, command, metrics, pretrain
+from tests.spawn import repository
+
+SYNTHETIC = (*SMALL, "data=synthetic", "model.vocab=128", "validation.every=0", "lr_schedule.warmup_steps=1")
+
+
+@pytest.mark.slow
+def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) -> None:
+    """A short run of the real recipe: data made, loss falls, validation, checkpoint, plot, sample, closing words."""
+    words = ["+config=quickstart", "train.steps=20", "model.layers=2", "model.hidden=64", "model.vocab=1024", "metrics.every=5"]
+    done = pretrain(tmp_path, *words, processes=2)
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[0]["loss"] == pytest.approx(math.log(1024), abs=0.3)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["validation_loss"] < math.log(1024)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["validation_perplexity"] == pytest.approx(math.exp(lines[-1]["validation_loss"]))
+    assert summary["tokens"] == lines[-1]["tokens"]
+    assert len(summary["samples"]) == 3
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "checkpoints" / "step-00000020" / "index.json").is_file()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert (tmp_path / "config.yaml").read_text().startswith("model:")
+    for expected in ("step 10/20", "perplexity", "sampled: ", "run folder", "tensorboard --logdir", "train.steps=40"):
+        assert expected in done.stdout + done.stderr, expected
+
+    again = pretrain(tmp_path, *words, "train.steps=22", processes=2)
+    assert again.returncode == 0, again.stderr
+    assert "continuing from" in again.stderr
+    assert "Training a tokenizer" not in again.stderr
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 23))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    words = [*SYNTHETIC, f"optimizer={optimizer}", "model.dropout=0.1", "precision=bf16", "lr_schedule.decay_steps=8"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for output, steps in ((whole, 8), (broken, 3), (broken, 8)):
+        done = pretrain(output, *words, f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    figures = [[(m["step"], m["loss"], m["grad_norm"], m["lr"], m["tokens"]) for m in metrics(run)] for run in (whole, broken)]
+    assert figures[0] == figures[1]
+    weights = [json.loads((run / "checkpoints/step-00000008/index.json").read_text())["files"] for run in (whole, broken)]
+    assert weights[0] == weights[1]  # checksums
+
+
+def test_a_run_may_continue_with_another_batch_size_and_sees_every_sample_once(tmp_path: Path) -> None:
+    for steps, size in ((2, 4), (4, 8)):
+        done = pretrain(tmp_path, *SYNTHETIC, f"train.steps={steps}", f"batch.global_size={size}")
+        assert done.returncode == 0, done.stderr
+    index = json.loads((tmp_path / "checkpoints/step-00000004/index.json").read_text())
+    assert index["samples"] == 2 * 4 + 2 * 8
+    assert metrics(tmp_path)[-1]["tokens"] == index["samples"] * 32
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    for _ in range(2):
+        done = pretrain(tmp_path, *SYNTHETIC, "train.steps=1")
+        assert done.returncode == 0, done.stderr
+    assert "all 1 steps of this run are made; a larger train.steps continues it" in done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["loss"] > 0
+
+
+def test_dry_run_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
+    done = command("pretrain.py", "+config=pangu_200b", "parallel.data=16", "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    assert "206,861,008,896 parameters" in done.stderr
+    assert "tensor 8 x pipeline 16 x data 16 = 2048 devices" in done.stderr
+    assert not (repository() / "runs" / "pangu_200b").exists()
+
+
+def test_hydras_own_options_work() -> None:
+    job = command("pretrain.py", "+config=quickstart", "model=gpt2_124m", "--cfg", "job")
+    assert job.returncode == 0, job.stderr
+    assert "kind: gpt" in job.stdout
+    usage = command("pretrain.py", "--help")
+    assert usage.returncode == 0, usage.stderr
+    for expected in ("config: gpt2_124m, gpt3_175b", "model:", "optimizer: adam, lamb", "dry_run: false"):
+        assert expected in usage.stdout
