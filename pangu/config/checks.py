@@ -209,11 +209,13 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     if isinstance(data, IndexedData):
         if not data.train and not config.dry_run:
             rule = "names no files"
-            works = "'data.train={PREFIX: 1.0}', where PREFIX.bin and PREFIX.idx come from tools/preprocess_data.py"
-            yield Problem("data.train", "{}", rule, works)
-        for key in ("train", "validation"):
-            for prefix, weight in getattr(data, key).items():
-                yield from _positive(f"data.{key}.{prefix}", weight)
+            works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
+            yield Problem("data.train", "[]", rule, works)
+        if data.weights is not None and len(data.weights) != len(data.train):
+            rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
+            yield Problem("data.weights", list(data.weights), rule, "null: in proportion to their tokens")
+        for i, weight in enumerate(data.weights or ()):
+            yield from _positive(f"data.weights[{i}]", weight)
 
 
 def _run(config: RunConfig) -> Iterator[Problem]:
@@ -234,7 +236,7 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         and (isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation))
     ):
         works = "validation.every=0 works" + (
-            "" if isinstance(data, SyntheticData) else ", or 'data.validation={PREFIX: 1.0}'"
+            "" if isinstance(data, SyntheticData) else ", or data.validation=[PREFIX]"
         )
         yield Problem(
             "validation.every", config.validation.every, f"data.kind = {data.kind} has no held-out data here", works

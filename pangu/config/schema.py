@@ -219,10 +219,12 @@ class IndexedData:
 
     kind: Literal["indexed"]
     """Selects the data source."""
-    train: dict[str, float]
-    """Prefix -> weight. Samples are drawn in proportion to the weights."""
-    validation: dict[str, float]
-    """Prefix -> weight of the held-out data; may be empty if `validation.every` is 0."""
+    train: tuple[str, ...]
+    """Prefixes, e.g. [/data/web, /data/books]."""
+    weights: tuple[float, ...] | None
+    """One for each prefix of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
+    validation: tuple[str, ...]
+    """Prefixes of held-out data, read in proportion to their tokens; may be empty if `validation.every` is 0."""
     tokenizer: TokenizerConfig | None
     """Used to sample text from the model; null samples nothing."""
     packing: PackingConfig

@@ -13,10 +13,10 @@ from pangu.data.batch import Batch, make_batch
 from pangu.data.stream import Stream
 
 
-def step_samples(step: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
-    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in a step (from 0).
+def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
+    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
 
-    The global batch of a step is a contiguous range of samples and its micro-batches are dealt to the ranks in turn, so
+    The global batch is the contiguous range of `global_size` samples after the `consumed` ones, and its micro-batches are dealt to the ranks in turn, so
     neither `size` nor `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide
     `global_size`.
     """
@@ -24,7 +24,7 @@ def step_samples(step: int, global_size: int, micro_size: int, rank: int, size: 
         raise ValueError(
             f"a global batch of {global_size} cannot be dealt to {size} ranks in micro-batches of {micro_size}"
         )
-    first, stop = step * global_size + rank * micro_size, (step + 1) * global_size
+    first, stop = consumed + rank * micro_size, consumed + global_size
     return [range(start, start + micro_size) for start in range(first, stop, micro_size * size)]
 
 
@@ -42,26 +42,26 @@ class Loader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, in any order of steps. Raises what reading them raised."""
-        if self._ahead is None or self._ahead[0] != step:
-            self._read(step)
+    def micro_batches(self, consumed: int) -> list[Batch]:
+        """The micro-batches of the step that follows `consumed` samples. Raises what reading them raised."""
+        if self._ahead is None or self._ahead[0] != consumed:
+            self._read(consumed)
         assert self._ahead is not None
         batches = self._ahead[1].result()
-        self._read(step + 1)
+        self._read(consumed + self._sizes[0])
         return batches
 
     def close(self) -> None:
         """Stop reading ahead and wait for the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: int) -> None:
-        self._ahead = (step, self._thread.submit(self._load, step))
+    def _read(self, consumed: int) -> None:
+        self._ahead = (consumed, self._thread.submit(self._load, consumed))
 
-    def _load(self, step: int) -> list[Batch]:
+    def _load(self, consumed: int) -> list[Batch]:
         return [
             make_batch(np.stack([self._stream[index] for index in indices]), indices, self._packing)
-            for indices in step_samples(step, *self._sizes)
+            for indices in step_samples(consumed, *self._sizes)
         ]
 
     def __enter__(self) -> Self:

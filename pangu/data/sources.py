@@ -32,7 +32,6 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
 
     May write and take long; called by one process of each file system, before `open_sources` of any. Raises UserError.
     """
-    _check_packing(data, model)
     if isinstance(data, StdlibData):
         prepare_stdlib(data.folder, model.vocab, data.validation_fraction, data.packing, show_progress)
     elif isinstance(data, IndexedData):
@@ -41,20 +40,17 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
 
 def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
     """Open a prepared data source; writes nothing and is called by every process. Raises UserError."""
-    _check_packing(data, model)
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
     if isinstance(data, StdlibData):
         data = _as_indexed(data, model)
     _check_exist([*data.train, *data.validation])
-    if not data.train:
-        raise UserError("data.train is empty; give at least one prefix and its weight, as in data.train={my/prefix: 1}")
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
     if tokenizer and tokenizer.vocab_size > model.vocab:
         raise UserError(f"model.vocab = {model.vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
-    train = _open(data.train, model, seed, shuffle=True)
-    validation = _open(data.validation, model, seed, shuffle=False) if data.validation else None
+    train = _open(data.train, data.weights, model, seed, shuffle=True)
+    validation = _open(data.validation, None, model, seed, shuffle=False) if data.validation else None
     return Sources(train, validation, tokenizer)
 
 
@@ -67,21 +63,15 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
             " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
         )
     tokenizer = TokenizerConfig("sentencepiece", str(paths.tokenizer))
-    train, validation = {str(paths.train): 1.0}, {str(paths.validation): 1.0}
-    return IndexedData("indexed", train, validation, tokenizer, data.packing)
+    return IndexedData("indexed", (str(paths.train),), None, (str(paths.validation),), tokenizer, data.packing)
 
 
-def _open(weights: dict[str, float], model: ModelConfig, seed: int, shuffle: bool) -> SampleStream:
-    readers = [(open_indexed(prefix), weight) for prefix, weight in weights.items()]
-    return SampleStream(readers, model.sequence, model.vocab, seed, shuffle)
-
-
-def _check_packing(data: DataConfig, model: ModelConfig) -> None:
-    for name, token in (("eod", data.packing.eod), ("pad", data.packing.pad)):
-        if token is not None and not 0 <= token < model.vocab:
-            raise UserError(
-                f"data.packing.{name} = {token} is outside the vocabulary of model.vocab = {model.vocab} ids"
-            )
+def _open(
+    prefixes: tuple[str, ...], weights: tuple[float, ...] | None, model: ModelConfig, seed: int, shuffle: bool
+) -> SampleStream:
+    readers = [open_indexed(prefix) for prefix in prefixes]
+    weights = weights or tuple(float(len(reader.tokens)) for reader in readers)
+    return SampleStream(list(zip(readers, weights, strict=True)), model.sequence, model.vocab, seed, shuffle)
 
 
 def _check_exist(prefixes: list[str]) -> None:

@@ -51,7 +51,7 @@ class Loop:
         try:
             while trainer.step < config.train.steps:
                 began = time.perf_counter()
-                result = trainer.train_step(loader.micro_batches(trainer.step))
+                result = trainer.train_step(loader.micro_batches(self.samples))
                 seconds = time.perf_counter() - began
                 self.samples += config.batch.global_size
                 self.last_loss = result.loss

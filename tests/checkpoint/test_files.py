@@ -35,7 +35,9 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(path.glob("*.safetensors"))) > 1
     assert read_index(path)["step"] == 3
     restored = read(path)
-    assert all(torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype for name, tensor in TENSORS.items()
+    )
 
 
 def test_only_committed_checkpoints_are_listed_and_the_oldest_go(tmp_path: Path) -> None:

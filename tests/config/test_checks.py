@@ -52,13 +52,21 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["data.packing.eod=6"], "data.packing.eod = 6: must differ from data.packing.pad = 6"),
         (["data.packing.eod=null"], "data.packing.eod = None: must be given if data.packing.reset_mask"),
         (["model.vocab=100"], "model.vocab = 100: the tokenizer of data=stdlib needs more pieces; 512 or more work"),
-        (["data=indexed", "validation.every=0"], "data.train = {}: names no files"),
+        (["data=indexed", "validation.every=0"], "data.train = []: names no files"),
         (["data=synthetic"], "validation.every = 100: data.kind = synthetic has no held-out data here"),
         (
-            ["data=synthetic", "validation.every=0", "sample.tokens=5"],
+            ["data=synthetic", "validation.every=0", "sample.tokens=5", "sample.prompts=[x]"],
             "sample.tokens = 5: data.kind = synthetic has no tokenizer",
         ),
-        (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (["train.steps=0", "lr_schedule.warmup_steps=0"], "train.steps = 0: must be at least 1"),
+        (
+            ["data=indexed", "data.train=[a,b]", "data.weights=[1]", "validation.every=0"],
+            "data.weights = [1.0]: must have one weight for each of the 2 prefixes",
+        ),
+        (
+            ["data=indexed", "data.train=[a,b]", "data.weights=[1,0]", "validation.every=0"],
+            "data.weights[1] = 0.0: must be above 0",
+        ),
         (["sample.tokens=5"], "sample.prompts = []: sample.tokens > 0 needs a text to continue"),
     ],
 )
@@ -72,14 +80,14 @@ def test_all_contradictions_at_once() -> None:
     text = problems(
         "model.heads=7", "batch.micro_size=3", "optimizer.lr=-1", "train.steps=0", "lr_schedule.warmup_steps=0"
     )
-    assert text.startswith("4 problems")
+    assert text.startswith("5 problems")
 
 
 @pytest.mark.parametrize(
     ("recipe", "needed"), [("pangu_2_6b", 8), ("pangu_13b", 8), ("pangu_200b", 128), ("gpt3_175b", 96)]
 )
 def test_too_few_devices(recipe: str, needed: int) -> None:
-    text = problems(f"+config={recipe}", "data.train={a: 1}", "data.validation={b: 1}")
+    text = problems(f"+config={recipe}", "data.train=[a]", "data.validation=[b]")
     assert text.startswith("1 problem")
     assert f"needs at least {needed} devices, one process each, and this run has 1" in text
     assert "dry_run=true" in text
@@ -87,12 +95,12 @@ def test_too_few_devices(recipe: str, needed: int) -> None:
 
 
 def test_devices_that_do_not_fit_the_layout() -> None:
-    base = ["+config=pangu_13b", "data.train={a: 1}", "data.validation={b: 1}"]
+    base = ["+config=pangu_13b", "data.train=[a]", "data.validation=[b]"]
     assert "this run has 12 processes, which is not a multiple of 8; nearest that work: 8, 16" in problems(
         *base, world=12
     )
     assert "which is not 16; processes that work: 16" in problems(*base, "parallel.data=2", world=24)
-    assert "parallel.tensor = 3: must divide model.heads = 40; nearest that work: 2, 4, 5" in problems(
+    assert "parallel.tensor = 3: must divide model.heads = 40; nearest that work: 1, 2, 4" in problems(
         *base, "parallel.tensor=3", world=3
     )
 
@@ -109,7 +117,7 @@ def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
 
 
 def test_data_size_is_what_remains() -> None:
-    assert check(config("parallel.data=null"), 4) == 4
+    assert check(config("parallel.data=null", "batch.micro_size=4"), 4) == 4
     assert check(config("parallel.data=2"), 2) == 2
 
 

@@ -36,7 +36,7 @@ class Recorded:
 @given(step=st.integers(0, 1000), micro=st.integers(1, 4), ranks=st.integers(1, 5), accumulation=st.integers(1, 4))
 def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, accumulation: int) -> None:
     size = micro * ranks * accumulation
-    dealt = [step_samples(step, size, micro, rank, ranks) for rank in range(ranks)]
+    dealt = [step_samples(step * size, size, micro, rank, ranks) for rank in range(ranks)]
     assert all(len(micro_batches) == accumulation for micro_batches in dealt)
     in_turn = [index for a in range(accumulation) for rank in range(ranks) for index in dealt[rank][a]]
     assert in_turn == list(range(step * size, (step + 1) * size))
@@ -44,7 +44,7 @@ def test_ranks_share_the_global_batch(step: int, micro: int, ranks: int, accumul
 
 def test_formula() -> None:
     """Micro-batch a of rank r holds rows [(a D + r) b, (a D + r + 1) b) of the global batch."""
-    assert step_samples(2, 12, 2, rank=1, size=3) == [range(26, 28), range(32, 34)]
+    assert step_samples(24, 12, 2, rank=1, size=3) == [range(26, 28), range(32, 34)]
 
 
 def test_what_does_not_divide() -> None:
@@ -55,9 +55,9 @@ def test_what_does_not_divide() -> None:
 def test_batches_hold_their_samples() -> None:
     with Loader(Recorded(), PACKING, 12, 2, rank=1, size=3) as loader:
         for step in (0, 1, 7, 7, 3):  # in order, a jump, again, back
-            batches = loader.micro_batches(step)
+            batches = loader.micro_batches(12 * step)
             assert [batch.samples for batch in batches] == [
-                tuple(indices) for indices in step_samples(step, 12, 2, 1, 3)
+                tuple(indices) for indices in step_samples(12 * step, 12, 2, 1, 3)
             ]
             assert [batch.tokens[:, 0].tolist() for batch in batches] == [list(batch.samples) for batch in batches]
 
@@ -66,7 +66,7 @@ def test_the_next_step_is_read_once_and_ahead() -> None:
     stream = Recorded()
     with Loader(stream, PACKING, 4, 4, 0, 1) as loader:
         for step in range(3):
-            loader.micro_batches(step)
+            loader.micro_batches(4 * step)
     # Closing waits for what is under way, or drops what has not begun.
     assert set(range(12)) <= set(stream.read) <= set(range(16))
     assert set(stream.read.values()) == {1}
@@ -88,11 +88,11 @@ def test_reading_ahead_does_not_wait_to_be_asked() -> None:
 
 def test_errors_come_with_their_step() -> None:
     with Loader(Recorded(broken=9), PACKING, 4, 2, 0, 2) as loader:
-        assert len(loader.micro_batches(1)) == 1  # samples 4 and 5; sample 9 is read ahead
+        assert len(loader.micro_batches(4)) == 1  # samples 4 and 5; sample 9 is read ahead
         for _ in range(2):
             with pytest.raises(ValueError, match="sample 9 is broken"):
-                loader.micro_batches(2)
-        assert loader.micro_batches(3)[0].samples == (12, 13)
+                loader.micro_batches(8)
+        assert loader.micro_batches(12)[0].samples == (12, 13)
 
 
 def test_close_ends_the_thread() -> None:

@@ -11,7 +11,7 @@ import pytest
 from pangu.config.errors import UserError
 from pangu.config.schema import IndexedData, ModelConfig, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
 from pangu.data.indexed import IndexedTokens
-from pangu.data.sources import DataConfig, open_sources, prepare
+from pangu.data.sources import open_sources, prepare
 from pangu.data.stdlib import StdlibPaths
 from tests.configs import tiny
 from tests.data.conftest import FRACTION, PACKING, VOCAB
@@ -23,9 +23,11 @@ def model(vocab: int = VOCAB, sequence: int = 16) -> ModelConfig:
     return replace(tiny().model, vocab=vocab, sequence=sequence)
 
 
-def indexed(train: dict[str, float], validation: dict[str, float], tokenizer: str | None = None) -> IndexedData:
+def indexed(
+    train: list[str], validation: list[str], tokenizer: str | None = None, weights: tuple[float, ...] | None = None
+) -> IndexedData:
     config = TokenizerConfig("sentencepiece", tokenizer) if tokenizer else None
-    return IndexedData("indexed", train, validation, config, PACKING)
+    return IndexedData("indexed", tuple(train), weights, tuple(validation), config, PACKING)
 
 
 def stdlib(folder: Path, fraction: float = FRACTION) -> StdlibData:
@@ -77,7 +79,7 @@ def test_progress_goes_to_standard_error(
 
 def test_indexed(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
     prefixes = [write_tokens(name, VOCAB, [range(start, start + 100)]).prefix for name, start in [("a", 0), ("b", 300)]]
-    data = indexed({prefixes[0]: 1.0, prefixes[1]: 3.0}, {prefixes[0]: 1.0}, str(prepared.tokenizer))
+    data = indexed(prefixes, prefixes[:1], str(prepared.tokenizer), (1.0, 3.0))
     prepare(data, model(), show_progress=False)
     sources = open_sources(data, model(), seed=0)
     assert sum(int(sources.train[index][0] >= 300) for index in range(40)) == 30
@@ -85,14 +87,16 @@ def test_indexed(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
     assert sources.validation[0].tolist() == list(range(17))
     assert sources.validation.num_samples == 6
     assert sources.tokenizer is not None
-    bare = open_sources(indexed({prefixes[0]: 1.0}, {}), model(), seed=0)
+    by_tokens = open_sources(indexed(prefixes, prefixes[:1]), model(), seed=0)
+    assert sum(int(by_tokens.train[index][0] >= 300) for index in range(40)) == 20
+    bare = open_sources(indexed(prefixes[:1], []), model(), seed=0)
     assert (bare.validation, bare.tokenizer) == (None, None)
 
 
 @pytest.mark.parametrize("step", ["prepare", "open"])
 def test_missing_prefixes_are_all_named(write_tokens: WriteTokens, tmp_path: Path, step: str) -> None:
     write_tokens("here_text_document", VOCAB, [range(100)])
-    data = indexed({str(tmp_path / "here"): 1.0}, {str(tmp_path / "gone"): 1.0})
+    data = indexed([str(tmp_path / "here")], [str(tmp_path / "gone")])
     with pytest.raises(UserError) as caught:
         prepare(data, model(), False) if step == "prepare" else open_sources(data, model(), 0)
     for name in ("here.bin", "here.idx", "gone.bin", "gone.idx"):
@@ -100,15 +104,10 @@ def test_missing_prefixes_are_all_named(write_tokens: WriteTokens, tmp_path: Pat
     assert f"prefixes in the same folders: {tmp_path / 'here_text_document'}" in str(caught.value)
 
 
-def test_no_training_data() -> None:
-    with pytest.raises(UserError, match=r"data\.train is empty"):
-        open_sources(indexed({}, {}), model(), 0)
-
-
 def test_a_tokenizer_larger_than_the_model(write_tokens: WriteTokens, prepared: StdlibPaths) -> None:
     prefix = write_tokens("a", 50, [range(50)]).prefix
     with pytest.raises(UserError, match=f"model.vocab = 50, but the tokenizer of the data has {VOCAB} pieces"):
-        open_sources(indexed({prefix: 1.0}, {}, str(prepared.tokenizer)), model(50), 0)
+        open_sources(indexed([prefix], [], str(prepared.tokenizer)), model(50), 0)
 
 
 def test_synthetic() -> None:
@@ -118,18 +117,3 @@ def test_synthetic() -> None:
     sources = open_sources(data, model(8, sequence=500), seed=0)
     assert set(sources.train[0].tolist()) == {0, 1, 2, 4, 5, 6, 7}
     assert (sources.validation, sources.tokenizer) == (None, None)
-
-
-@pytest.mark.parametrize("key", ["eod", "pad"])
-@pytest.mark.parametrize("kind", ["stdlib", "indexed", "synthetic"])
-@pytest.mark.parametrize("token", [VOCAB, -1])
-def test_special_ids_outside_the_vocabulary(tmp_path: Path, key: str, kind: str, token: int) -> None:
-    packing = replace(PACKING, eod=token) if key == "eod" else replace(PACKING, pad=token)
-    configs: dict[str, DataConfig] = {
-        "stdlib": replace(stdlib(tmp_path), packing=packing),
-        "indexed": replace(indexed({"a": 1.0}, {}), packing=packing),
-        "synthetic": SyntheticData("synthetic", packing),
-    }
-    for call in (lambda data: prepare(data, model(), False), lambda data: open_sources(data, model(), 0)):
-        with pytest.raises(UserError, match=f"data.packing.{key} = {token} is outside"):
-            call(configs[kind])

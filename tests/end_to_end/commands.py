@@ -23,13 +23,17 @@ SMALL = (
 )
 
 
-def command(*words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def command(
+    *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, or `torchrun --nproc-per-node=PROCESSES WORDS`."""
     start = [sys.executable]
     if processes:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     root = str(repository())
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
     return subprocess.run(
         [*start, *words], cwd=cwd or root, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

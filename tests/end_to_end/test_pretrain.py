@@ -17,7 +17,14 @@ SYNTHETIC = (*SMALL, "data=synthetic", "model.vocab=128", "validation.every=0", 
 @pytest.mark.slow
 def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) -> None:
     """A short run of the real recipe: data made, loss falls, validation, checkpoint, plot, sample, closing words."""
-    words = ["+config=quickstart", "train.steps=20", "model.layers=2", "model.hidden=64", "model.vocab=1024", "metrics.every=5"]
+    words = [
+        "+config=quickstart",
+        "train.steps=20",
+        "model.layers=2",
+        "model.hidden=64",
+        "model.vocab=1024",
+        "metrics.every=5",
+    ]
     done = pretrain(tmp_path, *words, processes=2)
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path)
@@ -51,9 +58,13 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(optimizer: str, tmp_pa
     for output, steps in ((whole, 8), (broken, 3), (broken, 8)):
         done = pretrain(output, *words, f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
-    figures = [[(m["step"], m["loss"], m["grad_norm"], m["lr"], m["tokens"]) for m in metrics(run)] for run in (whole, broken)]
+    figures = [
+        [(m["step"], m["loss"], m["grad_norm"], m["lr"], m["tokens"]) for m in metrics(run)] for run in (whole, broken)
+    ]
     assert figures[0] == figures[1]
-    weights = [json.loads((run / "checkpoints/step-00000008/index.json").read_text())["files"] for run in (whole, broken)]
+    weights = [
+        json.loads((run / "checkpoints/step-00000008/index.json").read_text())["files"] for run in (whole, broken)
+    ]
     assert weights[0] == weights[1]  # checksums
 
 

@@ -62,7 +62,7 @@ def train(rank: int, world: int, micro_size: int, steps: int, *overrides: str) -
     stream = RaggedStream()
     with Loader(stream, config.data.packing, config.batch.global_size, micro_size, mesh.at.data, world) as loader:
         for step in range(steps):
-            results.append(trainer.train_step(loader.micro_batches(step)))
+            results.append(trainer.train_step(loader.micro_batches(8 * step)))
             gradients.append({piece.placement.name: piece.master.grad.clone() for piece in trainer.pieces})
     weights = {piece.placement.name: piece.master.clone() for piece in trainer.pieces}
     everybody = gather_objects({name: w.double().sum().item() for name, w in weights.items()}, mesh.group("world"))
@@ -123,4 +123,4 @@ def tokens_seen(rank: int, world: int, micro_size: int) -> list[list[int]]:
     config = tiny(f"batch.micro_size={micro_size}")
     sources = open_sources(config.data, config.model, config.train.seed)
     with Loader(sources.train, config.data.packing, 8, micro_size, rank, world) as loader:
-        return [row for step in range(2) for batch in loader.micro_batches(step) for row in batch.tokens.tolist()]
+        return [row for step in range(2) for batch in loader.micro_batches(8 * step) for row in batch.tokens.tolist()]

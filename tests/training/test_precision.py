@@ -27,7 +27,7 @@ def batches(trainer: Trainer, step: int) -> list[Batch]:
     config = trainer.config
     sources = open_sources(config.data, config.model, config.train.seed)
     with Loader(sources.train, config.data.packing, config.batch.global_size, config.batch.micro_size, 0, 1) as loader:
-        return loader.micro_batches(step)
+        return loader.micro_batches(config.batch.global_size * step)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -72,7 +72,10 @@ def test_many_small_gradients_are_summed_in_fp32() -> None:
 
 def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
     trainer = trainer_of(
-        "precision=fp16", "precision.loss_scale.initial=1e30", "precision.loss_scale.growth_interval=2", "lr_schedule.warmup_steps=10"
+        "precision=fp16",
+        "precision.loss_scale.initial=1e30",
+        "precision.loss_scale.growth_interval=2",
+        "lr_schedule.warmup_steps=10",
     )
     before = [unit.master.clone() for unit in trainer.units]
     first = trainer.train_step(batches(trainer, 0))
