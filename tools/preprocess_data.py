@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, writing
 from pangu.config.schema import TokenizerConfig
 from pangu.data.documents import add_input_arguments, batched, find_inputs, parallel_map, read_documents
-from pangu.data.files import progress_bar, writing
+from pangu.data.files import progress_bar
 from pangu.data.indexed import IndexedWriter, bin_path, idx_path
 from pangu.data.tokenizers import load_tokenizer
 from pangu.topology.random import random_key

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, writing
 from pangu.data.documents import add_input_arguments, find_inputs, read_documents
-from pangu.data.files import progress_bar, write_atomically, writing
+from pangu.data.files import progress_bar, write_atomically
 from pangu.data.vocabulary import train_sentencepiece
 
 _EXAMPLE = """example:

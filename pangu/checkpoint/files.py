@@ -173,6 +173,6 @@ def _verify(path: Path, expected: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not intact:
         raise UserError(
-            f"{path}: damaged: {size} bytes with another checksum than the {expected['bytes']} bytes that were written; "
+            f"{path}: damaged: {size} bytes with another checksum than the {expected['bytes']} that were written; "
             "delete this checkpoint and start again to continue from the one before it"
         )

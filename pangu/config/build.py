@@ -1,4 +1,4 @@
-"""Builds the frozen dataclasses of `schema` from plain dictionaries, naming every unknown key and wrong type at once."""
+"""Builds the frozen dataclasses of `schema` from plain dictionaries; names every unknown key and wrong type at once."""
 
 from __future__ import annotations
 
@@ -135,9 +135,7 @@ def _describe(hint: Any) -> str:
             words.append(
                 f"a list of {size}{_describe(items[0])} values".replace("a number", "number").replace("a text", "text")
             )
-        elif get_origin(option) is dict:
-            words.append("a group of keys")
-        elif dataclasses.is_dataclass(option):
+        elif get_origin(option) is dict or dataclasses.is_dataclass(option):
             words.append("a group of keys")
         else:
             words.append(_TYPE_NAMES[option])

@@ -99,9 +99,9 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(
             keys,
             values,
-            f"needs {needed if parallel.data else f'at least {needed}'} devices, one process each, and this run has {world}",
-            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine with "
-            "dry_run=true, or take a smaller preset such as +config=quickstart",
+            f"needs {'' if parallel.data else 'at least '}{needed} devices, one process each, and this run has {world}",
+            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
+            "with dry_run=true, or take a smaller preset such as +config=quickstart",
         )
     elif world % one_model or (parallel.data and world != needed):
         rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -39,3 +43,24 @@ class ConfigError(UserError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {problem}" for problem in problems)
         super().__init__(f"{count} in the configuration:\n{lines}")
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space or choose a folder on another disk",
+    errno.EDQUOT: "the disk quota is used up: free some space or choose a folder on another disk",
+    errno.EACCES: "no permission to write there: choose a folder of yours",
+    errno.EPERM: "no permission to write there: choose a folder of yours",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.ENOTDIR: "part of the path is a file, not a folder: choose another folder",
+    errno.EEXIST: "a file of that name is in the way: choose another folder",
+}
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a UserError that names `target` and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        raise UserError(f"cannot write {target}: {advice}") from error

@@ -18,7 +18,7 @@ class ModelConfig:
     kind: Literal["pangu", "gpt"]
     """`pangu`: PanGu-α (a query layer on top of the blocks); `gpt`: the GPT-2/GPT-3 decoder."""
     layers: int
-    """Number of Transformer layers. PanGu-α counts its query layer, as the paper does (2.6B: 31 blocks + 1 query = 32)."""
+    """Number of Transformer layers. PanGu-α counts its query layer, as the paper does (2.6B: 31 blocks + 1 query)."""
     hidden: int
     """Width of the residual stream."""
     heads: int

@@ -16,9 +16,9 @@ from pangu.data.stream import Stream
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
     """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
 
-    The global batch is the contiguous range of `global_size` samples after the `consumed` ones, and its micro-batches are dealt to the ranks in turn, so
-    neither `size` nor `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide
-    `global_size`.
+    The global batch is the range of `global_size` samples after the `consumed` ones, and its micro-batches are
+    dealt to the ranks in turn, so neither `size` nor `micro_size` changes the sequence of global batches. Raises
+    ValueError if they do not divide `global_size`.
     """
     if global_size % (micro_size * size):
         raise ValueError(

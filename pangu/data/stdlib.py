@@ -22,9 +22,9 @@ from typing import Any
 import sentencepiece
 from rich.progress import Progress
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, writing
 from pangu.config.schema import PackingConfig
-from pangu.data.files import progress_bar, write_atomically, writing
+from pangu.data.files import progress_bar, write_atomically
 from pangu.data.indexed import IndexedWriter
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from pangu.metrics.files import writing
+from pangu.config.errors import writing
 from pangu.metrics.record import from_json
 
 Series = NDArray[np.float64]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from pangu.config.errors import writing
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.files import writing
 from pangu.metrics.meter import TimeLeft
 from pangu.metrics.record import StepRecord, from_json, to_json, tracked
 from pangu.metrics.text import compact, duration

@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
 
 
 class QueryAttention(nn.Module):
-    """Keys and values come from the layer's input, queries from a table of positions (PanGu-α report, section 2.2.2)."""
+    """Keys and values come from the layer's input, queries from position vectors (PanGu-α report, section 2.2.2)."""
 
     def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
         super().__init__()

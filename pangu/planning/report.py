@@ -63,8 +63,8 @@ def describe(config: RunConfig, layout: Layout) -> str:
         ),
         (
             "step",
-            f"{batch.global_size} sequences = {tokens:,} tokens; each replica accumulates {accumulation} micro-batches of "
-            f"{batch.micro_size}",
+            f"{batch.global_size} sequences = {tokens:,} tokens; each replica accumulates {accumulation} micro-batches "
+            f"of {batch.micro_size}",
         ),
         (
             "run",

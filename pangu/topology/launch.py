@@ -44,8 +44,8 @@ def choose_device(requested: str, launch: Launch) -> torch.device:
     if launch.local_world > torch.accelerator.device_count():
         count = torch.accelerator.device_count()
         raise UserError(
-            f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process needs "
-            f"its own; at most --nproc-per-node={count} works"
+            f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process "
+            f"needs its own; at most --nproc-per-node={count} works"
         )
     device = torch.device(kind, launch.local_rank)
     torch.accelerator.set_device_index(launch.local_rank)

@@ -17,7 +17,8 @@ def closing_words(config: RunConfig, summary: Mapping[str, Any]) -> str:
     """Several lines; every command in them works as it stands from the folder that the run was started in."""
     output = Path(config.train.output)
     lines = [
-        f"\n{summary['steps']} steps, {summary['tokens']:,} tokens; this part of the run took {duration(summary['seconds'])}"
+        f"\n{summary['steps']} steps, {summary['tokens']:,} tokens; "
+        f"this part of the run took {duration(summary['seconds'])}"
     ]
     if summary["validation_loss"] is not None:
         lines.append(

@@ -14,13 +14,12 @@ from omegaconf import OmegaConf
 
 from pangu.config.build import build
 from pangu.config.checks import check
-from pangu.config.errors import UserError
+from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text
 from pangu.layers.attention import choose_attention
 from pangu.metrics.devices import peak_memory_gib
-from pangu.metrics.files import writing
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
 from pangu.models.language_model import build_model

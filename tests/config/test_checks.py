@@ -27,8 +27,8 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["model.dropout=1"], "model.dropout = 1.0: must be at least 0 and below 1"),
         (
             ["batch.micro_size=3"],
-            "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; nearest that "
-            "work: 15, 18; or batch.micro_size = 1 or 2 or 4",
+            "batch.global_size = 16: must be a multiple of batch.micro_size x data-parallel size = 3 x 1 = 3; "
+            "nearest that work: 15, 18; or batch.micro_size = 1 or 2 or 4",
         ),
         (["batch.micro_size=0"], "batch.micro_size = 0: must be at least 1"),
         (["precision.compute=fp16"], "precision.compute = fp16: fp16 needs precision.loss_scale"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.errors import UserError
-from pangu.data.files import progress_bar, write_atomically, writing
+from pangu.config.errors import UserError, writing
+from pangu.data.files import progress_bar, write_atomically
 
 
 def test_write_atomically(tmp_path: Path) -> None:

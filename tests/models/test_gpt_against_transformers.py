@@ -104,7 +104,7 @@ def test_logits_loss_and_every_gradient_equal_to_1e5_in_fp32(activation: str) ->
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
 def test_kernels_agree_in_fp64(kernel: str) -> None:
     """1e-12: both kernels sum at most 32 products and 24 exponentials in fp64 (rounding 1.1e-16 each)."""
-    ours, table, theirs = pair(torch.float64)
+    ours, _, theirs = pair(torch.float64)
     other, _ = make(GPT, kernel, torch.float64)
     other.load_state_dict(ours.state_dict())
     positions = torch.arange(GPT.sequence).expand(3, -1)

@@ -71,7 +71,7 @@ def test_loss_and_every_gradient(activation: str, final_norm: str, resets: tuple
 
 def test_the_number_of_heads_matters() -> None:
     """32 or 40 heads have the same shapes; the wrong number must not pass unnoticed here."""
-    model, table = make()
+    model, _ = make()
     other, _ = make(variant(heads=8))
     other.load_state_dict(model.state_dict())
     tokens = samples()[:, :-1]

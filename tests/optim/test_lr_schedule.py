@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -48,6 +49,6 @@ def test_after_the_warm_up_it_never_rises_and_ends_on_the_floor(
 ) -> None:
     rates = [learning_rate(schedule(shape, warmup, decay, start), 1.0, 100, i) for i in range(150)]
     after = rates[warmup:]
-    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(after))
     assert rates[-1] == pytest.approx(0.1)
     assert all(0.1 - 1e-12 <= rate <= 1.0 for rate in after)

@@ -20,8 +20,8 @@ from tests.spawn import Pool
 # (processes, sequences in a micro-batch): all see 8 sequences a step, in 1 to 8 micro-batches
 LAYOUTS = [(1, 8), (1, 2), (2, 2), (2, 1), (4, 2), (4, 1)]
 
-# Padding in the synthetic tokens makes the number of target tokens differ between micro-batches, dropout makes the masks
-# matter, and small buckets make several reductions overlap with backward.
+# Padding in the tokens makes the number of target tokens differ between micro-batches, dropout makes the masks matter,
+# and small buckets make several reductions overlap with backward.
 OVERRIDES = (
     "model.dropout=0.1",
     "model.attention_dropout=0.1",
@@ -78,7 +78,7 @@ def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float) -> None
         assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
     for mine, reference in zip(ours["gradients"], one["gradients"], strict=True):
         for name, gradient in reference.items():
-            # the gradient of a key's bias is 0 in exact arithmetic, so the sums it is made of give the scale of rounding
+            # a key's bias has gradient 0 in exact arithmetic: the terms that cancel give the scale of rounding
             scale = max(float(gradient.abs().max()), 0.01)
             torch.testing.assert_close(mine[name], gradient, rtol=0, atol=100 * tolerance * scale, msg=name)
     for name, weight in one["weights"].items():

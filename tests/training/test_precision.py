@@ -47,7 +47,7 @@ def test_16_bit_weights_are_the_rounded_masters(precision: str) -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 3e-3)])
 def test_16_bit_training_stays_near_fp32(precision: str, tolerance: float) -> None:
-    """Losses of 8 steps on a repeated batch; tolerance: a few roundings of 2^-9 (bf16) or 2^-12 (fp16) of a loss of 4.6."""
+    """8 steps on a repeated batch; tolerance: a few roundings of 2^-9 (bf16) or 2^-12 (fp16) of a loss of 4.6."""
     wide, narrow = trainer_of("optimizer.lr=0.01"), trainer_of(f"precision={precision}", "optimizer.lr=0.01")
     losses = []
     for _ in range(8):

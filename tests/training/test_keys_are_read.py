@@ -1,0 +1,87 @@
+"""Every key does something: a few small runs together read each of them, outside the code that builds and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pangu.config import schema
+from pangu.config.build import keys_of
+from pangu.config.schema import RunConfig
+from pangu.data.indexed import IndexedWriter
+from pangu.training.run import run
+from tests.configs import composed
+
+SMALL = (
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.vocab=600",
+    "model.sequence=16",
+    "batch.global_size=2",
+    "batch.micro_size=1",
+    "train.steps=2",
+    "train.device=cpu",
+    "lr_schedule.warmup_steps=1",
+    "validation.every=0",
+)
+PASSED_ON = {
+    # a tag chooses the class that is built
+    "AdamConfig.name",
+    "LambConfig.name",
+    "StdlibData.kind",
+    "IndexedData.kind",
+    "SyntheticData.kind",
+    # `check` returns the data-parallel size that the layout is made of
+    "ParallelConfig.data",
+}
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """`Class.field` of every configuration field that is read, but for building, checking, copying and saving it."""
+    seen: set[str] = set()
+    bystanders = ("config/build.py", "config/checks.py", "dataclasses.py", "copy.py")
+
+    def watch(cls: type) -> None:
+        fields = {field.name for field in dataclasses.fields(cls)}
+
+        def get(self: Any, name: str) -> Any:
+            if name in fields and not sys._getframe(1).f_code.co_filename.endswith(bystanders):
+                seen.add(f"{cls.__name__}.{name}")
+            return object.__getattribute__(self, name)
+
+        monkeypatch.setattr(cls, "__getattribute__", get)
+
+    for value in vars(schema).values():
+        if isinstance(value, type) and dataclasses.is_dataclass(value):
+            watch(value)
+    return seen
+
+
+def all_fields() -> set[str]:
+    """`Class.field` of every leaf of the schema."""
+    leaves = {key.rsplit(".", 1)[-1] for key in keys_of(RunConfig)}
+    classes = [value for value in vars(schema).values() if isinstance(value, type) and dataclasses.is_dataclass(value)]
+    fields = [(cls.__name__, field.name) for cls in classes for field in dataclasses.fields(cls)]
+    return {f"{cls}.{name}" for cls, name in fields if name in leaves}
+
+
+def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", 600) as writer:
+        writer.add(list(range(10, 500)))
+    quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
+    runs = [
+        ("validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline"),
+        ("data=indexed", f"data.train=[{tmp_path}/corpus]", "data.weights=[1]", "optimizer=lamb", *quiet),
+        ("data=synthetic", "precision=fp16", *quiet),
+        ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", *quiet),
+    ]
+    for number, overrides in enumerate(runs):
+        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"))
+    assert len(all_fields()) > 60
+    assert all_fields() - reads - PASSED_ON == set()
