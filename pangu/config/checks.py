@@ -182,8 +182,8 @@ def _lr_schedule(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}", rule
             )
-    elif (schedule.decay_steps or total) < schedule.warmup_steps:
-        rule = f"must not be above the update at which the decay ends, {schedule.decay_steps or total}"
+    elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
+        rule = f"must not be above lr_schedule.decay_steps = {schedule.decay_steps}, where the decay ends"
         yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule)
 
 

@@ -8,8 +8,6 @@ from pangu.config.schema import PrecisionConfig, RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class ModelStates:
@@ -39,12 +37,17 @@ def model_states(precision: PrecisionConfig, layout: Layout) -> ModelStates:
     )
 
 
+def size(count: float) -> str:
+    """Bytes for people: `23.84 GiB`, or MiB below a tenth of one."""
+    return f"{count / 2**30:.2f} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def describe(config: RunConfig, layout: Layout) -> str:
     """The configuration in a few lines: model, layout, model states of a device, batch and length of the run."""
     model, batch = config.model, config.batch
     parameters = num_parameters(model)
     states = model_states(config.precision, layout)
-    share = parameters / layout.model / GIB
+    share = parameters / layout.model
     tokens = batch.global_size * model.sequence
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
@@ -57,14 +60,14 @@ def describe(config: RunConfig, layout: Layout) -> str:
         ),
         (
             "each device",
-            f"{share * states.total:.2f} GiB of model states: weights {share * states.weights:.2f}, gradients "
-            f"{share * states.gradients:.2f}, optimizer {share * states.optimizer:.2f} (parameters evenly spread; "
+            f"{size(share * states.total)} of model states: weights {size(share * states.weights)}, gradients "
+            f"{size(share * states.gradients)}, optimizer {size(share * states.optimizer)} (parameters evenly spread; "
             "activations and buffers come on top)",
         ),
         (
             "step",
-            f"{batch.global_size} sequences = {tokens:,} tokens; each replica accumulates {accumulation} micro-batches "
-            f"of {batch.micro_size}",
+            f"{batch.global_size} sequences = {tokens:,} tokens; each replica computes {accumulation} "
+            f"micro-batch{'es' if accumulation > 1 else ''} of {batch.micro_size}",
         ),
         (
             "run",

@@ -20,7 +20,7 @@ def problems(*overrides: str, world: int = 1) -> str:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.heads=7"], "model.heads = 7: must divide model.hidden = 256; nearest that work: 2, 4, 8"),
+        (["model.heads=7"], "model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8"),
         (["model.layers=0"], "model.layers = 0: must be at least 1"),
         (["model.layers=1"], "model.layers = 1: PanGu-α needs a block below its query layer"),
         (["model.kind=gpt", "model.final_norm=after_query"], "model.final_norm = after_query: GPT has no query layer"),
@@ -47,7 +47,10 @@ def problems(*overrides: str, world: int = 1) -> str:
             "lr_schedule.decay_steps = 5: a constant rate does not decay",
         ),
         (["lr_schedule=wsd", "lr_schedule.decay_steps=999"], "must fit into train.steps = 300"),
-        (["lr_schedule.warmup_steps=301"], "lr_schedule.warmup_steps = 301: must not be above the update"),
+        (
+            ["lr_schedule.decay_steps=99"],
+            "lr_schedule.warmup_steps = 100: must not be above lr_schedule.decay_steps = 99",
+        ),
         (["data.packing.eod=4096"], "data.packing.eod = 4096: must be an id below model.vocab"),
         (["data.packing.eod=6"], "data.packing.eod = 6: must differ from data.packing.pad = 6"),
         (["data.packing.eod=null"], "data.packing.eod = None: must be given if data.packing.reset_mask"),
@@ -58,7 +61,7 @@ def problems(*overrides: str, world: int = 1) -> str:
             ["data=synthetic", "validation.every=0", "sample.tokens=5", "sample.prompts=[x]"],
             "sample.tokens = 5: data.kind = synthetic has no tokenizer",
         ),
-        (["train.steps=0", "lr_schedule.warmup_steps=0"], "train.steps = 0: must be at least 1"),
+        (["train.steps=0"], "train.steps = 0: must be at least 1"),
         (
             ["data=indexed", "data.train=[a,b]", "data.weights=[1]", "validation.every=0"],
             "data.weights = [1.0]: must have one weight for each of the 2 prefixes",

@@ -19,6 +19,7 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
     """A short run of the real recipe: data made, loss falls, validation, checkpoint, plot, sample, closing words."""
     words = [
         "+config=quickstart",
+        "lr_schedule.warmup_steps=5",
         "train.steps=20",
         "model.layers=2",
         "model.hidden=64",
