@@ -49,15 +49,16 @@ def test_every_preset_is_in_the_table() -> None:
 def test_own_text_from_tokenizer_to_training(tmp_path: Path) -> None:
     """The README's way to train on text of one's own, on a small scale."""
     documents = [f"第{i}篇文档。今天天气很好，我们去公园散步。\nA line of English, number {i}." for i in range(300)]
-    (tmp_path / "corpus.txt").write_text("\n\n".join(documents), encoding="utf-8")
+    text = tmp_path / "corpus.txt"
+    text.write_text("\n\n".join(documents), encoding="utf-8")
     steps = [
-        f"tools/train_tokenizer.py --input {tmp_path}/corpus.txt --output {tmp_path}/tokenizer --vocab-size 300 --jieba",
-        f"tools/preprocess_data.py --input {tmp_path}/corpus.txt --output {tmp_path}/corpus --holdout 0.1 "
+        f"tools/train_tokenizer.py --input {text} --output {tmp_path}/tokenizer --vocab-size 300 --jieba",
+        f"tools/preprocess_data.py --input {text} --output {tmp_path}/corpus --holdout 0.1 "
         f"--tokenizer pangu --tokenizer-path {tmp_path}/tokenizer.model",
         "pretrain.py +config=pangu_350m model=pangu_quickstart model.vocab=300 model.sequence=32 batch.global_size=8 "
-        f"data.train=[{tmp_path}/corpus] data.validation=[{tmp_path}/corpus-validation] train.steps=3 validation.every=3 "
-        f"metrics.wandb=off train.output={tmp_path}/run lr_schedule.decay_steps=null lr_schedule.warmup_steps=1 "
-        f"data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=[今天]",
+        f"data.train=[{tmp_path}/corpus] data.validation=[{tmp_path}/corpus-validation] train.steps=3 "
+        f"validation.every=3 metrics.wandb=off train.output={tmp_path}/run lr_schedule.decay_steps=null lr_schedule.warmup_steps=1 "
+        f'data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=["今天"]',
     ]
     for step in steps:
         done = command(*step.split())
