@@ -57,7 +57,8 @@ def test_own_text_from_tokenizer_to_training(tmp_path: Path) -> None:
         f"--tokenizer pangu --tokenizer-path {tmp_path}/tokenizer.model",
         "pretrain.py +config=pangu_350m model=pangu_quickstart model.vocab=300 model.sequence=32 batch.global_size=8 "
         f"data.train=[{tmp_path}/corpus] data.validation=[{tmp_path}/corpus-validation] train.steps=3 "
-        f"validation.every=3 metrics.wandb=off train.output={tmp_path}/run lr_schedule.decay_steps=null lr_schedule.warmup_steps=1 "
+        f"validation.every=3 metrics.wandb=off train.output={tmp_path}/run "
+        f"lr_schedule.warmup_steps=1 "
         f'data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=["今天"]',
     ]
     for step in steps:

@@ -110,9 +110,9 @@ def test_a_disk_that_fills_up_is_reported_as_such(tmp_path: Path, record: Make, 
     writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
     full = Path("/dev/full").open("a")  # noqa: SIM115
     monkeypatch.setattr(writer, "_file", full)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: the disk is full"):
         writer.write(record())
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: the disk is full"):
         writer.close()
 
 
