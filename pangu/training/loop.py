@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,7 +49,10 @@ class Loop:
             at.data,
             mesh.layout.data,
         )
-        try:
+        with ExitStack() as open_ended:
+            open_ended.enter_context(loader)
+            for writer in writers:
+                open_ended.callback(writer.close)
             while trainer.step < config.train.steps:
                 began = time.perf_counter()
                 result = trainer.train_step(loader.micro_batches(self.samples))
@@ -72,10 +76,6 @@ class Loop:
                     writer.write(record)
                 if self._due(config.checkpoint.every):
                     self.checkpoint = save_checkpoint(config, trainer, self.samples)
-        finally:
-            loader.close()
-            for writer in writers:
-                writer.close()
 
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""

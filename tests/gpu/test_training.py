@@ -1,0 +1,56 @@
+"""What the CPU tests show, on an accelerator. Run by scripts/gpu_suite.sh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pangu.data.loader import Loader
+from pangu.data.sources import open_sources
+from pangu.layers.attention import choose_attention
+from pangu.metrics.devices import peak_memory_gib
+from pangu.models.language_model import build_model
+from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.step import DTYPES, Trainer
+from tests.configs import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_steps=0", "optimizer.lr=0.01")
+
+
+def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]:
+    """Losses of a few steps on one device."""
+    config = tiny(*QUIET, *overrides)
+    kernel = choose_attention(config.model.attention, device, DTYPES[config.precision.compute], 0.0)
+    model, table = build_model(config.model, kernel, config.memory.recompute == "full")
+    trainer = Trainer(config, Mesh(Layout(), 0, device), model, table)
+    stream = open_sources(config.data, config.model, config.train.seed).train
+    size = config.batch.global_size
+    with Loader(stream, config.data.packing, size, config.batch.micro_size, 0, 1) as loader:
+        return [trainer.train_step(loader.micro_batches(size * step)).loss for step in range(steps)]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fp32_equals_the_cpu(optimizer: str, recompute: str) -> None:
+    """1e-4 after 5 updates: other kernels, the same sums in another order."""
+    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}")
+    device = choose_device("auto", Launch())
+    assert losses(device, *overrides) == pytest.approx(losses(torch.device("cpu"), *overrides), abs=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.1), ("fp16", 0.02)])
+def test_16_bit_formats_stay_near_fp32(precision: str, tolerance: float) -> None:
+    device = choose_device("auto", Launch())
+    assert losses(device, f"precision={precision}") == pytest.approx(losses(device), abs=tolerance)
+
+
+def test_peak_memory_is_measured() -> None:
+    device = choose_device("auto", Launch())
+    losses(device)
+    assert 0 < peak_memory_gib(device) < 80
