@@ -2,7 +2,7 @@
 
     checkpoints/step-00000100/
         index.json            facts of the run, and for every tensor its global shape, format and pieces
-        tensors-00000.safetensors, ...
+        tensors-00000-00000.safetensors, ...      writer, number of the file
 
 A tensor is called `KIND/NAME`: KIND is `weight` (the fp32 master) or a name of the optimizer's state, NAME the global
 name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code
@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,26 @@ FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A rectangle of a logical tensor."""
+
+    tensor: Tensor
+    """Its values, or room for them."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Global index of the first element of `tensor`."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one process wrote: entries of the index."""
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies below the folder of all checkpoints."""
     return folder / f"step-{step:08d}"
@@ -42,43 +64,67 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-????????") if (path / "index.json").is_file())
 
 
-def save(path: Path, tensors: Iterable[tuple[str, Tensor]], facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint beside its final place, flush it to disk, and rename it.
+def start(path: Path) -> None:
+    """Make the empty folder beside `path` that a checkpoint is written into until it is committed. Raises UserError."""
+    partial = _partial(path)
+    with _saving(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+
+def write_slices(path: Path, writer: int, slices: Iterable[tuple[str, Slice]]) -> Written:
+    """Write some slices of logical tensors into the started checkpoint `path`.
 
     Args:
-        path: final folder; one that is there already is replaced.
-        tensors: (`KIND/NAME`, global tensor) pairs.
+        path: final folder of the checkpoint.
+        writer: number that no other process of this save uses.
+        slices: (`KIND/NAME`, slice) pairs; no element may be written twice.
+
+    Raises:
+        UserError: if the disk refuses.
+    """
+    written = Written()
+    with _saving(path):
+        batch: dict[str, Slice] = {}
+        size = 0
+        for name, part in slices:
+            batch[name] = part
+            size += part.tensor.nbytes
+            if size >= FILE_BYTES:
+                _write_file(_partial(path), writer, batch, written)
+                batch, size = {}, 0
+        if batch:
+            _write_file(_partial(path), writer, batch, written)
+    return written
+
+
+def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> None:
+    """Write the index of what all writers wrote and give the checkpoint its name, which replaces one that has it.
+
+    Args:
+        path: final folder.
+        parts: what every writer returned.
         facts: JSON-able facts of the run, stored as they are.
 
     Raises:
-        UserError: if the disk refuses; nothing of the attempt is left and older checkpoints stay as they are.
+        UserError: if the disk refuses.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        index: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "tensors": {}, "files": {}}
-        batch: dict[str, Any] = {}
-        size = 0
-        for name, tensor in tensors:
-            batch[name] = tensor.detach().cpu().contiguous().numpy()
-            size += batch[name].nbytes
-            if size >= FILE_BYTES:
-                _write_tensors(partial, batch, index)
-                batch, size = {}, 0
-        if batch:
-            _write_tensors(partial, batch, index)
-        _write_bytes(partial / "index.json", json.dumps(index, indent=1).encode())
-        _flush(partial)
+    index: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "tensors": {}, "files": {}}
+    for part in parts:
+        index["files"] |= part.files
+        for name, entry in part.tensors.items():
+            index["tensors"].setdefault(name, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+    with _saving(path):
+        _write_bytes(_partial(path) / "index.json", json.dumps(index, indent=1).encode())
+        _flush(_partial(path))
         shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        _partial(path).rename(path)
         _flush(path.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched. Free space or "
-            "mend the folder's permissions, then start the same command again: it continues from the newest one"
-        ) from error
+
+
+def discard(path: Path) -> None:
+    """Delete what was written of a checkpoint that was not committed."""
+    shutil.rmtree(_partial(path), ignore_errors=True)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -109,41 +155,73 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def load(path: Path, index: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    """Verify the files of a checkpoint and copy the tensors that are asked for.
+def load(path: Path, index: Mapping[str, Any], wanted: Mapping[str, Slice]) -> None:
+    """Verify the files of a checkpoint that are needed and copy the slices that are asked for, however it was cut.
 
     Args:
         path: the checkpoint.
         index: from `read_index`.
-        wanted: `KIND/NAME` -> tensor of the global shape that receives it.
+        wanted: `KIND/NAME` -> the slice to fill.
 
     Raises:
         UserError: naming every tensor that is missing or has another shape, or the first damaged file.
     """
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in index["tensors"]]
-    for name, tensor in wanted.items():
+    for name, part in wanted.items():
         entry = index["tensors"].get(name)
-        if entry and entry["shape"] != list(tensor.shape):
-            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(tensor.shape)} in the model")
+        if entry and entry["shape"] != list(part.shape):
+            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(part.shape)} in the model")
     if problems:
         raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
-    by_file: dict[str, list[str]] = {}
+    by_file: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for name in wanted:
-        by_file.setdefault(index["tensors"][name]["file"], []).append(name)
-    for file, names in by_file.items():
+        for piece in index["tensors"][name]["pieces"]:
+            by_file.setdefault(piece["file"], []).append((name, piece))
+    for file, pieces in by_file.items():
+        needed = [(name, piece, common) for name, piece in pieces if (common := _common(wanted[name], piece))]
+        if not needed:
+            continue
         _verify(path / file, index["files"][file])
         with safe_open(path / file, framework="pt") as opened, torch.no_grad():
-            for name in names:
-                wanted[name].copy_(opened.get_tensor(name))
+            for name, piece, common in needed:
+                there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
+                here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, wanted[name].offsets, strict=True))
+                wanted[name].tensor[here].copy_(opened.get_slice(name)[there])
 
 
-def _write_tensors(folder: Path, batch: dict[str, Any], index: dict[str, Any]) -> None:
-    file = folder / f"tensors-{len(index['files']):05d}.safetensors"
-    save_file(batch, file)
+def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+    """Global bounds, for each dimension, of what a slice and a stored piece have in common; None if that is nothing."""
+    bounds = [
+        (max(o, p), min(o + size, p + length))
+        for o, size, p, length in zip(part.offsets, part.tensor.shape, piece["offsets"], piece["shape"], strict=True)
+    ]
+    return bounds if all(a < b for a, b in bounds) else None
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched. Free space or "
+            "mend the folder's permissions, then start the same command again: it continues from the newest one"
+        ) from error
+
+
+def _write_file(folder: Path, writer: int, batch: Mapping[str, Slice], written: Written) -> None:
+    file = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
+    save_file({name: part.tensor.detach().cpu().contiguous().numpy() for name, part in batch.items()}, file)
     _flush(file)
-    index["files"][file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-    for name, array in batch.items():
-        index["tensors"][name] = {"shape": list(array.shape), "dtype": str(array.dtype), "file": file.name}
+    written.files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+    for name, part in batch.items():
+        piece = {"file": file.name, "offsets": list(part.offsets), "shape": list(part.tensor.shape)}
+        dtype = str(part.tensor.dtype).removeprefix("torch.")
+        written.tensors[name] = {"shape": list(part.shape), "dtype": dtype, "pieces": [piece]}
 
 
 def _write_bytes(path: Path, content: bytes) -> None:

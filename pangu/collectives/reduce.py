@@ -35,3 +35,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def largest(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Elementwise maximum of `tensor` over `group`, in place."""
+    return all_reduce(tensor, group, dist.ReduceOp.MAX)

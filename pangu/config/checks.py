@@ -82,6 +82,20 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         near = divisors_near(config.model.heads, parallel.tensor)
         rule = f"must divide model.heads = {config.model.heads}"
         yield Problem("parallel.tensor", parallel.tensor, rule, _any_of(near))
+    if parallel.tensor > 0 and config.model.ffn_size % parallel.tensor:
+        near = divisors_near(config.model.ffn_size, parallel.tensor)
+        rule = f"must divide the feed-forward width {config.model.ffn_size}"
+        yield Problem("parallel.tensor", parallel.tensor, rule, _any_of(near))
+    if parallel.sequence and parallel.tensor > 0 and config.model.sequence % parallel.tensor:
+        rule = f"with parallel.sequence=true it must divide model.sequence = {config.model.sequence}"
+        yield Problem(
+            "parallel.tensor", parallel.tensor, rule, _any_of(divisors_near(config.model.sequence, parallel.tensor))
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        rule = "has nothing to share with parallel.tensor = 1"
+        yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
+    if config.loss.chunk is not None:
+        yield from _at_least("loss.chunk", config.loss.chunk, 1)
     if parallel.pipeline > config.model.layers > 0:
         rule = f"each stage needs at least one of model.layers = {config.model.layers}"
         yield Problem("parallel.pipeline", parallel.pipeline, rule, f"1 to {config.model.layers} work")
@@ -108,10 +122,9 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         works = f"processes that work: {needed}" if parallel.data else _any_of(multiples_near(one_model, world))
         yield Problem(keys, values, rule, works)
     else:
-        for key in ("tensor", "pipeline"):
-            if getattr(parallel, key) > 1:
-                rule = "this version trains with data parallelism only"
-                yield Problem(f"parallel.{key}", getattr(parallel, key), rule, "1 works, and dry_run=true any value")
+        if parallel.pipeline > 1:
+            rule = "this version trains without pipeline parallelism"
+            yield Problem("parallel.pipeline", parallel.pipeline, rule, "1 works, and dry_run=true any value")
         if parallel.zero > 0:
             rule = "this version keeps everything whole on every replica"
             yield Problem("parallel.zero", parallel.zero, rule, "0 works, and dry_run=true any value")

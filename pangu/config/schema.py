@@ -67,6 +67,9 @@ class ParallelConfig:
     """Stages that the layers are spread over (pipeline parallelism)."""
     data: int | None
     """Replicas that share the batch (data parallelism); null means all devices that remain."""
+    sequence: bool
+    """Sequence parallelism: the tensor-parallel devices also share norms, dropout and residuals, each with its part of
+    the sequence."""
     zero: Literal[0, 1, 2, 3]
     """ZeRO stage: what is sharded over the data-parallel replicas. 0 nothing, 1 optimizer state, 2 also gradients,
     3 also parameters."""
@@ -90,6 +93,14 @@ class MemoryConfig:
 
     recompute: Literal["none", "full"]
     """`none`: keep all activations; `full`: keep each layer's input only and compute the layer again in backward."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The head and the loss."""
+
+    chunk: int | None
+    """Tokens of a micro-batch whose logits exist at a time; they are computed again in backward. null: all, kept."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +329,8 @@ class RunConfig:
     """Batch sizes."""
     memory: MemoryConfig
     """Recompute."""
+    loss: LossConfig
+    """Head and loss."""
     precision: PrecisionConfig
     """Number formats."""
     optimizer: AdamConfig | LambConfig

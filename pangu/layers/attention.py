@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.layers.dropout import DropoutKeys, dropout
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import Dropout, DropoutKeys
 
 
 class AttentionMask:
@@ -57,13 +58,16 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ / sqrt(head size)) v, by the kernel chosen at construction. Has no parameters."""
+    """softmax(q kᵀ / sqrt(head size)) v, by the kernel chosen at construction. Has no parameters.
 
-    def __init__(self, kernel: str, dropout_probability: float, place: str) -> None:
+    Heads are independent, so a tensor-parallel rank computes its own ones and nothing is communicated.
+    """
+
+    def __init__(self, build: Builder, kernel: str, dropout_probability: float) -> None:
         super().__init__()
         self.kernel = {"reference": self._reference, "sdpa": self._sdpa}[kernel]
-        self.probability = dropout_probability
-        self.place = f"{place}.probabilities"
+        shared = 1 if build.region.size > 1 else None
+        self.dropout = Dropout(build, dropout_probability, "probabilities", batch_dim=0, shared_dim=shared)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: DropoutKeys | None
@@ -78,21 +82,21 @@ class AttentionCore(nn.Module):
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         wide = wide.masked_fill(~mask.allowed(query.shape[-2], query.device), -math.inf)
         probabilities = wide.softmax(-1).to(query.dtype)
-        return dropout(probabilities, self.probability, keys, self.place, batch_dim=0) @ value
+        return self.dropout(probabilities, keys) @ value
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: DropoutKeys | None) -> Tensor:
-        probability = self.probability if keys is not None else 0.0
+        probability = self.dropout.probability if keys is not None else 0.0
         if keys is not None and probability > 0.0:
-            keys.seed_kernel(self.place)
+            keys.seed_kernel(f"{self.dropout.place}, rank {self.dropout.region.rank}")
         if mask.is_plain_causal:
             return F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=True)
         allowed = mask.allowed(query.shape[-2], query.device)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=probability)
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, size: int) -> Tensor:
     """[sequence, batch, heads x size] -> [batch, heads, sequence, size]; a head is a contiguous slice of the width."""
-    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    return x.unflatten(-1, (-1, size)).permute(1, 2, 0, 3)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pangu.layers.builder import Builder
 from pangu.topology.random import random_key
 
 
@@ -23,24 +24,55 @@ class DropoutKeys:
         """Seed torch's default generators for a fused kernel that draws its own mask.
 
         Such a mask is the same in every recompute and after a resume, but it depends on how samples are grouped into
-        micro-batches: a fused kernel draws one mask for all its rows.
+        micro-batches and heads dealt to ranks: a fused kernel draws one mask for all its rows.
         """
         torch.manual_seed(random_key(self.seed, self.step, place, *self.samples))
 
 
-def dropout(x: Tensor, probability: float, keys: DropoutKeys | None, place: str, batch_dim: int = 1) -> Tensor:
-    """Zero each element with `probability` and scale the others by 1 / (1 - probability) (Srivastava et al. 2014).
+class Dropout(nn.Module):
+    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014).
 
-    Args:
-        x: any shape; its rows along `batch_dim` belong to `keys.samples`.
-        keys: None in evaluation, where nothing is dropped.
-        place: name of this dropout, unique in the model.
+    A rank that holds a part of a tensor draws the mask of the whole and takes its part, so that the mask does not
+    depend on the number of ranks.
     """
-    if keys is None or probability == 0.0:
-        return x
-    shape = [size for dim, size in enumerate(x.shape) if dim != batch_dim]
-    masks = []
-    for sample in keys.samples:
-        source = torch.Generator(x.device).manual_seed(random_key(keys.seed, keys.step, place, sample))
-        masks.append(torch.rand(shape, generator=source, device=x.device) < probability)
-    return x.masked_fill(torch.stack(masks, batch_dim), 0.0) * (1.0 / (1.0 - probability))
+
+    def __init__(self, build: Builder, probability: float, name: str, batch_dim: int, shared_dim: int | None) -> None:
+        """
+        Args:
+            build: stands at the parent of this layer.
+            probability: of dropping an element.
+            name: with the parent's path a name that is unique in the model.
+            batch_dim: dimension of the input that runs over the samples of a micro-batch.
+            shared_dim: dimension that is dealt to the tensor-parallel ranks; None if every rank holds all of the input.
+        """
+        super().__init__()
+        self.probability = probability
+        self.place = build.at(name).path
+        self.batch_dim = batch_dim
+        self.shared_dim = shared_dim
+        self.region = build.region
+
+    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """Any shape -> the same. `keys` is None in evaluation, where nothing is dropped."""
+        if keys is None or self.probability == 0.0:
+            return x
+        dropped = torch.stack([self._mask(x, keys, sample) for sample in keys.samples], self.batch_dim)
+        return x.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.probability))
+
+    def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:
+        """Which elements of one sample are dropped."""
+        shape = list(x.shape)
+        if self.shared_dim is not None:
+            shape[self.shared_dim] *= self.region.size
+        del shape[self.batch_dim]
+        source = torch.Generator(x.device).manual_seed(random_key(keys.seed, keys.step, self.place, sample))
+        dropped = torch.rand(shape, generator=source, device=x.device) < self.probability
+        if self.shared_dim is None:
+            return dropped
+        dim = self.shared_dim - (self.shared_dim > self.batch_dim)
+        return dropped.chunk(self.region.size, dim)[self.region.rank]
+
+
+def hidden_dropout(build: Builder, probability: float, name: str) -> Dropout:
+    """Dropout of hidden states [sequence, batch, hidden], of which a rank may hold a slice of the sequence."""
+    return Dropout(build, probability, name, batch_dim=1, shared_dim=0 if build.region.slices_sequence else None)

@@ -13,36 +13,38 @@ TILE = 128
 """Edge of the square tiles that are drawn one by one, so that any slice of a matrix can be drawn without the rest."""
 
 
-def initial_rows(placement: Placement, seed: int, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a tensor's first values.
+def initial_block(placement: Placement, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    """The block [start, stop) x [start, stop) of a matrix's first values.
 
     Returns:
-        fp32 on the CPU, shape [stop - start, *placement.shape[1:]]; equal bit for bit to that part of the whole tensor.
+        fp32 on the CPU; equal bit for bit to that part of the whole tensor. A vector is a matrix of one column.
     """
-    shape = (stop - start, *placement.shape[1:])
+    shape = (rows[1] - rows[0], columns[1] - columns[0])
     if placement.std is None:
         return torch.full(shape, placement.constant)
-    columns = placement.shape[1]
     values = np.empty(shape, dtype=np.float32)
-    for row in range(start // TILE * TILE, stop, TILE):
-        low, high = max(row, start), min(row + TILE, stop)
-        for column in range(0, columns, TILE):
+    for top in range(rows[0] // TILE * TILE, rows[1], TILE):
+        for left in range(columns[0] // TILE * TILE, columns[1], TILE):
             # whole tiles are drawn even at the border, so that a tile's numbers do not depend on the tensor's size
-            tile = generator(seed, placement.name, row // TILE, column // TILE).standard_normal(
-                (TILE, TILE), np.float32
-            )
-            width = min(TILE, columns - column)
-            values[low - start : high - start, column : column + width] = tile[low - row : high - row, :width]
+            key = (seed, placement.name, top // TILE, left // TILE)
+            tile = generator(*key).standard_normal((TILE, TILE), np.float32)
+            low, high = max(top, rows[0]), min(top + TILE, rows[1])
+            near, far = max(left, columns[0]), min(left + TILE, columns[1])
+            into = values[low - rows[0] : high - rows[0], near - columns[0] : far - columns[0]]
+            into[:] = tile[low - top : high - top, near - left : far - left]
     return torch.from_numpy(values).mul_(placement.std)
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, placement: Placement, seed: int) -> None:
-    """Write the first values of `placement` into `tensor` (its global shape; any device and float format)."""
+    """Write the first values of this rank's slice into `tensor` (its local shape; any device and float format)."""
+    matrix = tensor.view(tensor.shape[0], -1)
+    first_row, first_column = (*placement.offsets, 0)[:2]
+    columns = (first_column, first_column + matrix.shape[1])
     band = 16 * TILE  # bounds the host memory beside the tensor
-    for start in range(0, placement.shape[0], band):
-        stop = min(start + band, placement.shape[0])
-        tensor[start:stop].copy_(initial_rows(placement, seed, start, stop))
+    for start in range(0, matrix.shape[0], band):
+        stop = min(start + band, matrix.shape[0])
+        matrix[start:stop].copy_(initial_block(placement, seed, (first_row + start, first_row + stop), columns))
 
 
 def replace_parameter(model: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:
@@ -58,12 +60,13 @@ def materialise(
 ) -> None:
     """Give a model from the meta device real parameters, one by one, filled with their first values."""
     for name, parameter in list(model.named_parameters()):
-        stored = torch.empty(parameter.shape, dtype=dtype, device=device)
+        stored = torch.zeros(parameter.shape, dtype=dtype, device=device)
         for placement in table.stored_in(name):
             fill(logical_view(stored, placement), placement, seed)
         replace_parameter(model, name, stored)
 
 
 def logical_view(stored: Tensor, placement: Placement) -> Tensor:
-    """The part of a stored parameter (or of anything of its shape) that one logical tensor occupies."""
-    return stored.view(-1)[placement.offset : placement.offset + placement.numel].view(placement.shape)
+    """The part of a stored parameter (or of anything of its size) that holds the slice of one logical tensor."""
+    flat = stored.view(-1)[placement.offset : placement.offset + placement.local_numel]
+    return flat.view(placement.local_shape)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from pangu.config.schema import ModelConfig
 from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, split_heads
 from pangu.layers.builder import Builder
-from pangu.layers.dropout import DropoutKeys, dropout
-from pangu.layers.linear import LayerNorm, Linear
+from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.linear import ColumnParallelLinear, LayerNorm, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
         super().__init__()
         width = config.hidden
-        self.heads = config.heads
-        self.qkv = Linear(build, "qkv", width, {"query": width, "key": width, "value": width}, config.init_std)
-        self.output = Linear(build, "output", width, {"output": width}, residual_std(config))
-        self.core = AttentionCore(kernel, config.attention_dropout, build.path)
+        self.head_size = config.head_size
+        projections = {"query": width, "key": width, "value": width}
+        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std)
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        query, key, value = (split_heads(part, self.head_size) for part in self.qkv(x).chunk(3, dim=-1))
         return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
 
 
@@ -62,16 +63,18 @@ class QueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
         super().__init__()
         width = config.hidden
-        self.heads = config.heads
-        self.query = Linear(build, "query", width, {"query": width}, config.init_std)
-        self.key_value = Linear(build, "key_value", width, {"key": width, "value": width}, config.init_std)
-        self.output = Linear(build, "output", width, {"output": width}, residual_std(config))
-        self.core = AttentionCore(kernel, config.attention_dropout, build.path)
+        self.head_size = config.head_size
+        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, config.init_std)
+        self.key_value = ColumnParallelLinear(
+            build, "key_value", width, {"key": width, "value": width}, config.init_std
+        )
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
-        query = split_heads(self.query(position_vectors), self.heads)
-        key, value = (split_heads(part, self.heads) for part in self.key_value(x).chunk(2, dim=-1))
+        query = split_heads(self.query(position_vectors), self.head_size)
+        key, value = (split_heads(part, self.head_size) for part in self.key_value(x).chunk(2, dim=-1))
         return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
 
 
@@ -80,8 +83,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.up = Linear(build, "up", config.hidden, {"up": config.ffn_size}, config.init_std)
-        self.down = Linear(build, "down", config.ffn_size, {"down": config.hidden}, residual_std(config))
+        self.up = ColumnParallelLinear(build, "up", config.hidden, {"up": config.ffn_size}, config.init_std)
+        self.down = RowParallelLinear(build, "down", config.ffn_size, config.hidden, residual_std(config))
         self.activation = gelu(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,8 +103,8 @@ class Block(nn.Module):
         self.attention = self._make_attention(config, build.at("attention"), kernel)
         self.mlp_norm = LayerNorm(build, "mlp_norm", config.hidden, config.norm_eps)
         self.mlp = FeedForward(config, build.at("mlp"))
-        self.probability = config.dropout
-        self.path = build.path
+        self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
+        self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
 
     def _make_attention(self, config: ModelConfig, build: Builder, kernel: str) -> nn.Module:
         return SelfAttention(config, build, kernel)
@@ -111,8 +114,8 @@ class Block(nn.Module):
         return self._add(x, self.attention(self.attention_norm(x), run), run)
 
     def _add(self, x: Tensor, attended: Tensor, run: Pass) -> Tensor:
-        x = x + dropout(attended, self.probability, run.keys, f"{self.path}.attention_output")
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.probability, run.keys, f"{self.path}.mlp_output")
+        x = x + self.attention_dropout(attended, run.keys)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), run.keys)
 
 
 class QueryBlock(Block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -10,12 +11,24 @@ from pangu.config.schema import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
-from pangu.layers.dropout import DropoutKeys, dropout
-from pangu.layers.linear import Embedding, LayerNorm
-from pangu.layers.loss import tied_logits, weighted_token_loss
+from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.linear import LayerNorm, PositionEmbedding, VocabParallelEmbedding
+from pangu.layers.loss import TiedHead
 from pangu.layers.recompute import run_layer
 from pangu.models.block import Block, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is computed; none of it changes what it computes."""
+
+    kernel: str = "reference"
+    """Attention kernel, `reference` or `sdpa`."""
+    recompute: bool = False
+    """Compute each layer again in backward instead of keeping its activations."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None: all."""
 
 
 class TokenEmbedding(nn.Module):
@@ -23,32 +36,31 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.word = Embedding(build, "word", config.vocab, config.hidden, config.init_std)
-        self.position = Embedding(build, "position", config.sequence, config.hidden, config.init_std)
-        self.probability = config.dropout
+        self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std)
+        self.position = PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
+        self.dropout = hidden_dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, run: Pass) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
-        total = self.word(tokens.t()) + self.position(run.positions.t())
-        return dropout(total, self.probability, run.keys, "embedding")
+        return self.dropout(self.word(tokens.t()) + self.position(run.positions), run.keys)
 
 
 class LanguageModel(nn.Module, ABC):
     """Embedding, layers and tied head; what GPT and PanGu-α have in common."""
 
-    def __init__(self, config: ModelConfig, build: Builder, kernel: str, recompute: bool) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         """
         Args:
             config: the architecture.
             build: at the root of an empty placement table.
-            kernel: attention kernel, `reference` or `sdpa`.
-            recompute: compute each layer again in backward instead of keeping its activations.
+            options: how it is computed.
         """
         super().__init__()
         self.embedding = TokenEmbedding(config, build.at("embedding"))
-        self.layers = self._make_layers(config, build.at("layers"), kernel)
+        self.layers = self._make_layers(config, build.at("layers"), options.kernel)
         self.final_norm = LayerNorm(build, "final_norm", config.hidden, config.norm_eps)
-        self.recompute = recompute
+        self.head = TiedHead(build, config.vocab, options.loss_chunk)
+        self.recompute = options.recompute
 
     @abstractmethod
     def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
@@ -70,14 +82,16 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             [sequence, batch, vocab].
         """
-        run = Pass(mask, positions, keys)
-        hidden = self._transform(self.embedding(tokens, run), run)
-        return tied_logits(hidden, self.embedding.word.weight)
+        hidden = self._hidden(tokens, Pass(mask, positions, keys))
+        return self.head.logits(hidden, self.embedding.word.weight)
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
-        logits = self.logits(batch.tokens, batch.positions, AttentionMask(batch.documents), keys)
-        return weighted_token_loss(logits, batch.labels, batch.weights)
+        hidden = self._hidden(batch.tokens, Pass(AttentionMask(batch.documents), batch.positions, keys))
+        return self.head.loss(hidden, self.embedding.word.weight, batch.labels, batch.weights)
+
+    def _hidden(self, tokens: Tensor, run: Pass) -> Tensor:
+        return self._transform(self.embedding(tokens, run), run)
 
 
 class GPT(LanguageModel):
@@ -99,9 +113,11 @@ class PanGu(LanguageModel):
     normed after it; `model.final_norm=after_query` is the order of the pipelined MindSpore build.
     """
 
-    def __init__(self, config: ModelConfig, build: Builder, kernel: str, recompute: bool) -> None:
-        super().__init__(config, build, kernel, recompute)
-        self.query_embedding = Embedding(build, "query_embedding", config.sequence, config.hidden, config.init_std)
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+        super().__init__(config, build, options)
+        self.query_embedding = PositionEmbedding(
+            build, "query_embedding", config.sequence, config.hidden, config.init_std
+        )
         self.norm_before_query = config.final_norm == "before_query"
 
     def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
@@ -115,15 +131,21 @@ class PanGu(LanguageModel):
         if self.norm_before_query:
             hidden = self.final_norm(hidden)
         # the row of a token's own position asks for the token after it; no shift of the index
-        queries = self.query_embedding(run.positions.t())
+        queries = self.query_embedding(run.positions)
         hidden = run_layer(query_layer, hidden, queries, run, recompute=self.recompute)
         return hidden if self.norm_before_query else self.final_norm(hidden)
 
 
 def build_model(
-    config: ModelConfig, kernel: str = "reference", recompute: bool = False
+    config: ModelConfig, options: Options | None = None, build: Builder | None = None
 ) -> tuple[LanguageModel, PlacementTable]:
-    """A model on the meta device (it takes no memory) and the table of its logical tensors."""
-    table = PlacementTable()
+    """A model on the meta device (it takes no memory) and the table of its logical tensors.
+
+    Args:
+        config: the architecture.
+        options: how it is computed.
+        build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
+    """
+    build = build or Builder(PlacementTable())
     kind = PanGu if config.kind == "pangu" else GPT
-    return kind(config, Builder(table), kernel, recompute), table
+    return kind(config, build, options or Options()), build.table

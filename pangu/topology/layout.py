@@ -25,6 +25,8 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     zero: int = 0
+    sequence: bool = False
+    """Sequence parallelism: the tensor-parallel ranks also share what stands between the matrices."""
 
     def __post_init__(self) -> None:
         assert min(self.tensor, self.pipeline, self.data) >= 1, self

@@ -1,8 +1,9 @@
 """A parameter knows how it is cut: one record for every logical tensor, all in one table (DESIGN, idea 2).
 
 A *logical* tensor is what a paper would name (the query projection of layer 3). A *stored* parameter is what a kernel
-wants: query, key and value projections stand in one matrix, one below the other. Initial weights, weight decay, LAMB's
-ratios, checkpoints and conversion all speak of logical tensors and read this table.
+wants: query, key and value projections stand in one matrix, one below the other, and a rank of a tensor-parallel group
+holds a slice of each. Initial weights, gradient reduction, weight decay, LAMB's ratios, checkpoints and conversion all
+speak of logical tensors and read this table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """One logical tensor."""
+    """One logical tensor and the slice of it that this rank holds."""
 
     name: str
     """Global name, the same in every layout, e.g. `layers.3.attention.query.weight`."""
@@ -28,11 +29,37 @@ class Placement:
     """Initial values: normal with this standard deviation; None for a constant."""
     constant: float = 0.0
     """Initial value where `std` is None."""
+    cut_dim: int | None = None
+    """Dimension that is cut over the tensor-parallel ranks; None: every rank holds all of it."""
+    start: int = 0
+    """First index along `cut_dim` that this rank holds."""
+    stop: int = 0
+    """End of the indices along `cut_dim` that this rank holds."""
+    partial: bool = False
+    """True where every rank holds all of it but its gradient comes from a part of the sequence, so that gradients must
+    be summed over the tensor-parallel ranks."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice that this rank holds."""
+        if self.cut_dim is None:
+            return self.shape
+        return (*self.shape[: self.cut_dim], self.stop - self.start, *self.shape[self.cut_dim + 1 :])
+
+    @property
+    def local_numel(self) -> int:
+        """Number of elements of that slice."""
+        return math.prod(self.local_shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Global index of the first element of the slice."""
+        return tuple(self.start if dim == self.cut_dim else 0 for dim in range(len(self.shape)))
 
     @property
     def is_vector(self) -> bool:

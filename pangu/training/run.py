@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pangu.collectives.regions import TensorRegion
 from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.errors import writing
@@ -19,14 +20,16 @@ from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text
 from pangu.layers.attention import choose_attention
+from pangu.layers.builder import Builder
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
-from pangu.models.language_model import build_model
+from pangu.models.language_model import Options, build_model
 from pangu.planning.report import describe
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.topology.placement import PlacementTable
 from pangu.training.closing import closing_words
 from pangu.training.loop import Loop
 from pangu.training.saving import find_checkpoint, load_checkpoint
@@ -50,7 +53,8 @@ def run(values: Mapping[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
     config = build(RunConfig, values)
     data = check(config, launch.world)
-    layout = Layout(config.parallel.tensor, config.parallel.pipeline, data, config.parallel.zero)
+    parallel = config.parallel
+    layout = Layout(parallel.tensor, parallel.pipeline, data, parallel.zero, parallel.sequence)
     log.info(describe(config, layout))
     if config.dry_run:
         return
@@ -104,16 +108,19 @@ def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
     dtype = DTYPES[config.precision.compute]
     kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
-    model, table = build_model(config.model, kernel, recompute=config.memory.recompute == "full")
+    options = Options(kernel, config.memory.recompute == "full", config.loss.chunk)
+    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
     return Trainer(config, mesh, model, table)
 
 
 def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, seconds: float) -> None:
-    """Summary, plot, sampled text and closing words, by the first process."""
+    """Summary, plot, sampled text and closing words, by the first process; its whole replica draws the text."""
+    if trainer.mesh.at.data != 0:
+        return
+    texts = [_sample(config, trainer, sources, prompt) for prompt in config.sample.prompts if config.sample.tokens]
     if not trainer.mesh.is_first:
         return
     output = Path(config.train.output)
-    texts = [_sample(config, trainer, sources, prompt) for prompt in config.sample.prompts if config.sample.tokens]
     summary = {
         "steps": trainer.step,
         "skipped": trainer.skipped,

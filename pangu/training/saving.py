@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.files import checkpoint_path, list_checkpoints, load, prune, read_index, save
+from pangu.checkpoint.files import (
+    Slice,
+    checkpoint_path,
+    commit,
+    discard,
+    list_checkpoints,
+    load,
+    prune,
+    read_index,
+    start,
+    write_slices,
+)
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.training.step import Trainer
 from pangu.training.together import together
+from pangu.zero.units import Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -42,23 +55,28 @@ def find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
-    """Write the state of a run; the first replica writes, all wait."""
+    """Write the state of a run; each element is written once, by a rank of the first replica, and all wait."""
     folder = Path(config.train.output) / "checkpoints"
     path = checkpoint_path(folder, trainer.step)
+    mesh = trainer.mesh
     facts = {
         "step": trainer.step,
         "skipped": trainer.skipped,
         "samples": samples,
         "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
         "identity": _identity(config),
-        "layout": asdict(trainer.mesh.layout),
+        "layout": asdict(mesh.layout),
     }
-
-    def write() -> None:
-        save(path, _tensors(trainer), facts)
-        prune(folder, config.checkpoint.keep)
-
-    together(trainer.mesh, write, here=trainer.mesh.is_first)
+    try:
+        together(mesh, lambda: start(path), here=mesh.is_first)
+        write = partial(write_slices, path, mesh.rank, _slices(trainer))
+        parts = [part for part in together(mesh, write, here=mesh.at.data == 0) if part is not None]
+        together(mesh, lambda: commit(path, parts, facts), here=mesh.is_first)
+    except UserError:
+        if mesh.is_first:
+            discard(path)
+        raise
+    together(mesh, lambda: prune(folder, config.checkpoint.keep), here=mesh.is_first)
     return path
 
 
@@ -74,10 +92,10 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
     updates = index["step"] - index["skipped"]
-    wanted: dict[str, Tensor] = {f"weight/{piece.placement.name}": piece.master for piece in trainer.pieces}
+    wanted = {f"weight/{piece.placement.name}": _slice(piece, piece.master) for piece in trainer.pieces}
     for piece in trainer.pieces if updates else []:
         state = {moment: torch.zeros_like(piece.master) for moment in MOMENTS}
-        wanted |= {f"{moment}/{piece.placement.name}": tensor for moment, tensor in state.items()}
+        wanted |= {f"{moment}/{piece.placement.name}": _slice(piece, tensor) for moment, tensor in state.items()}
         # torch's fused Adam wants its step count beside the weights; LAMB reads it on the host
         where = piece.master.device if config.optimizer.name == "adam" else "cpu"
         trainer.optimizer.state[piece.master] = {"step": torch.tensor(float(updates), device=where), **state}
@@ -90,13 +108,20 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     return index["samples"]
 
 
-def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def _slice(piece: Piece, tensor: Tensor) -> Slice:
+    return Slice(tensor, piece.placement.shape, piece.placement.offsets)
+
+
+def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+    """What this rank writes; tensors that all tensor-parallel ranks hold are written by the first."""
     for piece in trainer.pieces:
-        yield f"weight/{piece.placement.name}", piece.master
+        if piece.placement.cut_dim is None and trainer.mesh.at.tensor != 0:
+            continue
+        yield f"weight/{piece.placement.name}", _slice(piece, piece.master)
         state = trainer.optimizer.state.get(piece.master, {})
         for moment in MOMENTS:
             if moment in state:
-                yield f"{moment}/{piece.placement.name}", state[moment]
+                yield f"{moment}/{piece.placement.name}", _slice(piece, state[moment])
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,13 @@ from pangu.data.batch import Batch
 from pangu.layers.dropout import DropoutKeys
 from pangu.models.language_model import LanguageModel
 from pangu.optim.build import make_optimizer
-from pangu.optim.clip import clip_factor, global_norm
+from pangu.optim.clip import clip_factor
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.topology.mesh import Mesh
-from pangu.topology.placement import PlacementTable
+from pangu.topology.placement import Placement, PlacementTable
 from pangu.zero.gradients import GradientSum
+from pangu.zero.norms import global_norm, squares_over_ranks
 from pangu.zero.units import Piece, Unit, group_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -56,8 +57,14 @@ class Trainer:
         dtype = DTYPES[config.precision.compute]
         groups = group_parameters(model, config.parallel.bucket_mib * 2**20)
         self.units = [Unit(model, names, table, config.train.seed, dtype, mesh.device) for names in groups]
-        self.gradients = GradientSum(self.units, mesh.group("data"))
-        self.optimizer = make_optimizer(config.optimizer, [(piece.placement, piece.master) for piece in self.pieces])
+        self.gradients = GradientSum(self.units, mesh.group("data"), mesh.group("tensor"))
+
+        def over_ranks(placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
+            return squares_over_ranks(placements, mesh.group("tensor"), mesh.device)
+
+        self.squares_over_ranks = over_ranks([piece.placement for piece in self.pieces])
+        owned = [(piece.placement, piece.master) for piece in self.pieces]
+        self.optimizer = make_optimizer(config.optimizer, owned, over_ranks)
         self.loss_scale = LossScale(config.precision.loss_scale)
         self.step = 0
         """Steps made, skipped ones included."""
@@ -94,8 +101,8 @@ class Trainer:
     def _update(self, loss: float) -> StepResult:
         """Unscale, clip, step, then adjust the scale; skip the step if the gradient is not finite."""
         scale = self.loss_scale.scale
-        gradients = [unit.grad for unit in self.units]
-        norm = float(global_norm(gradients)) / scale
+        gradients = [piece.master.grad for piece in self.pieces if piece.master.grad is not None]
+        norm = float(global_norm(gradients, self.squares_over_ranks)) / scale
         rate = learning_rate(
             self.config.lr_schedule, self.config.optimizer.lr, self.config.train.steps, self.step - self.skipped
         )
@@ -103,7 +110,7 @@ class Trainer:
         if not skipped:
             factor = clip_factor(norm, self.config.optimizer.clip) / scale
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                torch._foreach_mul_([unit.grad for unit in self.units], factor)
             for param_group in self.optimizer.param_groups:
                 param_group["lr"] = rate
             self.optimizer.step()
@@ -113,7 +120,3 @@ class Trainer:
         self.step += 1
         self.skipped += skipped
         return StepResult(loss, norm, rate, scale, skipped)
-
-    def state_of(self, piece: Piece) -> dict[str, Tensor]:
-        """The optimizer's state of one logical tensor; empty before the first update."""
-        return self.optimizer.state.get(piece.master, {})

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import start_all_reduce
+from pangu.collectives.reduce import all_reduce, start_all_reduce
 from pangu.zero.units import Unit
 
 
@@ -20,9 +20,20 @@ class GradientSum:
     collectives in the same order.
     """
 
-    def __init__(self, units: Sequence[Unit], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], group: dist.ProcessGroup | None, tensor_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """
+        Args:
+            units: in the order of the forward pass.
+            group: the replicas.
+            tensor_group: the ranks that share each matrix; tensors whose gradient comes from a part of the sequence are
+                summed over them.
+        """
         self.units = list(reversed(units))
         self.group = group
+        self.tensor_group = tensor_group
+        self._partial = [p.master.grad for unit in self.units for p in unit.pieces if p.placement.partial]
         self._missing: list[int] = []
         self._sent: list[dist.Work | None] = []
         for index, unit in enumerate(self.units):
@@ -44,6 +55,12 @@ class GradientSum:
         for work in self._sent:
             if work is not None:
                 work.wait()
+        partial = [gradient for gradient in self._partial if gradient is not None]
+        if partial:
+            # many small tensors: one message
+            joined = all_reduce(torch.cat([gradient.flatten() for gradient in partial]), self.tensor_group)
+            parts = joined.split([gradient.numel() for gradient in partial])
+            torch._foreach_copy_(partial, [part.view_as(g) for part, g in zip(parts, partial, strict=True)])
 
     def _hook(self, index: int, total: Tensor):  # type: ignore[no-untyped-def]
         def add(parameter: nn.Parameter) -> None:

@@ -22,7 +22,7 @@ class Piece:
 
     placement: Placement
     master: Tensor
-    """Weights in fp32 (fp64 in fp64), global shape; `master.grad` is the accumulated gradient."""
+    """Weights in fp32 (fp64 in fp64) of the slice that this rank holds; `master.grad` is the accumulated gradient."""
 
 
 class Unit:
@@ -50,7 +50,7 @@ class Unit:
         stored = [(name, model.get_parameter(name).shape) for name in names]
         numel = sum(shape.numel() for _, shape in stored)
         wide = torch.promote_types(dtype, torch.float32)
-        self.master = torch.empty(numel, dtype=wide, device=device)
+        self.master = torch.zeros(numel, dtype=wide, device=device)  # padding of uneven shares stays 0
         self.grad = torch.zeros(numel, dtype=wide, device=device)
         self.weights = self.master if dtype == wide else torch.empty(numel, dtype=dtype, device=device)
         self.pieces: list[Piece] = []

@@ -109,8 +109,8 @@ def test_devices_that_do_not_fit_the_layout() -> None:
 
 
 def test_degrees_that_this_version_does_not_train_with_are_refused() -> None:
-    text = problems("parallel.tensor=2", "parallel.zero=1", world=2)
-    assert "parallel.tensor = 2: this version trains with data parallelism only" in text
+    text = problems("parallel.pipeline=2", "parallel.zero=1", world=2)
+    assert "parallel.pipeline = 2: this version trains without pipeline parallelism" in text
     assert "parallel.zero = 1: this version keeps everything whole" in text
 
 

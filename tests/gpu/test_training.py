@@ -9,7 +9,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.layers.attention import choose_attention
 from pangu.metrics.devices import peak_memory_gib
-from pangu.models.language_model import build_model
+from pangu.models.language_model import Options, build_model
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -27,7 +27,7 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
     """Losses of a few steps on one device."""
     config = tiny(*QUIET, *overrides)
     kernel = choose_attention(config.model.attention, device, DTYPES[config.precision.compute], 0.0)
-    model, table = build_model(config.model, kernel, config.memory.recompute == "full")
+    model, table = build_model(config.model, Options(kernel, config.memory.recompute == "full"))
     trainer = Trainer(config, Mesh(Layout(), 0, device), model, table)
     stream = open_sources(config.data, config.model, config.train.seed).train
     size = config.batch.global_size

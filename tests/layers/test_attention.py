@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pangu.layers.attention import AttentionCore, AttentionMask, choose_attention, merge_heads, split_heads
+from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
+from pangu.topology.placement import PlacementTable
 
 CPU = torch.device("cpu")
 
@@ -24,7 +26,7 @@ def test_padding_is_seen_by_nobody_but_itself() -> None:
 
 def test_heads_are_contiguous_slices_of_the_width() -> None:
     x = torch.arange(2 * 3 * 8.0).view(2, 3, 8)
-    heads = split_heads(x, 4)
+    heads = split_heads(x, 2)
     assert heads.shape == (3, 4, 2, 2)
     assert torch.equal(heads[1, 2, 0], x[0, 1, 4:6])
     assert torch.equal(merge_heads(heads), x)
@@ -34,7 +36,7 @@ def test_heads_are_contiguous_slices_of_the_width() -> None:
 def test_kernels_agree(documents: torch.Tensor | None) -> None:
     query, key, value = torch.randn(3, 2, 4, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     outputs = [
-        AttentionCore(kernel, 0.0, "here")(query, key, value, AttentionMask(documents), None)
+        AttentionCore(Builder(PlacementTable()), kernel, 0.0)(query, key, value, AttentionMask(documents), None)
         for kernel in ("reference", "sdpa")
     ]
     torch.testing.assert_close(*outputs, atol=1e-14, rtol=1e-13)
@@ -42,7 +44,7 @@ def test_kernels_agree(documents: torch.Tensor | None) -> None:
 
 def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     query, key, value = torch.randn(3, 2, 4, 12, 8, generator=torch.Generator().manual_seed(0))
-    core = AttentionCore("sdpa", 0.5, "here")
+    core = AttentionCore(Builder(PlacementTable()), "sdpa", 0.5)
     keys = DropoutKeys(1, 2, (3, 4))
     first = core(query, key, value, AttentionMask(None), keys)
     torch.rand(17)

@@ -5,9 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.layers.dropout import DropoutKeys, dropout
+from pangu.collectives.regions import TensorRegion
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.topology.placement import PlacementTable
 
 KEYS = DropoutKeys(seed=1, step=2, samples=(10, 11, 12))
+
+
+def dropout(
+    x: torch.Tensor, probability: float, keys: DropoutKeys | None, place: str, batch_dim: int = 1
+) -> torch.Tensor:
+    return Dropout(Builder(PlacementTable()), probability, place, batch_dim, None)(x, keys)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_rank_drops_what_one_process_drops_in_its_part(dim: int) -> None:
+    x = torch.ones(6, 3, 4)
+    whole = dropout(x, 0.5, KEYS, "here")
+    parts = []
+    for rank in range(2):
+        build = Builder(PlacementTable(), region=TensorRegion(rank, 2))
+        parts.append(Dropout(build, 0.5, "here", batch_dim=1, shared_dim=dim)(x.chunk(2, dim)[rank], KEYS))
+    assert torch.equal(torch.cat(parts, dim), whole)
 
 
 def test_a_row_has_the_same_mask_in_any_micro_batch() -> None:

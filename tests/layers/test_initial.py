@@ -9,8 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.layers.initial import TILE, fill, initial_rows
+from pangu.layers.initial import TILE, fill, initial_block
 from pangu.topology.placement import Placement
+
+
+def initial_rows(placement: Placement, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Whole rows of a matrix."""
+    return initial_block(placement, seed, (start, stop), (0, placement.shape[1]))
 
 
 def matrix(rows: int, columns: int, name: str = "m") -> Placement:
@@ -18,11 +23,12 @@ def matrix(rows: int, columns: int, name: str = "m") -> Placement:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.data())
-def test_any_rows_equal_those_of_the_whole(rows: int, columns: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, rows - 1))
-    stop = data.draw(st.integers(start + 1, rows))
+def test_any_block_equals_that_of_the_whole(rows: int, columns: int, data: st.DataObject) -> None:
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
     whole = initial_rows(matrix(rows, columns), 7, 0, rows)
-    assert torch.equal(initial_rows(matrix(rows, columns), 7, start, stop), whole[start:stop])
+    block = initial_block(matrix(rows, columns), 7, (top, bottom), (left, right))
+    assert torch.equal(block, whole[top:bottom, left:right])
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
@@ -56,7 +62,9 @@ def test_fill_in_bands_equals_one_piece() -> None:
 
 def test_constants() -> None:
     gain = Placement("gain", (5,), "gain", 0, None, 1.0)
-    assert torch.equal(initial_rows(gain, 7, 1, 4), torch.ones(3))
+    filled = torch.zeros(5)
+    fill(filled, gain, 7)
+    assert torch.equal(filled, torch.ones(5))
 
 
 def test_the_numbers_stay_what_they_are() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pangu.config.schema import ModelConfig
 from pangu.layers.initial import logical_view, materialise
-from pangu.models.language_model import LanguageModel, build_model
+from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.topology.placement import PlacementTable
 
 TINY = ModelConfig(
@@ -34,7 +34,7 @@ def make(
     config: ModelConfig = TINY, kernel: str = "reference", dtype: torch.dtype = torch.float64, seed: int = 3
 ) -> tuple[LanguageModel, PlacementTable]:
     """A model with its first values, biases and norms included, moved away from their constants."""
-    model, table = build_model(config, kernel)
+    model, table = build_model(config, Options(kernel))
     materialise(model, table, seed, dtype)
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -86,14 +86,14 @@ def test_the_number_of_heads_matters() -> None:
 def test_full_recompute_changes_nothing_with_dropout(kind: str) -> None:
     """Bit for bit: backward computes the same numbers again, dropout masks included."""
     from pangu.layers.dropout import DropoutKeys
-    from pangu.models.language_model import build_model
+    from pangu.models.language_model import Options, build_model
 
     config = variant(kind=kind, dropout=0.2, attention_dropout=0.2)
     packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=True, reset_positions=True)
     batch = make_batch(samples().numpy(), range(2), packing)
     for kernel in ("reference", "sdpa"):
         kept, table = make(config, kernel)
-        again, _ = build_model(config, kernel, recompute=True)
+        again, _ = build_model(config, Options(kernel, recompute=True))
         again.load_state_dict(kept.state_dict(), assign=True)
         keys = DropoutKeys(seed=1, step=2, samples=batch.samples)
         losses = []

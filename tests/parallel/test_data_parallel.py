@@ -10,7 +10,7 @@ import torch
 from pangu.collectives.reduce import gather_objects
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.models.language_model import build_model
+from pangu.models.language_model import Options, build_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -55,7 +55,7 @@ def train(rank: int, world: int, micro_size: int, steps: int, *overrides: str) -
     torch.manual_seed(rank)  # nothing may depend on torch's own state
     config = tiny(*OVERRIDES, *overrides, f"batch.micro_size={micro_size}", f"parallel.data={world}")
     mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
-    model, table = build_model(config.model, "reference", config.memory.recompute == "full")
+    model, table = build_model(config.model, Options("reference", config.memory.recompute == "full"))
     trainer = Trainer(config, mesh, model, table)
     first = {piece.placement.name: piece.master.clone() for piece in trainer.pieces}
     results, gradients = [], []
