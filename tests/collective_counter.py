@@ -1,0 +1,63 @@
+"""Counts what goes over the wire: calls and bytes of the collectives that pangu/collectives starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from pangu.planning.sharding import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
+
+# function of torch.distributed -> (its kind, the bytes of the whole tensor among its positional arguments)
+COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
+    "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
+    "all_gather_into_tensor": (ALL_GATHER, lambda whole, part: whole.nbytes),
+    "all_gather": (ALL_GATHER, lambda parts, part: sum(each.nbytes for each in parts)),
+    "reduce_scatter_tensor": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
+}
+REFUSED = (
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "isend",
+    "irecv",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
+"""What no micro-batch of a tensor-parallel model may use; a test that met one would otherwise not count it."""
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, Traffic]]:
+    """Within the block, calls and bytes of the whole (not cut) tensors by kind of collective."""
+    totals: dict[str, Traffic] = {}
+
+    def counting(name: str) -> Callable[..., Any]:
+        kind, size = COUNTED[name]
+        original = getattr(dist, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            sofar = totals.get(kind, Traffic())
+            totals[kind] = Traffic(sofar.calls + 1, sofar.bytes + size(*arguments))
+            return original(*arguments, **keywords)
+
+        return call
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise AssertionError(f"torch.distributed.{name} is not counted")
+
+        return call
+
+    replaced = {name: counting(name) for name in COUNTED} | {name: refusing(name) for name in REFUSED}
+    with patch.multiple(dist, **replaced):
+        yield totals

@@ -1,0 +1,171 @@
+"""What tensor-parallel ranks really send in a micro-batch is what the papers say and what the planner predicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pangu.collectives.regions import TensorRegion
+from pangu.config.schema import RunConfig
+from pangu.data.batch import make_batch
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import DropoutKeys
+from pangu.layers.initial import materialise
+from pangu.models.language_model import Options, build_model
+from pangu.planning.sharding import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    REDUCE_SCATTER,
+    Message,
+    Traffic,
+    plan_sharding,
+    traffic,
+)
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import PlacementTable
+from tests.collective_counter import counted
+from tests.configs import tiny
+from tests.spawn import Pool
+
+Counts = dict[str, Traffic]
+HIDDEN = 4 * 16 * 2 * 32
+"""Bytes of one hidden state of `tiny` in fp32: 4·s·b·h."""
+TENSOR = [2, 4]
+
+
+def layout_of(config: RunConfig) -> Layout:
+    return Layout(tensor=config.parallel.tensor, sequence=config.parallel.sequence)
+
+
+def setting(kind: str, tensor: int, sequence: bool, *overrides: str, layers: int = 3) -> tuple[str, ...]:
+    parallel = (f"parallel.tensor={tensor}", f"parallel.sequence={str(sequence).lower()}")
+    return (f"model.kind={kind}", *parallel, f"model.layers={layers}", *overrides)
+
+
+def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]:
+    """Collectives of forward and of backward of one micro-batch."""
+    config = tiny(*overrides)
+    mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
+    options = Options("reference", config.memory.recompute == "full", config.loss.chunk)
+    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
+    materialise(model, table, 1, torch.float32)
+    tokens = np.arange(2 * 17, dtype=np.int64).reshape(2, 17)
+    batch = make_batch(tokens, (0, 1), config.data.packing)
+    with counted() as forward:
+        loss = model.loss(batch, DropoutKeys(1, 0, batch.samples))
+    with counted() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def measure(pool: Pool, *overrides: str) -> tuple[Counts, Counts]:
+    """`micro_batch` on as many processes as the overrides ask for; all ranks send the same."""
+    ranks = pool.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
+    assert all(rank == ranks[0] for rank in ranks)
+    return ranks[0]
+
+
+def predicted(*overrides: str) -> tuple[Counts, Counts]:
+    """The same from the planner."""
+    config = tiny(*overrides)
+    parts = plan_sharding(config, layout_of(config))
+    messages: list[Message] = [m for part in parts for m in part.messages for _ in range(part.count)]
+    return traffic(messages, FORWARD), traffic(messages, BACKWARD, RECOMPUTE)
+
+
+def minus(one: Counts, other: Counts) -> dict[str, tuple[int, float]]:
+    """Calls, and bytes in hidden states, by which `one` is above `other`; without what is equal."""
+    kinds = sorted(one.keys() | other.keys())
+    pairs = {kind: (one.get(kind, Traffic()), other.get(kind, Traffic())) for kind in kinds}
+    difference = {kind: (a.calls - b.calls, (a.bytes - b.bytes) / HIDDEN) for kind, (a, b) in pairs.items()}
+    return {kind: value for kind, value in difference.items() if value != (0, 0)}
+
+
+def between(pool: Pool, more: tuple[str, ...], less: tuple[str, ...]) -> list[dict[str, tuple[int, float]]]:
+    """Forward and backward of one setting above those of another."""
+    return [minus(a, b) for a, b in zip(measure(pool, *more), measure(pool, *less), strict=True)]
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+def test_one_layer_all_reduces_twice_each_way(pool: Pool, kind: str, tensor: int) -> None:
+    """Shoeybi et al. 2019, section 3: 4 all-reduces of a hidden state."""
+    more, less = (setting(kind, tensor, False, layers=layers) for layers in (4, 3))
+    assert between(pool, more, less) == [{ALL_REDUCE: (2, 2)}, {ALL_REDUCE: (2, 2)}]
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+def test_one_layer_with_sequence_parallelism(pool: Pool, kind: str, tensor: int) -> None:
+    """Korthikanti et al. 2022, section 4.2.2: 2 gathers and 2 reduce-scatters each way, and 2 gathers more in backward
+    because only a rank's slice of each product's input is kept."""
+    more, less = (setting(kind, tensor, True, layers=layers) for layers in (4, 3))
+    forward = {ALL_GATHER: (2, 2), REDUCE_SCATTER: (2, 2)}
+    assert between(pool, more, less) == [forward, {ALL_GATHER: (4, 4), REDUCE_SCATTER: (2, 2)}]
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+def test_the_query_layer_enters_once_more(pool: Pool, tensor: int) -> None:
+    """Queries come from position vectors, keys and values from the states: one more column-parallel product than in the
+    block that stands there in a GPT of equal depth."""
+    plain = [setting(kind, tensor, False) for kind in ("pangu", "gpt")]
+    assert between(pool, *plain) == [{}, {ALL_REDUCE: (1, 1)}]
+    sliced = [setting(kind, tensor, True) for kind in ("pangu", "gpt")]
+    assert between(pool, *sliced) == [{ALL_GATHER: (1, 1)}, {ALL_GATHER: (1, 1), REDUCE_SCATTER: (1, 1)}]
+
+
+@pytest.mark.parametrize(("dropout", "repeated"), [(0.1, 2), (0.0, 1)])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_full_recompute_repeats_forward(pool: Pool, dropout: float, repeated: int, sequence: bool) -> None:
+    """Each layer's forward collectives again; without dropout torch stops before the last product's sum, which no
+    gradient needs."""
+    usual = f"model.dropout={dropout}"
+    settings = [
+        setting("gpt", 2, sequence, usual, f"memory.recompute={recompute}", layers=1) for recompute in ("full", "none")
+    ]
+    repeats = {ALL_GATHER: (2, 2), REDUCE_SCATTER: (repeated, repeated)} if sequence else {ALL_REDUCE: (repeated,) * 2}
+    assert between(pool, *settings) == [{}, repeats]
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) -> None:
+    """What is left of a GPT without its layers: two hidden states each way at most, and three numbers per token, once
+    more where chunks are recomputed; never the logits."""
+    tokens, chunks = 2 * 16, 1 if chunk is None else 7
+    overrides = [
+        setting("gpt", 2, sequence, f"loss.chunk={'null' if chunk is None else chunk}", layers=n) for n in (1, 2)
+    ]
+    one, two = (measure(pool, *each) for each in overrides)
+    layer = [minus(b, a) for a, b in zip(one, two, strict=True)]
+    rest = []
+    for counts, of_layer in zip(one, layer, strict=True):
+        taken = {kind: Traffic(calls, int(units * HIDDEN)) for kind, (calls, units) in of_layer.items()}
+        rest.append(minus(counts, taken))
+    loss = (2 * chunks, 3 * 4 * tokens / HIDDEN)
+    none = {ALL_REDUCE: loss} if chunk else {}
+    if sequence:
+        states = {ALL_GATHER: (1, 1), REDUCE_SCATTER: (1, 1)}
+        assert rest == [states | {ALL_REDUCE: loss}, states | none]
+    else:
+        again = loss if chunk else (0, 0)
+        assert rest == [{ALL_REDUCE: (1 + loss[0], 1 + loss[1])}, {ALL_REDUCE: (1 + again[0], 1 + again[1])}]
+    assert loss[1] * HIDDEN < 4 * tokens * 101 / 2  # one rank's logits
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+@pytest.mark.parametrize(
+    "overrides", [(), ("memory.recompute=full", "loss.chunk=5"), ("memory.recompute=full", "model.dropout=0")], ids=str
+)
+def test_the_planner_predicts_every_call_and_byte(
+    pool: Pool, kind: str, sequence: bool, tensor: int, overrides: tuple[str, ...]
+) -> None:
+    chosen = setting(kind, tensor, sequence, *overrides)
+    assert measure(pool, *chosen) == predicted(*chosen)
