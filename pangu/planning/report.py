@@ -38,8 +38,10 @@ def model_states(precision: PrecisionConfig, layout: Layout) -> ModelStates:
 
 
 def size(count: float) -> str:
-    """Bytes for people: `23.84 GiB`, or MiB below a tenth of one."""
-    return f"{count / 2**30:.2f} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.1f} MiB"
+    """Bytes for people: `23.84 GiB`, MiB below a tenth of one, KiB below a tenth of that."""
+    if count >= 0.1 * 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 0.1 * 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def describe(config: RunConfig, layout: Layout) -> str:

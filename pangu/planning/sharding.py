@@ -17,7 +17,7 @@ from itertools import groupby
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
-from pangu.config.schema import RunConfig
+from pangu.config.schema import LambConfig, RunConfig
 from pangu.layers.builder import Builder
 from pangu.layers.linear import (
     ColumnParallelLinear,
@@ -31,7 +31,8 @@ from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement, PlacementTable
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+FORWARD, BACKWARD, RECOMPUTE, STEP = "forward", "backward", "recompute", "step"
+HEAD = "head"
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in each compute format."""
 
@@ -114,6 +115,8 @@ class Weight:
     """In words."""
     operator: str
     """The operator that takes it, with MindSpore's strategy for each of its inputs; tokens are dimension 0."""
+    activations: str
+    """Shapes on one rank of what goes into its product and what comes out; empty for biases and norms."""
     partial: bool
     """Its gradient is summed over the tensor-parallel ranks once per step."""
 
@@ -167,14 +170,28 @@ def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
     return [*_folded(parts), _head(config, region, table["embedding.word.weight"])]
 
 
-def partial_bytes(config: RunConfig, parts: Iterable[Part]) -> int:
-    """Bytes of the gradients that the tensor-parallel ranks sum once per step, in one all-reduce.
+def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[Message]:
+    """What the tensor-parallel ranks send each other once per step, beside the micro-batches.
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
-    biases behind a sum, position vectors) are partial sums. Gradients are kept in fp32, in fp64 for fp64.
+    biases behind a sum, position vectors) are partial sums. The clip norm, and LAMB's trust ratios (You et al. 2020),
+    need the squares of whole tensors: one number each, and two.
     """
-    numbers = [part.count * math.prod(weight.shape) for part in parts for weight in part.weights if weight.partial]
-    return sum(numbers) * _wide(config)
+    if ranks == 1:
+        return []
+    weights = [weight for part in parts if part.name != HEAD for weight in part.weights * part.count]
+    partial = sum(math.prod(weight.shape) for weight in weights if weight.partial)
+    optimizer = config.optimizer
+    squares = 0
+    if isinstance(optimizer, LambConfig):
+        squares = 2 * sum(not optimizer.exclude_vectors or len(weight.shape) > 1 for weight in weights)
+    sent = [
+        ("gradients", partial, "sum of the gradients of what every rank holds whole"),
+        ("clip norm", len(weights), "squared gradient norm of each tensor"),
+        ("LAMB", squares, "squared norms of each weight and of its update"),
+    ]
+    width = _wide(config)
+    return [Message(place, ALL_REDUCE, STEP, why, 1, numbers, width) for place, numbers, why in sent if numbers]
 
 
 def _wide(config: RunConfig) -> int:
@@ -207,7 +224,7 @@ def _part(
     return Part(
         name=name,
         count=1,
-        weights=tuple(_weight(entry, kinds[owners[entry.name]], name, region) for entry in entries),
+        weights=tuple(_weight(config, entry, kinds[owners[entry.name]], name, region) for entry in entries),
         messages=tuple(messages),
         takes="ids [s, b]" if "embedding" in name else hidden,
         gives=hidden,
@@ -241,9 +258,9 @@ def _recomputed(config: RunConfig, messages: Sequence[Message]) -> list[Message]
 def _head(config: RunConfig, region: TensorRegion, table: Placement) -> Part:
     """The tied head and the loss: three numbers per token go over the wire, never the logits."""
     hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
-    tied = replace(_weight(table, "head", "", region), name=f"{table.name} (tied)")
+    tied = replace(_weight(config, table, "head", "", region), name=f"{table.name} (tied)")
     messages = [*_product(config, region, "head", "logits", table.shape[1]), *_loss(config, region)]
-    return Part("head", 1, (tied,), tuple(messages), hidden, "logits [s·b, V/t], losses [s·b]")
+    return Part(HEAD, 1, (tied,), tuple(messages), hidden, "logits [s·b, V/t], losses [s·b]")
 
 
 def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
@@ -257,15 +274,29 @@ def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
             yield Message("loss", ALL_REDUCE, phase, why, chunks, numbers * tokens, _wide(config))
 
 
-def _weight(entry: Placement, kind: str, part: str, region: TensorRegion) -> Weight:
+def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: TensorRegion) -> Weight:
     return Weight(
         name=_below(entry.name, part),
         shape=entry.shape,
         local_shape=entry.local_shape,
         cut=_cut(entry, kind, region.size),
         operator=_operator(kind, entry.is_vector, region),
+        activations="" if entry.is_vector else _activations(config, entry, kind, region),
         partial=entry.partial,
     )
+
+
+def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorRegion) -> str:
+    """`[128, 4, 5120] -> [1024, 4, 640]`: the input as it lies before any gather, the output after any sum."""
+    sequence, batch = config.model.sequence, config.batch.micro_size
+    whole, outside = [sequence, batch], [sequence // region.size if region.slices_sequence else sequence, batch]
+    rows, columns = entry.local_shape
+    before, after = {
+        "columns": ([*outside, columns], [*whole, rows]),
+        "rows": ([*whole, columns], [*outside, rows]),
+        "head": ([*outside, columns], [sequence * batch, rows]),
+    }.get(kind, (whole if kind == "words" else outside, [*outside, columns]))
+    return f"{before} -> {after}"
 
 
 def _cut(entry: Placement, kind: str, ranks: int) -> str:

@@ -20,14 +20,17 @@ from pangu.planning.sharding import (
     FORWARD,
     RECOMPUTE,
     REDUCE_SCATTER,
+    STEP,
     Message,
     Traffic,
     plan_sharding,
+    step_messages,
     traffic,
 )
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
+from pangu.training.step import Trainer
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.spawn import Pool
@@ -74,7 +77,7 @@ def predicted(*overrides: str) -> tuple[Counts, Counts]:
     """The same from the planner."""
     config = tiny(*overrides)
     parts = plan_sharding(config, layout_of(config))
-    messages: list[Message] = [m for part in parts for m in part.messages for _ in range(part.count)]
+    messages: list[Message] = [message for part in parts for message in part.messages * part.count]
     return traffic(messages, FORWARD), traffic(messages, BACKWARD, RECOMPUTE)
 
 
@@ -169,3 +172,31 @@ def test_the_planner_predicts_every_call_and_byte(
 ) -> None:
     chosen = setting(kind, tensor, sequence, *overrides)
     assert measure(pool, *chosen) == predicted(*chosen)
+
+
+def step(rank: int, world: int, *overrides: str) -> Counts:
+    """Collectives of a step of two micro-batches."""
+    config = tiny(*overrides)
+    mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
+    model, table = build_model(config.model, build=Builder(PlacementTable(), region=TensorRegion.of(mesh)))
+    trainer = Trainer(config, mesh, model, table)
+    tokens = np.arange(4 * 17, dtype=np.int64).reshape(4, 17)
+    batches = [make_batch(tokens[i : i + 2], (i, i + 1), config.data.packing) for i in (0, 2)]
+    with counted() as counts:
+        assert not trainer.train_step(batches).skipped
+    return counts
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str) -> None:
+    chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}")
+    config = tiny(*chosen)
+    parts = plan_sharding(config, layout_of(config))
+    messages = [message for part in parts for message in part.messages * part.count] * 2
+    once = step_messages(config, parts, 2)
+    assert [message.place for message in once] == ["gradients"] * sequence + ["clip norm"] + ["LAMB"] * (
+        optimizer == "lamb"
+    )
+    expected = traffic([*messages, *once], FORWARD, BACKWARD, RECOMPUTE, STEP)
+    assert pool.run(2, step, *chosen) == [expected] * 2

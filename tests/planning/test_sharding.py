@@ -1,0 +1,155 @@
+"""The sharding plan speaks of the real model; what it says of messages is tested in parallel/test_collectives.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pangu.config.schema import RunConfig
+from pangu.models.size import num_parameters
+from pangu.planning.report import size
+from pangu.planning.sharding import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    HEAD,
+    RECOMPUTE,
+    REDUCE_SCATTER,
+    Message,
+    Part,
+    Traffic,
+    plan_sharding,
+    step_messages,
+    traffic,
+)
+from pangu.topology.layout import Layout
+from tests.configs import RECIPES, config
+
+STATE = 2 * 1024 * 4 * 5120
+"""Bytes of a hidden state of PanGu-α 13B in bf16 with micro-batches of 4: 2·s·b·h."""
+
+
+def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, Part]:
+    return {part.name: part for part in plan_sharding(chosen, layout)}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Part]:
+    return parts_of(config("+config=pangu_13b"), Layout(tensor=8))
+
+
+@pytest.fixture(scope="module")
+def sliced() -> dict[str, Part]:
+    return parts_of(config("+config=pangu_13b"), Layout(tensor=8, sequence=True))
+
+
+def test_layers_that_are_alike_stand_together(plain: dict[str, Part]) -> None:
+    assert list(plain) == ["embedding", "layers.0-38", "layers.39", "final_norm", "query_embedding", "head"]
+    assert plain["layers.0-38"].count == 39
+    gpt = parts_of(config("+config=gpt2_124m"), Layout(tensor=2))
+    assert list(gpt) == ["embedding", "layers.0-11", "final_norm", "head"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_weight_of_every_recipe_is_told_once(recipe: str) -> None:
+    """All ranks' shares together are the model: cut weights `tensor` times, whole ones once."""
+    chosen = config(f"+config={recipe}")
+    tensor = 2  # divides every vocabulary's rows into shares of which rank 0's is the larger
+    parts = plan_sharding(chosen, Layout(tensor=tensor))
+    weights = [weight for part in parts if part.name != HEAD for weight in part.weights * part.count]
+    assert sum(math.prod(weight.shape) for weight in weights) == num_parameters(chosen.model)
+    for weight in weights:
+        assert (weight.cut == "whole") == (weight.shape == weight.local_shape), weight
+        assert weight.operator, weight
+        if weight.cut != "whole":
+            whole, local = math.prod(weight.shape), math.prod(weight.local_shape)
+            assert whole <= local * tensor <= whole + tensor * chosen.model.hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "cut", "plainly", "with_sequence", "activations"),
+    [
+        (
+            "attention.query.weight",
+            (640, 5120),
+            "columns (outputs) over 8 ranks",
+            "MatMul ((dp,1),(1,mp))",
+            "AllGather from ((dp*mp,1)), MatMul ((dp,1),(1,mp))",
+            "[128, 4, 5120] -> [1024, 4, 640]",
+        ),
+        (
+            "mlp.down.weight",
+            (5120, 2560),
+            "rows (inputs) over 8 ranks",
+            "MatMul ((dp,mp),(mp,1)) + AllReduce",
+            "MatMul ((dp,mp),(mp,1)) + ReduceScatter to ((dp*mp,1))",
+            "[1024, 4, 2560] -> [128, 4, 5120]",
+        ),
+        ("mlp.up.bias", (2560,), "columns (outputs) over 8 ranks", "Add ((dp,mp),(mp,))", "Add ((dp,mp),(mp,))", ""),
+        ("mlp.down.bias", (5120,), "whole", "Add ((dp,1),(1,))", "Add ((dp*mp,1),(1,))", ""),
+        (
+            "mlp_norm.weight",
+            (5120,),
+            "whole",
+            "LayerNorm ((dp,1),(1,),(1,))",
+            "LayerNorm ((dp*mp,1),(1,),(1,))",
+            "",
+        ),
+    ],
+)
+def test_how_a_weight_is_cut(
+    plain: dict[str, Part],
+    sliced: dict[str, Part],
+    name: str,
+    local: tuple[int, ...],
+    cut: str,
+    plainly: str,
+    with_sequence: str,
+    activations: str,
+) -> None:
+    for parts, operator in ((plain, plainly), (sliced, with_sequence)):
+        (weight,) = (weight for weight in parts["layers.0-38"].weights if weight.name == name)
+        assert (weight.local_shape, weight.cut, weight.operator) == (local, cut, operator)
+    assert weight.activations == activations
+    assert weight.partial == (cut == "whole")
+
+
+def test_the_outer_parts(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
+    word, position = plain["embedding"].weights
+    assert (word.local_shape, word.operator) == ((5000, 5120), "Gather ((mp,1),(dp,1)) + AllReduce")
+    assert (position.cut, sliced["embedding"].weights[1].operator) == ("whole", "Gather ((1,1),(dp,mp))")
+    assert sliced["head"].weights[0].activations == "[128, 4, 5120] -> [4096, 5000]"
+    assert (plain["layers.39"].takes, sliced["layers.39"].takes) == ("[s, b, h]", "[s/t, b, h]")
+
+
+def test_messages_of_a_layer_in_bytes(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
+    """Shoeybi et al. 2019 and Korthikanti et al. 2022; the recipe recomputes every layer."""
+    block = plain["layers.0-38"].messages
+    assert traffic(block, FORWARD) == traffic(block, BACKWARD) == traffic(block, RECOMPUTE)
+    assert traffic(block, FORWARD) == {ALL_REDUCE: Traffic(2, 2 * STATE)}
+    block = sliced["layers.0-38"].messages
+    both = {ALL_GATHER: Traffic(2, 2 * STATE), REDUCE_SCATTER: Traffic(2, 2 * STATE)}
+    assert traffic(block, FORWARD) == traffic(block, RECOMPUTE) == both
+    assert traffic(block, BACKWARD) == {**both, ALL_GATHER: Traffic(4, 4 * STATE)}
+
+
+def test_bytes_on_a_ring() -> None:
+    """An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism alone costs nothing in forward."""
+    sent = [Message("x", kind, FORWARD, "", 1, 800, 2).wire(4) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
+    assert sent == [2400, 1200, 1200]
+
+
+def test_one_tensor_rank_sends_nothing() -> None:
+    chosen = config("+config=pangu_350m")
+    parts = plan_sharding(chosen, Layout(data=4))
+    assert not any(part.messages for part in parts)
+    assert not step_messages(chosen, parts, 1)
+    weights = [weight for part in parts for weight in part.weights]
+    assert {weight.cut for weight in weights} == {"whole"}
+    assert not any("All" in weight.operator or "Scatter" in weight.operator for weight in weights)
+
+
+def test_small_sizes_are_told_in_kib() -> None:
+    assert [size(count) for count in (2**30, 2**20, 16384, 0)] == ["1.00 GiB", "1.0 MiB", "16.0 KiB", "0.0 KiB"]

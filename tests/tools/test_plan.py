@@ -1,0 +1,55 @@
+"""tools/plan.py as its users start it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.test_preprocess_data import tool
+
+SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
+
+
+def test_sharding_without_the_devices_or_the_data() -> None:
+    done = tool("+config=pangu_13b", "--sharding", "parallel.sequence=true", name="plan")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in (
+        "layers.0-38 (39 layers; one of them): [s/t, b, h] -> [s/t, b, h]",
+        "attention.output.weight [5120, 5120] [5120, 640] rows (inputs) over 8 ranks "
+        "[1024, 4, 640] -> [128, 4, 5120] MatMul ((dp,mp),(mp,1)) + ReduceScatter to ((dp*mp,1))",
+        "mlp.up forward all-gather 1 40.0 MiB 35.0 MiB whole sequence of the input",
+        "loss forward all-reduce 1 16.0 KiB 28.0 KiB largest logit of each token",
+    ):
+        assert line in lines, done.stdout
+    assert "X [tokens, inputs] times A [inputs, outputs]" in done.stdout
+
+
+def test_without_sharding_it_describes() -> None:
+    done = tool(*SMALL, name="plan")
+    assert done.returncode == 0, done.stderr
+    assert "tensor 2 x pipeline 1 x data 1 = 2 devices" in done.stdout
+    assert "mlp.up" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.heads=7", "model.heads = 7: must divide model.hidden = 64"),
+        ("+model.layres=3", "there is no such key; did you mean model.layers?"),
+        ("model.layres=3", "Could not override 'model.layres'"),
+        ("+config=nowhere", "Could not find 'config/nowhere'"),
+    ],
+)
+def test_bad_input_is_one_message(override: str, words: str) -> None:
+    done = tool(*SMALL, override, "--sharding", name="plan")
+    assert done.returncode == 2
+    assert done.stderr.count(words) == 1, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_an_example() -> None:
+    done = tool("--help", name="plan")
+    assert done.returncode == 0
+    assert "python tools/plan.py +config=pangu_13b" in done.stdout

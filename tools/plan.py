@@ -1,0 +1,171 @@
+"""Tells what a configuration asks for before it is started; with --sharding how every weight is cut over the
+tensor-parallel ranks and what those ranks send each other.
+
+Needs neither the devices of the run nor its data."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pangu.config.build import build
+from pangu.config.checks import check
+from pangu.config.errors import UserError
+from pangu.config.schema import RunConfig
+from pangu.planning.report import describe, size
+from pangu.planning.sharding import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Message,
+    Part,
+    plan_sharding,
+    step_messages,
+    traffic,
+)
+from pangu.topology.layout import Layout
+
+_EXAMPLE = """example:
+  python tools/plan.py +config=pangu_13b
+  python tools/plan.py +config=pangu_13b parallel.sequence=true batch.micro_size=8 --sharding
+
+The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for.
+"""
+_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_WIDTH = 200
+"""Columns of the tables where the output is not a terminal."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
+    parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
+    return parser.parse_intermixed_args(arguments)
+
+
+def load(overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
+    """Compose and check the configuration as pretrain.py would for a dry run.
+
+    Raises:
+        UserError: for everything that is wrong with it.
+    """
+    try:
+        with initialize_config_dir(str(_CONFIGS), version_base="1.3"):
+            composed = OmegaConf.to_container(compose("base", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error)) from error
+    assert isinstance(composed, dict)
+    # a plan is a dry run: the devices and the data need not be here
+    config = build(RunConfig, {**{str(key): value for key, value in composed.items()}, "dry_run": True})
+    data = check(config, world=1)
+    parallel = config.parallel
+    return config, Layout(parallel.tensor, parallel.pipeline, data, parallel.zero, parallel.sequence)
+
+
+def print_sharding(console: Console, config: RunConfig, layout: Layout) -> None:
+    """A table of weights and one of messages for each part, then the sums."""
+    parts = plan_sharding(config, layout)
+    batch, model = config.batch.micro_size, config.model
+    console.print(
+        f"\ns = {model.sequence} tokens, b = {batch} sequences per micro-batch, h = {model.hidden}, V = {model.vocab}, "
+        f"mp = t = {layout.tensor} tensor ranks, dp = {layout.data} replicas; activations in {config.precision.compute}"
+        f"{', sequence parallelism' if layout.sequence else ''}.\n"
+        "Products are X [tokens, inputs] times A [inputs, outputs] in MindSpore's tuples; weights are stored as "
+        "[outputs, inputs]. Local shapes are those of tensor rank 0.",
+        highlight=False,
+        markup=False,
+    )
+    for part in parts:
+        _print_part(console, part, layout)
+    _print_sums(console, config, parts, layout)
+
+
+def _print_part(console: Console, part: Part, layout: Layout) -> None:
+    several = f" ({part.count} layers; one of them)" if part.count > 1 else ""
+    console.print(Text(f"\n{part.name}{several}: {part.takes} -> {part.gives}", style="bold"))
+    console.print(_weights(part))
+    if part.messages:
+        console.print(_messages(part.messages, layout))
+
+
+def _weights(part: Part) -> Table:
+    table = _table("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
+    for weight in part.weights:
+        later = "; gradient: see step" if weight.partial else ""
+        shapes = (str(list(weight.shape)), str(list(weight.local_shape)))
+        table.add_row(*map(Text, (weight.name, *shapes, weight.cut + later, weight.activations, weight.operator)))
+    return table
+
+
+def _messages(messages: Sequence[Message], layout: Layout) -> Table:
+    table = _table("where", "phase", "collective", "calls", "tensor", "sent by each rank", "why")
+    for message in messages:
+        table.add_row(*map(Text, _row(message, layout.tensor)))
+    return table
+
+
+def _row(message: Message, ranks: int) -> tuple[str, ...]:
+    numbers = (str(message.calls), size(message.bytes), size(message.wire(ranks)))
+    return (message.place, message.phase, message.collective, *numbers, message.why)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("calls", "tensor", "sent by each rank") else "left")
+    return table
+
+
+def _print_sums(console: Console, config: RunConfig, parts: Sequence[Part], layout: Layout) -> None:
+    """The whole model by phase, and what a step adds."""
+    messages = [message for part in parts for message in part.messages * part.count]
+    if not messages:
+        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
+        return
+    stages = f", over its {layout.pipeline} pipeline stages together" if layout.pipeline > 1 else ""
+    console.print(Text(f"\nwhole model, one micro-batch{stages}", style="bold"))
+    table = _table("phase", "collective", "calls", "tensor", "sent by each rank")
+    for phase in (FORWARD, BACKWARD, RECOMPUTE):
+        for collective, total in traffic(messages, phase).items():
+            sent = sum(m.wire(layout.tensor) for m in messages if (m.phase, m.collective) == (phase, collective))
+            table.add_row(phase, collective, str(total.calls), size(total.bytes), size(sent))
+    console.print(table)
+    console.print(Text("\nwhole model, once per step, over the tensor ranks", style="bold"))
+    console.print(_messages(step_messages(config, parts, layout.tensor), layout))
+    console.print(
+        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce.", highlight=False
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse(arguments)
+    try:
+        config, layout = load(options.overrides)
+        print(describe(config, layout))
+        if options.sharding:
+            terminal = sys.stdout.isatty()
+            print_sharding(Console(width=None if terminal else _WIDTH), config, layout)
+    except UserError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
