@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -65,6 +65,8 @@ def load(overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
     try:
         with initialize_config_dir(str(_CONFIGS), version_base="1.3"):
             composed = OmegaConf.to_container(compose("base", overrides=list(overrides)), resolve=True)
+    except OverrideParseException as error:
+        raise UserError(f"{error.override}: {error}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(str(error)) from error
     assert isinstance(composed, dict)
@@ -155,10 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         config, layout = load(options.overrides)
-        print(describe(config, layout))
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        console.print(describe(config, layout), markup=False, highlight=False, soft_wrap=True)
         if options.sharding:
-            terminal = sys.stdout.isatty()
-            print_sharding(Console(width=None if terminal else _WIDTH), config, layout)
+            print_sharding(console, config, layout)
     except UserError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 import pytest
 
-from tests.tools.test_preprocess_data import tool
+from tests.tools.test_preprocess_data import shell, tool
 
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
 
@@ -39,6 +42,8 @@ def test_without_sharding_it_describes() -> None:
         ("+model.layres=3", "there is no such key; did you mean model.layers?"),
         ("model.layres=3", "Could not override 'model.layres'"),
         ("+config=nowhere", "Could not find 'config/nowhere'"),
+        ("model.heads=[", "error: model.heads=[: "),
+        ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
     ],
 )
 def test_bad_input_is_one_message(override: str, words: str) -> None:
@@ -47,6 +52,11 @@ def test_bad_input_is_one_message(override: str, words: str) -> None:
     assert done.stderr.count(words) == 1, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_stops_reading() -> None:
+    done = shell(f"{shlex.quote(sys.executable)} tools/plan.py --sharding | true")
+    assert done.stderr == ""
 
 
 def test_help_has_an_example() -> None:
