@@ -74,7 +74,16 @@ def _convert(hint: Any, value: Any, path: str, problems: list[Problem]) -> Any:
     options = tuple(option for option in options if option is not type(None))
     if all(dataclasses.is_dataclass(option) for option in options):
         return _build_dataclass(_select(options, value), value, path, problems)
-    option = options[0]
+    for option in options:
+        built = _convert_one(option, value, path, problems)
+        if built is not _MISSING:
+            return built
+    problems.append(Problem(path, repr(value) if isinstance(value, str) else value, f"must be {_describe(hint)}"))
+    return None
+
+
+def _convert_one(option: Any, value: Any, path: str, problems: list[Problem]) -> Any:
+    """`value` as one alternative of a union; `_MISSING` where it does not fit."""
     if get_origin(option) is Literal:
         if value in get_args(option) and not isinstance(value, bool):
             return value
@@ -99,8 +108,7 @@ def _convert(hint: Any, value: Any, path: str, problems: list[Problem]) -> Any:
             return value
     elif isinstance(value, option):
         return value
-    problems.append(Problem(path, repr(value) if isinstance(value, str) else value, f"must be {_describe(hint)}"))
-    return None
+    return _MISSING
 
 
 def _select(options: tuple[Any, ...], value: Any) -> type:

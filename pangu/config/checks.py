@@ -94,6 +94,9 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     if parallel.sequence and parallel.tensor == 1:
         rule = "has nothing to share with parallel.tensor = 1"
         yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
+    if isinstance(config.memory.recompute, int) and not 0 <= config.memory.recompute <= config.model.layers:
+        rule = f"must be none, full or a number of layers up to model.layers = {config.model.layers}"
+        yield Problem("memory.recompute", config.memory.recompute, rule)
     if config.loss.chunk is not None:
         yield from _at_least("loss.chunk", config.loss.chunk, 1)
     if parallel.pipeline > config.model.layers > 0:

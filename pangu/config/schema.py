@@ -91,8 +91,14 @@ class BatchConfig:
 class MemoryConfig:
     """What is recomputed instead of kept."""
 
-    recompute: Literal["none", "full"]
-    """`none`: keep all activations; `full`: keep each layer's input only and compute the layer again in backward."""
+    recompute: Literal["none", "full"] | int
+    """`none`: keep all activations; `full`: keep each layer's input only and compute the layer again in backward; a
+    number: do so in that many layers, from the first on."""
+
+    @property
+    def recomputed_layers(self) -> int | None:
+        """How many layers are computed again; None for all."""
+        return {"none": 0, "full": None}[self.recompute] if isinstance(self.recompute, str) else self.recompute
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def continue_text(
     window: int,
     eod: int | None,
     device: torch.device,
+    multiple: int = 1,
 ) -> str:
     """The prompt and up to `config.tokens` tokens after it; stops at the end-of-document id.
 
@@ -52,14 +53,17 @@ def continue_text(
         window: tokens that the model can look back at.
         eod: end-of-document id.
         device: of the model.
+        multiple: lengths are padded to a multiple of this; sequence parallelism needs the number of ranks. Padding
+            stands behind the text, where a causal model does not look.
     """
     source = torch.Generator().manual_seed(random_key(seed, "sample", prompt))
     ids = tokenizer.encode(prompt) or ([eod] if eod is not None else [0])
     for _ in range(config.tokens):
-        tokens = torch.tensor([ids[-window:]], device=device)
+        seen = ids[-window:]
+        tokens = torch.tensor([seen + [0] * (-len(seen) % multiple)], device=device)
         positions = torch.arange(tokens.shape[1], device=device)[None]
         logits = model.logits(tokens, positions, AttentionMask(None))
-        ids.append(pick(logits[-1, 0], config.temperature, config.top_k, source))
+        ids.append(pick(logits[len(seen) - 1, 0], config.temperature, config.top_k, source))
         if ids[-1] == eod:
             break
     return tokenizer.decode([token for token in ids if token != eod])

@@ -25,8 +25,8 @@ class Options:
 
     kernel: str = "reference"
     """Attention kernel, `reference` or `sdpa`."""
-    recompute: bool = False
-    """Compute each layer again in backward instead of keeping its activations."""
+    recompute: int | None = 0
+    """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None: all."""
 
@@ -60,7 +60,11 @@ class LanguageModel(nn.Module, ABC):
         self.layers = self._make_layers(config, build.at("layers"), options.kernel)
         self.final_norm = LayerNorm(build, "final_norm", config.hidden, config.norm_eps)
         self.head = TiedHead(build, config.vocab, options.loss_chunk)
-        self.recompute = options.recompute
+        self.recomputed_layers = len(self.layers) if options.recompute is None else options.recompute
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether a layer's activations are computed again in backward."""
+        return layer < self.recomputed_layers
 
     @abstractmethod
     def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
@@ -101,8 +105,8 @@ class GPT(LanguageModel):
         return nn.ModuleList(Block(config, build.at(i), kernel) for i in range(config.layers))
 
     def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
-        for layer in self.layers:
-            hidden = run_layer(layer, hidden, run, recompute=self.recompute)
+        for number, layer in enumerate(self.layers):
+            hidden = run_layer(layer, hidden, run, recompute=self.recomputes(number))
         return self.final_norm(hidden)
 
 
@@ -126,13 +130,13 @@ class PanGu(LanguageModel):
 
     def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
         *blocks, query_layer = self.layers
-        for block in blocks:
-            hidden = run_layer(block, hidden, run, recompute=self.recompute)
+        for number, block in enumerate(blocks):
+            hidden = run_layer(block, hidden, run, recompute=self.recomputes(number))
         if self.norm_before_query:
             hidden = self.final_norm(hidden)
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        hidden = run_layer(query_layer, hidden, queries, run, recompute=self.recompute)
+        hidden = run_layer(query_layer, hidden, queries, run, recompute=self.recomputes(len(blocks)))
         return hidden if self.norm_before_query else self.final_norm(hidden)
 
 

@@ -108,7 +108,7 @@ def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
     dtype = DTYPES[config.precision.compute]
     kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
-    options = Options(kernel, config.memory.recompute == "full", config.loss.chunk)
+    options = Options(kernel, config.memory.recomputed_layers, config.loss.chunk)
     model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
     return Trainer(config, mesh, model, table)
 
@@ -153,4 +153,5 @@ def _sample(config: RunConfig, trainer: Trainer, sources: Sources, prompt: str) 
         window=config.model.sequence,
         eod=config.data.packing.eod,
         device=trainer.mesh.device,
+        multiple=trainer.mesh.layout.tensor if trainer.mesh.layout.sequence else 1,
     )

@@ -61,6 +61,12 @@ def problems(*overrides: str, world: int = 1) -> str:
             ["data=synthetic", "validation.every=0", "sample.tokens=5", "sample.prompts=[x]"],
             "sample.tokens = 5: data.kind = synthetic has no tokenizer",
         ),
+        (
+            ["memory.recompute=5"],
+            "memory.recompute = 5: must be none, full or a number of layers up to model.layers = 4",
+        ),
+        (["parallel.sequence=true"], "parallel.sequence = true: has nothing to share with parallel.tensor = 1"),
+        (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
         (
             ["data=indexed", "data.train=[a,b]", "data.weights=[1]", "validation.every=0"],

@@ -82,8 +82,9 @@ def test_the_number_of_heads_matters() -> None:
     assert difference.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("recompute", [None, 1, 2])
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
-def test_full_recompute_changes_nothing_with_dropout(kind: str) -> None:
+def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None) -> None:
     """Bit for bit: backward computes the same numbers again, dropout masks included."""
     from pangu.layers.dropout import DropoutKeys
     from pangu.models.language_model import Options, build_model
@@ -93,7 +94,7 @@ def test_full_recompute_changes_nothing_with_dropout(kind: str) -> None:
     batch = make_batch(samples().numpy(), range(2), packing)
     for kernel in ("reference", "sdpa"):
         kept, table = make(config, kernel)
-        again, _ = build_model(config, Options(kernel, recompute=True))
+        again, _ = build_model(config, Options(kernel, recompute=recompute))
         again.load_state_dict(kept.state_dict(), assign=True)
         keys = DropoutKeys(seed=1, step=2, samples=batch.samples)
         losses = []
@@ -107,3 +108,29 @@ def test_full_recompute_changes_nothing_with_dropout(kind: str) -> None:
         assert losses[0][0] != kept.loss(batch)  # dropout did something
         assert torch.equal(losses[0][0], losses[1][0])
         assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in losses[0][1])
+
+
+def test_recompute_keeps_fewer_activations() -> None:
+    """Bytes that autograd saves fall with every layer that is computed again."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from pangu.models.language_model import Options, build_model
+
+    batch = make_batch(samples().numpy(), range(2), PackingConfig(None, None, False, False))
+    saved = []
+    for recompute in (0, 1, 2, None):
+        kept, _ = make()
+        model, _ = build_model(TINY, Options("reference", recompute))
+        model.load_state_dict(kept.state_dict(), assign=True)
+        sizes: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            model.loss(batch).backward()
+        saved.append(sum(sizes.values()))
+    assert saved[0] > saved[1] > saved[2] > saved[3]

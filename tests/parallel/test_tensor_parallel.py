@@ -45,7 +45,7 @@ def train(
     config = tiny(*overrides, f"parallel.tensor={tensor}", parallel)
     layout = Layout(tensor=tensor, data=world // tensor, sequence=sequence)
     mesh = Mesh.connect(layout, torch.device("cpu"))
-    options = Options(kernel, config.memory.recompute == "full", config.loss.chunk)
+    options = Options(kernel, config.memory.recomputed_layers, config.loss.chunk)
     build = Builder(PlacementTable(), region=TensorRegion.of(mesh))
     model, table = build_model(config.model, options, build)
     trainer = Trainer(config, mesh, model, table)
