@@ -102,3 +102,27 @@ def test_hydras_own_options_work() -> None:
     assert usage.returncode == 0, usage.stderr
     for expected in ("config: gpt2_124m, gpt3_175b", "model:", "optimizer: adam, lamb", "dry_run: false"):
         assert expected in usage.stdout
+
+
+@pytest.mark.slow
+def test_layouts_continue_one_another(tmp_path: Path) -> None:
+    """Saved on tensor 2 with sequence parallelism, continued on data 2, finished on one process: the unbroken run's
+    losses to 1e-11 in fp64, samples of text included."""
+    words = [*SYNTHETIC, "precision=fp64", "model.dropout=0.1", "lr_schedule.decay_steps=6", "optimizer=lamb"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert pretrain(whole, *words, "train.steps=6").returncode == 0
+    parts = [
+        (2, 2, ["parallel.tensor=2", "parallel.sequence=true"]),
+        (4, 2, ["memory.recompute=full", "loss.chunk=7"]),
+        (6, 0, ["memory.recompute=1"]),
+    ]
+    for steps, processes, layout in parts:
+        done = pretrain(broken, *words, f"train.steps={steps}", *layout, processes=processes)
+        assert done.returncode == 0, done.stderr
+    figures = [[(line["loss"], line["grad_norm"]) for line in metrics(run)] for run in (whole, broken)]
+    assert len(figures[0]) == len(figures[1]) == 6
+    for (loss, norm), (expected_loss, expected_norm) in zip(*figures, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-11)
+        assert norm == pytest.approx(expected_norm, rel=1e-10)
+    last = json.loads((broken / "checkpoints/step-00000006/index.json").read_text())
+    assert last["samples"] == 6 * 4
