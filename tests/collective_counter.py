@@ -15,8 +15,10 @@ from pangu.planning.sharding import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traf
 COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
     "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
     "all_gather_into_tensor": (ALL_GATHER, lambda whole, part: whole.nbytes),
+    "all_gather_single": (ALL_GATHER, lambda whole, part: whole.nbytes),
     "all_gather": (ALL_GATHER, lambda parts, part: sum(each.nbytes for each in parts)),
     "reduce_scatter_tensor": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
+    "reduce_scatter_single": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
 }
 REFUSED = (
     "all_gather_object",
@@ -58,6 +60,9 @@ def counted() -> Iterator[dict[str, Traffic]]:
 
         return call
 
-    replaced = {name: counting(name) for name in COUNTED} | {name: refusing(name) for name in REFUSED}
+    # torch 2.13 renamed two of them
+    replaced = {name: counting(name) for name in COUNTED if hasattr(dist, name)} | {
+        name: refusing(name) for name in REFUSED
+    }
     with patch.multiple(dist, **replaced):
         yield totals

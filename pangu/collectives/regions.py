@@ -6,6 +6,7 @@ functions are the identity on a region of one rank. Sequences lie along dimensio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,21 @@ class TensorRegion:
 def start_gather(x: Tensor, region: TensorRegion) -> tuple[Tensor, dist.Work]:
     """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; valid after `wait()`."""
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=region.group, async_op=True)
+    return whole, _named("all_gather_single", "all_gather_into_tensor")(
+        whole, x.contiguous(), group=region.group, async_op=True
+    )
 
 
 def start_reduce_scatter(x: Tensor, region: TensorRegion) -> tuple[Tensor, dist.Work]:
     """Begin to sum [sequence, ...] over the ranks and keep this rank's slice; valid after `wait()`."""
     part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=region.group, async_op=True)
+    call = _named("reduce_scatter_single", "reduce_scatter_tensor")
+    return part, call(part, x.contiguous(), group=region.group, async_op=True)
+
+
+def _named(name: str, before: str) -> Callable[..., dist.Work]:
+    """A function of torch.distributed under the name it has from torch 2.13 on, or under the one it had before."""
+    return getattr(dist, name, None) or getattr(dist, before)
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:

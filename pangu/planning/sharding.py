@@ -217,8 +217,7 @@ def _part(
         if not entry.is_vector and entry.offset == 0:
             width = entry.shape[0] if kinds[owner] == "rows" else entry.shape[1]
             messages += _product(config, region, kinds[owner], _below(owner, name), width)
-    is_layer = name.startswith("layers.")
-    if is_layer and config.memory.recompute == "full":
+    if name.startswith("layers.") and _is_recomputed(config, int(name.removeprefix("layers."))):
         messages += _recomputed(config, messages)
     hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
     return Part(
@@ -229,6 +228,11 @@ def _part(
         takes="ids [s, b]" if "embedding" in name else hidden,
         gives=hidden,
     )
+
+
+def _is_recomputed(config: RunConfig, layer: int) -> bool:
+    limit = config.memory.recomputed_layers
+    return limit is None or layer < limit
 
 
 def _below(name: str, part: str) -> str:
