@@ -28,15 +28,20 @@ class ModelConfig:
     sequence: int
     """Tokens in a training sample, and rows of the position (and query) table."""
     ffn: int | None
-    """Width of the feed-forward layer; null means 4 x `hidden`."""
-    activation: Literal["gelu_tanh", "gelu"]
-    """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form."""
+    """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
+    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
+    """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
+    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each."""
+    norm: Literal["layernorm", "rmsnorm"]
+    """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
+    biases: bool
+    """Linear layers add a bias. A layer norm keeps its own either way."""
     dropout: float
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: float
     """Probability of dropping an attention probability."""
     norm_eps: float
-    """Epsilon inside the root of every layer norm."""
+    """Epsilon inside the root of every norm."""
     init_std: float
     """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
     final_norm: Literal["before_query", "after_query"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +14,7 @@ from pangu.config.schema import ModelConfig
 from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.linear import ColumnParallelLinear, LayerNorm, RowParallelLinear
+from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,19 @@ class Pass:
     """Keys of the dropout masks; None in evaluation."""
 
 
-def gelu(form: str) -> Callable[[Tensor], Tensor]:
-    """GELU (Hendrycks & Gimpel 2016): `gelu_tanh`, its tanh approximation, or `gelu`, the erf form."""
-    approximate = "tanh" if form == "gelu_tanh" else "none"
-    return lambda x: F.gelu(x, approximate=approximate)
+def _swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half times the second (Shazeer 2020, equation 6)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "swiglu": _swiglu,
+}
+"""GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -47,8 +57,8 @@ class SelfAttention(nn.Module):
         width = config.hidden
         self.head_size = config.head_size
         projections = {"query": width, "key": width, "value": width}
-        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std)
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
@@ -64,11 +74,11 @@ class QueryAttention(nn.Module):
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
-        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, config.init_std)
-        self.key_value = ColumnParallelLinear(
-            build, "key_value", width, {"key": width, "value": width}, config.init_std
-        )
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        std, biases = config.init_std, config.biases
+        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases)
+        projections = {"key": width, "value": width}
+        self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
@@ -79,13 +89,15 @@ class QueryAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, GELU, down."""
+    """Up, activation, down; a gated activation has its gate stored above `up`."""
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(build, "up", config.hidden, {"up": config.ffn_size}, config.init_std)
-        self.down = RowParallelLinear(build, "down", config.ffn_size, config.hidden, residual_std(config))
-        self.activation = gelu(config.activation)
+        width, inner, biases = config.hidden, config.ffn_size, config.biases
+        projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
+        self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
+        self.down = RowParallelLinear(build, "down", inner, width, residual_std(config), biases)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
@@ -99,9 +111,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(build, "attention_norm", config.hidden, config.norm_eps)
+        self.attention_norm = make_norm(build, "attention_norm", config.hidden, config.norm_eps, config.norm)
         self.attention = self._make_attention(config, build.at("attention"), kernel)
-        self.mlp_norm = LayerNorm(build, "mlp_norm", config.hidden, config.norm_eps)
+        self.mlp_norm = make_norm(build, "mlp_norm", config.hidden, config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"))
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")

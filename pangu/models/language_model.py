@@ -12,7 +12,7 @@ from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.linear import LayerNorm, PositionEmbedding, VocabParallelEmbedding
+from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import TiedHead
 from pangu.layers.recompute import run_layer
 from pangu.models.block import Block, Pass, QueryBlock
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.embedding = TokenEmbedding(config, build.at("embedding"))
         self.layers = self._make_layers(config, build.at("layers"), options.kernel)
-        self.final_norm = LayerNorm(build, "final_norm", config.hidden, config.norm_eps)
+        self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
         self.head = TiedHead(build, config.vocab, options.loss_chunk)
         self.recompute = options.recompute
 

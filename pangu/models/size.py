@@ -5,17 +5,22 @@ from __future__ import annotations
 from pangu.config.schema import ModelConfig
 
 
+def _num_up(config: ModelConfig) -> int:
+    """Matrices that lead into the feed-forward layer: a gated one has two."""
+    return 2 if config.activation == "swiglu" else 1
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, the tied head counted once.
 
     PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d.
     """
     d, f = config.hidden, config.ffn_size
-    attention = 4 * (d * d + d)
-    feed_forward = 2 * d * f + f + d
-    norms = 4 * d
+    matrices = 4 * d * d + (_num_up(config) + 1) * d * f
+    biases = 5 * d + _num_up(config) * f if config.biases else 0
+    norm = 2 * d if config.norm == "layernorm" else d
     tables = config.vocab + config.sequence * (2 if config.kind == "pangu" else 1)
-    return tables * d + config.layers * (attention + feed_forward + norms) + 2 * d
+    return tables * d + config.layers * (matrices + biases + 2 * norm) + norm
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
@@ -25,7 +30,7 @@ def training_flops_per_token(config: ModelConfig) -> float:
     in full although half of it is masked, as everybody counts it.
     """
     d, f = config.hidden, config.ffn_size
-    matrices = 2 * (4 * d * d + 2 * d * f)
+    matrices = 2 * (4 * d * d + (_num_up(config) + 1) * d * f)
     attention = 4 * config.sequence * d
     head = 2 * config.vocab * d
     return 3.0 * (config.layers * (matrices + attention) + head)

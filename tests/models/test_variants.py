@@ -1,0 +1,158 @@
+"""Every variant of the architecture equals a few plain lines of torch, alone and with the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from pangu.config.schema import ModelConfig, PackingConfig
+from pangu.data.batch import Batch, make_batch
+from pangu.layers.attention import AttentionMask
+from pangu.layers.builder import Builder
+from pangu.layers.linear import RMSNorm
+from pangu.models.language_model import build_model
+from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.topology.placement import PlacementTable
+from tests.models.helpers import logical_gradients, logical_weights, make, variant
+
+EOD = 9
+VARIANTS: list[dict[str, object]] = [
+    {"norm": "rmsnorm"},
+    {"activation": "gelu"},
+    {"activation": "fast_gelu"},
+    {"activation": "swiglu", "ffn": 40},
+    {"biases": False},
+    {"norm": "rmsnorm", "activation": "swiglu", "biases": False},
+]
+
+
+def batch_of(config: ModelConfig) -> Batch:
+    """Two rows of random ids with some ends of documents, at which masks and positions are reset."""
+    source = torch.Generator().manual_seed(1)
+    tokens = torch.randint(10, config.vocab, (2, config.sequence + 1), generator=source)
+    tokens[0, [4, 11]] = EOD
+    return make_batch(tokens.numpy(), range(2), PackingConfig(eod=EOD, pad=None, reset_mask=True, reset_positions=True))
+
+
+class Plain:
+    """The model in plain lines over the logical weights. [batch, sequence, hidden]; loops over heads."""
+
+    def __init__(self, weights: dict[str, Tensor], config: ModelConfig) -> None:
+        self.w, self.c = weights, config
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if self.c.biases else y
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        gain = self.w[f"{name}.weight"]
+        if self.c.norm == "rmsnorm":
+            return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.c.norm_eps) * gain
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.pow(2).mean(-1, keepdim=True)
+        return centred / torch.sqrt(variance + self.c.norm_eps) * gain + self.w[f"{name}.bias"]
+
+    def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
+        q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
+        size = self.c.hidden // self.c.heads
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
+        results = []
+        for head in range(self.c.heads):
+            own = slice(head * size, (head + 1) * size)
+            scores = q[..., own] @ k[..., own].transpose(1, 2) / math.sqrt(size)
+            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., own])
+        return self.linear(torch.cat(results, -1), f"{name}.output")
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        up = self.linear(x, f"{name}.up")
+        if self.c.activation == "swiglu":
+            gate = self.linear(x, f"{name}.gate")
+            up = gate * torch.sigmoid(gate) * up
+        elif self.c.activation == "fast_gelu":
+            up = up / (1 + torch.exp(-1.702 * up))
+        elif self.c.activation == "gelu":
+            up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+        else:
+            up = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        return self.linear(up, f"{name}.down")
+
+    def block(self, x: Tensor, number: int, batch: Batch, asked: Tensor | None = None) -> Tensor:
+        name = f"layers.{number}"
+        normed = self.norm(x, f"{name}.attention_norm")
+        x = x + self.attention(normed, normed if asked is None else asked, f"{name}.attention", batch)
+        return x + self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+
+    def logits(self, batch: Batch) -> Tensor:
+        x = self.w["embedding.word.weight"][batch.tokens] + self.w["embedding.position.weight"][batch.positions]
+        for number in range(self.c.layers - (self.c.kind == "pangu")):
+            x = self.block(x, number, batch)
+        x = self.norm(x, "final_norm")
+        if self.c.kind == "pangu":
+            x = self.block(x, self.c.layers - 1, batch, self.w["query_embedding.weight"][batch.positions])
+        return x @ self.w["embedding.word.weight"].T
+
+    def loss(self, batch: Batch) -> Tensor:
+        chances = self.logits(batch).log_softmax(-1)
+        return -(chances.gather(-1, batch.labels[..., None])[..., 0] * batch.weights).sum()
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_loss_and_every_gradient(kind: str, kernel: str, changes: dict[str, object]) -> None:
+    """fp64; 1e-10: sums of at most 128 products in another order through three layers."""
+    config = variant(kind=kind, **changes)
+    model, table = make(config, kernel)
+    weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
+    batch = batch_of(config)
+    loss, expected = model.loss(batch) / 48, Plain(weights, config).loss(batch) / 48
+    torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
+    loss.backward()
+    expected.backward()
+    for name, gradient in logical_gradients(model, table).items():
+        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_rms_norm_takes_its_statistics_in_fp32() -> None:
+    """In bf16 a sum of 4096 squares would stop growing at 256; the result is one rounding of 2^-8 from exact."""
+    norm = RMSNorm(Builder(PlacementTable()), "norm", 4096, 1e-5)
+    norm.weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = x.double() / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+    result = norm(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), expected, atol=0, rtol=2**-8)
+
+
+FIELDS: dict[str, list[object]] = {
+    "kind": ["gpt", "pangu"],
+    "norm": ["layernorm", "rmsnorm"],
+    "activation": ["gelu_tanh", "gelu", "fast_gelu", "swiglu"],
+    "biases": [True, False],
+    "ffn": [None, 40],
+}
+
+
+def test_number_of_parameters_of_every_combination() -> None:
+    for values in itertools.product(*FIELDS.values()):
+        config = variant(**dict(zip(FIELDS, values, strict=True)))
+        model, table = build_model(config)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count == table.numel == num_parameters(config), values
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dict[str, object]) -> None:
+    config = variant(kind=kind, **changes)
+    model, _ = make(config, "reference")
+    tokens = torch.zeros(2, 24, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(tokens, torch.arange(24).expand_as(tokens), AttentionMask(None)).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(config) * tokens.numel()
