@@ -36,6 +36,11 @@ class ModelConfig:
     """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
     biases: bool
     """Linear layers add a bias. A layer norm keeps its own either way."""
+    tied_head: bool
+    """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
+    kv_heads: int | None
+    """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
+    attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
     dropout: float
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: float
@@ -60,6 +65,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         assert all(width % build.region.size == 0 for width in outputs.values()), outputs
         self.region = build.region
+        self.widths = [width // build.region.size for width in outputs.values()]
         self.weight = build.parameter(
             f"{name}.weight",
             [NewTensor(f"{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()],
@@ -50,6 +51,10 @@ class ColumnParallelLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         product = column_product(x, self.weight, self.region)
         return product if self.bias is None else product + self.bias
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same result split into the logical projections: [sequence, ..., outputs / ranks] of each."""
+        return self(x).split(self.widths, dim=-1)
 
 
 class RowParallelLinear(nn.Module):

@@ -56,14 +56,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
-        projections = {"query": width, "key": width, "value": width}
+        projections = {"query": width, "key": config.kv_size, "value": config.kv_size}
         self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        query, key, value = (split_heads(part, self.head_size) for part in self.qkv(x).chunk(3, dim=-1))
+        query, key, value = (split_heads(part, self.head_size) for part in self.qkv.projections(x))
         return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
 
 
@@ -76,7 +76,7 @@ class QueryAttention(nn.Module):
         self.head_size = config.head_size
         std, biases = config.init_std, config.biases
         self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases)
-        projections = {"key": width, "value": width}
+        projections = {"key": config.kv_size, "value": config.kv_size}
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
@@ -84,7 +84,7 @@ class QueryAttention(nn.Module):
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
         query = split_heads(self.query(position_vectors), self.head_size)
-        key, value = (split_heads(part, self.head_size) for part in self.key_value(x).chunk(2, dim=-1))
+        key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
         return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
 
 

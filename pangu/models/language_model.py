@@ -13,7 +13,7 @@ from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
-from pangu.layers.loss import TiedHead
+from pangu.layers.loss import Head
 from pangu.layers.recompute import run_layer
 from pangu.models.block import Block, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
@@ -46,7 +46,7 @@ class TokenEmbedding(nn.Module):
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, layers and tied head; what GPT and PanGu-α have in common."""
+    """Embedding, layers and head; what GPT and PanGu-α have in common."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         """
@@ -59,7 +59,8 @@ class LanguageModel(nn.Module, ABC):
         self.embedding = TokenEmbedding(config, build.at("embedding"))
         self.layers = self._make_layers(config, build.at("layers"), options.kernel)
         self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
-        self.head = TiedHead(build, config.vocab, options.loss_chunk)
+        own = None if config.tied_head else (config.hidden, config.init_std)
+        self.head = Head(build, config.vocab, options.loss_chunk, own)
         self.recompute = options.recompute
 
     @abstractmethod
@@ -83,12 +84,16 @@ class LanguageModel(nn.Module, ABC):
             [sequence, batch, vocab].
         """
         hidden = self._hidden(tokens, Pass(mask, positions, keys))
-        return self.head.logits(hidden, self.embedding.word.weight)
+        return self.head.logits(hidden, self._output_matrix)
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
         hidden = self._hidden(batch.tokens, Pass(AttentionMask(batch.documents), batch.positions, keys))
-        return self.head.loss(hidden, self.embedding.word.weight, batch.labels, batch.weights)
+        return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
+
+    @property
+    def _output_matrix(self) -> Tensor:
+        return self.embedding.word.weight if self.head.weight is None else self.head.weight
 
     def _hidden(self, tokens: Tensor, run: Pass) -> Tensor:
         return self._transform(self.embedding(tokens, run), run)

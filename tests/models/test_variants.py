@@ -27,16 +27,20 @@ VARIANTS: list[dict[str, object]] = [
     {"activation": "fast_gelu"},
     {"activation": "swiglu", "ffn": 40},
     {"biases": False},
-    {"norm": "rmsnorm", "activation": "swiglu", "biases": False},
+    {"tied_head": False},
+    {"kv_heads": 2},
+    {"kv_heads": 1},
+    {"norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False, "kv_heads": 2},
 ]
 
 
-def batch_of(config: ModelConfig) -> Batch:
-    """Two rows of random ids with some ends of documents, at which masks and positions are reset."""
+def batch_of(config: ModelConfig, resets: bool = True) -> Batch:
+    """Two rows of random ids with some ends of documents, at which masks and positions may be reset."""
     source = torch.Generator().manual_seed(1)
     tokens = torch.randint(10, config.vocab, (2, config.sequence + 1), generator=source)
     tokens[0, [4, 11]] = EOD
-    return make_batch(tokens.numpy(), range(2), PackingConfig(eod=EOD, pad=None, reset_mask=True, reset_positions=True))
+    packing = PackingConfig(eod=EOD, pad=None, reset_mask=resets, reset_positions=resets)
+    return make_batch(tokens.numpy(), range(2), packing)
 
 
 class Plain:
@@ -61,12 +65,15 @@ class Plain:
         q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
         size = self.c.hidden // self.c.heads
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
+        if batch.documents is not None:
+            seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
+        group = self.c.heads // (self.c.kv_heads or self.c.heads)
         results = []
         for head in range(self.c.heads):
             own = slice(head * size, (head + 1) * size)
-            scores = q[..., own] @ k[..., own].transpose(1, 2) / math.sqrt(size)
-            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., own])
+            shared = slice(head // group * size, (head // group + 1) * size)
+            scores = q[..., own] @ k[..., shared].transpose(1, 2) / math.sqrt(size)
+            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., shared])
         return self.linear(torch.cat(results, -1), f"{name}.output")
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
@@ -95,7 +102,7 @@ class Plain:
         x = self.norm(x, "final_norm")
         if self.c.kind == "pangu":
             x = self.block(x, self.c.layers - 1, batch, self.w["query_embedding.weight"][batch.positions])
-        return x @ self.w["embedding.word.weight"].T
+        return x @ self.w["embedding.word.weight" if self.c.tied_head else "head.weight"].T
 
     def loss(self, batch: Batch) -> Tensor:
         chances = self.logits(batch).log_softmax(-1)
@@ -103,14 +110,14 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
-@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+@pytest.mark.parametrize(("kernel", "resets"), [("reference", True), ("sdpa", True), ("sdpa", False)])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_loss_and_every_gradient(kind: str, kernel: str, changes: dict[str, object]) -> None:
+def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: dict[str, object]) -> None:
     """fp64; 1e-10: sums of at most 128 products in another order through three layers."""
     config = variant(kind=kind, **changes)
     model, table = make(config, kernel)
     weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
-    batch = batch_of(config)
+    batch = batch_of(config, resets)
     loss, expected = model.loss(batch) / 48, Plain(weights, config).loss(batch) / 48
     torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
     loss.backward()
@@ -136,6 +143,8 @@ FIELDS: dict[str, list[object]] = {
     "activation": ["gelu_tanh", "gelu", "fast_gelu", "swiglu"],
     "biases": [True, False],
     "ffn": [None, 40],
+    "tied_head": [True, False],
+    "kv_heads": [None, 2],
 }
 
 

@@ -13,6 +13,8 @@ VARIANTS = [
     "model.activation=fast_gelu",
     "model.activation=swiglu",
     "model.biases=false",
+    "model.tied_head=false",
+    "model.kv_heads=4",
 ]
 
 
