@@ -66,6 +66,14 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         if model.kv_heads > 0 and model.heads > 0 and model.heads % model.kv_heads:
             near = divisors_near(model.heads, model.kv_heads)
             yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", _any_of(near))
+    if model.positions == "rope" and model.hidden > 0 and model.heads > 0 and model.head_size % 2:
+        rule = f"turns pairs of elements, and the head size model.hidden / model.heads = {model.head_size} is odd"
+        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
+    if model.rope_base is not None:
+        yield from _positive("model.rope_base", model.rope_base)
+        if model.positions == "learned":
+            rule = "learned positions do not turn"
+            yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
     if model.kind == "pangu" and model.layers == 1:
         yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
     if model.kind == "gpt" and model.final_norm == "after_query":

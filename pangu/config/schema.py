@@ -26,7 +26,7 @@ class ModelConfig:
     vocab: int
     """Number of rows of the word embedding."""
     sequence: int
-    """Tokens in a training sample, and rows of the position (and query) table."""
+    """Tokens in a training sample, and rows of the position (and query) table where there is one."""
     ffn: int | None
     """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
     activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
@@ -41,6 +41,12 @@ class ModelConfig:
     kv_heads: int | None
     """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
     attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
+    positions: Literal["learned", "rope"]
+    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions and
+    there is no such table. PanGu-α's query layer keeps its own table either way."""
+    rope_base: float | None
+    """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
+    with `learned`."""
     dropout: float
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: float
@@ -65,6 +71,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads
+
+    @property
+    def rotary_base(self) -> float:
+        """Base of the rotary angles with the paper's default filled in."""
+        return self.rope_base if self.rope_base is not None else 10000.0
 
     @property
     def kv_size(self) -> int:

@@ -15,6 +15,7 @@ from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, sp
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
+from pangu.layers.rotary import Rotation
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Pass:
     """int64 [batch, sequence], position of each token in its document."""
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
+    rotation: Rotation | None = None
+    """Turns queries and keys by their positions; None with learned position vectors."""
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Queries or keys [batch, heads, sequence, size], turned if the model does that."""
+        return heads if self.rotation is None else self.rotation(heads)
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -64,7 +71,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
         query, key, value = (split_heads(part, self.head_size) for part in self.qkv.projections(x))
-        return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
+        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
 
 
 class QueryAttention(nn.Module):
@@ -85,7 +92,7 @@ class QueryAttention(nn.Module):
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
         query = split_heads(self.query(position_vectors), self.head_size)
         key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
-        return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
+        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
 
 
 class FeedForward(nn.Module):

@@ -15,6 +15,7 @@ from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.recompute import run_layer
+from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
 
@@ -32,17 +33,22 @@ class Options:
 
 
 class TokenEmbedding(nn.Module):
-    """Word vector + learned position vector, then dropout."""
+    """Word vector + learned position vector (none with rotary positions), then dropout."""
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std)
-        self.position = PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
+        self.position = (
+            PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
+            if config.positions == "learned"
+            else None
+        )
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, run: Pass) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
-        return self.dropout(self.word(tokens.t()) + self.position(run.positions), run.keys)
+        words = self.word(tokens.t())
+        return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
 
 
 class LanguageModel(nn.Module, ABC):
@@ -62,6 +68,7 @@ class LanguageModel(nn.Module, ABC):
         own = None if config.tied_head else (config.hidden, config.init_std)
         self.head = Head(build, config.vocab, options.loss_chunk, own)
         self.recompute = options.recompute
+        self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
 
     @abstractmethod
     def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
@@ -83,17 +90,21 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             [sequence, batch, vocab].
         """
-        hidden = self._hidden(tokens, Pass(mask, positions, keys))
+        hidden = self._hidden(tokens, self._pass(mask, positions, keys))
         return self.head.logits(hidden, self._output_matrix)
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
-        hidden = self._hidden(batch.tokens, Pass(AttentionMask(batch.documents), batch.positions, keys))
+        hidden = self._hidden(batch.tokens, self._pass(AttentionMask(batch.documents), batch.positions, keys))
         return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
 
     @property
     def _output_matrix(self) -> Tensor:
         return self.embedding.word.weight if self.head.weight is None else self.head.weight
+
+    def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
+        dtype = self.embedding.word.weight.dtype
+        return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
 
     def _hidden(self, tokens: Tensor, run: Pass) -> Tensor:
         return self._transform(self.embedding(tokens, run), run)

@@ -25,8 +25,9 @@ def num_parameters(config: ModelConfig) -> int:
     matrices = _matrices_of_layer(config)
     biases = 3 * d + 2 * config.kv_size + _num_up(config) * f if config.biases else 0
     norm = 2 * d if config.norm == "layernorm" else d
-    tables = config.vocab * (1 if config.tied_head else 2) + config.sequence * (2 if config.kind == "pangu" else 1)
-    return tables * d + config.layers * (matrices + biases + 2 * norm) + norm
+    words = config.vocab * (1 if config.tied_head else 2)
+    positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
+    return (words + positions) * d + config.layers * (matrices + biases + 2 * norm) + norm
 
 
 def training_flops_per_token(config: ModelConfig) -> float:

@@ -21,6 +21,15 @@ def problems(*overrides: str, world: int = 1) -> str:
     ("overrides", "expected"),
     [
         (["model.heads=7"], "model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8"),
+        (
+            ["model.rope_base=500"],
+            "model.rope_base = 500.0: learned positions do not turn; null works, or model.positions=rope",
+        ),
+        (["model.positions=rope", "model.rope_base=0"], "model.rope_base = 0.0: must be above 0"),
+        (
+            ["model.positions=rope", "model.heads=128"],
+            "model.positions = rope: turns pairs of elements, and the head size model.hidden / model.heads = 1 is odd",
+        ),
         (["model.kv_heads=0"], "model.kv_heads = 0: must be at least 1"),
         (["model.kv_heads=3"], "model.kv_heads = 3: must divide model.heads = 8; nearest that work: 1, 2, 4"),
         (["model.layers=0"], "model.layers = 0: must be at least 1"),

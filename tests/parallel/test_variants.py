@@ -15,6 +15,7 @@ VARIANTS = [
     "model.biases=false",
     "model.tied_head=false",
     "model.kv_heads=4",
+    "model.positions=rope",
 ]
 
 
