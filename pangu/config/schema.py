@@ -34,6 +34,9 @@ class ModelConfig:
     `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each."""
     norm: Literal["layernorm", "rmsnorm"]
     """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
+    norm_placement: Literal["pre", "post"]
+    """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
+    final norm stays either way."""
     biases: bool
     """Linear layers add a bias. A layer norm keeps its own either way."""
     tied_head: bool

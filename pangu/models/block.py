@@ -1,4 +1,4 @@
-"""The pre-norm Transformer layer that GPT and PanGu-α share."""
+"""The Transformer layer that GPT and PanGu-α share."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(LN(x)), then x + FFN(LN(x))."""
+    """Pre-norm (Radford et al. 2019): x + Attention(LN(x)), then x + FFN(LN(x)). Post-norm (Vaswani et al. 2017):
+    LN(x + Attention(x)), then LN(x + FFN(x))."""
 
     attention: nn.Module
 
@@ -124,17 +125,25 @@ class Block(nn.Module):
         self.mlp = FeedForward(config, build.at("mlp"))
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
+        self.post_norm = config.norm_placement == "post"
 
     def _make_attention(self, config: ModelConfig, build: Builder, kernel: str) -> nn.Module:
         return SelfAttention(config, build, kernel)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        return self._add(x, self.attention(self.attention_norm(x), run), run)
+        return self._both(x, lambda inputs: self.attention(inputs, run), run)
 
-    def _add(self, x: Tensor, attended: Tensor, run: Pass) -> Tensor:
-        x = x + self.attention_dropout(attended, run.keys)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), run.keys)
+    def _both(self, x: Tensor, attend: Callable[[Tensor], Tensor], run: Pass) -> Tensor:
+        x = self._add(x, attend, self.attention_norm, self.attention_dropout, run)
+        return self._add(x, self.mlp, self.mlp_norm, self.mlp_dropout, run)
+
+    def _add(
+        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module, dropout: nn.Module, run: Pass
+    ) -> Tensor:
+        if self.post_norm:
+            return norm(x + dropout(sublayer(x), run.keys))
+        return x + dropout(sublayer(norm(x)), run.keys)
 
 
 class QueryBlock(Block):
@@ -148,4 +157,4 @@ class QueryBlock(Block):
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:  # type: ignore[override]
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
-        return self._add(x, self.attention(self.attention_norm(x), position_vectors, run), run)
+        return self._both(x, lambda inputs: self.attention(inputs, position_vectors, run), run)

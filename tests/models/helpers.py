@@ -22,6 +22,7 @@ TINY = ModelConfig(
     ffn=None,
     activation="gelu_tanh",
     norm="layernorm",
+    norm_placement="pre",
     biases=True,
     tied_head=True,
     kv_heads=None,

@@ -33,7 +33,10 @@ VARIANTS: list[dict[str, object]] = [
     {"kv_heads": 1},
     {"positions": "rope"},
     {"positions": "rope", "rope_base": 50.0},
+    {"norm_placement": "post"},
+    {"norm_placement": "post", "final_norm": "after_query"},
     {
+        "norm_placement": "post",
         "norm": "rmsnorm",
         "activation": "swiglu",
         "biases": False,
@@ -112,6 +115,10 @@ class Plain:
 
     def block(self, x: Tensor, number: int, batch: Batch, asked: Tensor | None = None) -> Tensor:
         name = f"layers.{number}"
+        if self.c.norm_placement == "post":
+            x = x + self.attention(x, x if asked is None else asked, f"{name}.attention", batch)
+            x = self.norm(x, f"{name}.attention_norm")
+            return self.norm(x + self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
         normed = self.norm(x, f"{name}.attention_norm")
         x = x + self.attention(normed, normed if asked is None else asked, f"{name}.attention", batch)
         return x + self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
@@ -122,9 +129,12 @@ class Plain:
             x = x + self.w["embedding.position.weight"][batch.positions]
         for number in range(self.c.layers - (self.c.kind == "pangu")):
             x = self.block(x, number, batch)
-        x = self.norm(x, "final_norm")
+        if self.c.final_norm == "before_query":
+            x = self.norm(x, "final_norm")
         if self.c.kind == "pangu":
             x = self.block(x, self.c.layers - 1, batch, self.w["query_embedding.weight"][batch.positions])
+        if self.c.final_norm == "after_query":
+            x = self.norm(x, "final_norm")
         return x @ self.w["embedding.word.weight" if self.c.tied_head else "head.weight"].T
 
     def loss(self, batch: Batch) -> Tensor:
@@ -163,6 +173,7 @@ def test_rms_norm_takes_its_statistics_in_fp32() -> None:
 FIELDS: dict[str, list[object]] = {
     "kind": ["gpt", "pangu"],
     "norm": ["layernorm", "rmsnorm"],
+    "norm_placement": ["pre", "post"],
     "activation": ["gelu_tanh", "swiglu"],
     "biases": [True, False],
     "ffn": [None, 40],

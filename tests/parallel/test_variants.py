@@ -16,6 +16,7 @@ VARIANTS = [
     "model.tied_head=false",
     "model.kv_heads=4",
     "model.positions=rope",
+    "model.norm_placement=post",
 ]
 
 
