@@ -61,6 +61,19 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     if model.heads > 0 and model.hidden > 0 and model.hidden % model.heads:
         near = divisors_near(model.hidden, model.heads)
         yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", _any_of(near))
+    if model.kv_heads is not None:
+        yield from _at_least("model.kv_heads", model.kv_heads, 1)
+        if model.kv_heads > 0 and model.heads > 0 and model.heads % model.kv_heads:
+            near = divisors_near(model.heads, model.kv_heads)
+            yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", _any_of(near))
+    if model.positions == "rope" and model.hidden > 0 and model.heads > 0 and model.head_size % 2:
+        rule = f"turns pairs of elements, and the head size model.hidden / model.heads = {model.head_size} is odd"
+        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
+    if model.rope_base is not None:
+        yield from _positive("model.rope_base", model.rope_base)
+        if model.positions == "learned":
+            rule = "learned positions do not turn"
+            yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
     if model.kind == "pangu" and model.layers == 1:
         yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
     if model.kind == "gpt" and model.final_norm == "after_query":
@@ -78,10 +91,12 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     if parallel.data is not None:
         yield from _at_least("parallel.data", parallel.data, 1)
     yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
-    if parallel.tensor > 0 and config.model.heads > 0 and config.model.heads % parallel.tensor:
-        near = divisors_near(config.model.heads, parallel.tensor)
-        rule = f"must divide model.heads = {config.model.heads}"
-        yield Problem("parallel.tensor", parallel.tensor, rule, _any_of(near))
+    # a number that divides the key heads divides the query heads too
+    key = "heads" if config.model.kv_heads is None else "kv_heads"
+    heads = getattr(config.model, key)
+    if parallel.tensor > 0 and heads > 0 and heads % parallel.tensor:
+        near = divisors_near(heads, parallel.tensor)
+        yield Problem("parallel.tensor", parallel.tensor, f"must divide model.{key} = {heads}", _any_of(near))
     if parallel.tensor > 0 and config.model.ffn_size % parallel.tensor:
         near = divisors_near(config.model.ffn_size, parallel.tensor)
         rule = f"must divide the feed-forward width {config.model.ffn_size}"

@@ -26,17 +26,36 @@ class ModelConfig:
     vocab: int
     """Number of rows of the word embedding."""
     sequence: int
-    """Tokens in a training sample, and rows of the position (and query) table."""
+    """Tokens in a training sample, and rows of the position (and query) table where there is one."""
     ffn: int | None
-    """Width of the feed-forward layer; null means 4 x `hidden`."""
-    activation: Literal["gelu_tanh", "gelu"]
-    """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form."""
+    """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
+    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
+    """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
+    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each."""
+    norm: Literal["layernorm", "rmsnorm"]
+    """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
+    norm_placement: Literal["pre", "post"]
+    """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
+    final norm stays either way."""
+    biases: bool
+    """Linear layers add a bias. A layer norm keeps its own either way."""
+    tied_head: bool
+    """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
+    kv_heads: int | None
+    """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
+    attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
+    positions: Literal["learned", "rope"]
+    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions and
+    there is no such table. PanGu-α's query layer keeps its own table either way."""
+    rope_base: float | None
+    """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
+    with `learned`."""
     dropout: float
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: float
     """Probability of dropping an attention probability."""
     norm_eps: float
-    """Epsilon inside the root of every layer norm."""
+    """Epsilon inside the root of every norm."""
     init_std: float
     """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
     final_norm: Literal["before_query", "after_query"]
@@ -55,6 +74,16 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads
+
+    @property
+    def rotary_base(self) -> float:
+        """Base of the rotary angles with the paper's default filled in."""
+        return self.rope_base if self.rope_base is not None else 10000.0
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,16 @@ class AttentionCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: DropoutKeys | None
     ) -> Tensor:
-        """query, key, value: [batch, heads, sequence, head size]; returns the same shape."""
+        """query: [batch, heads, sequence, head size]; returns the same shape.
+
+        key, value: the same, or fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023).
+        """
         return self.kernel(query, key, value, mask, keys)
 
     def _reference(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: DropoutKeys | None
     ) -> Tensor:
+        key, value = for_every_head(key, query), for_every_head(value, query)
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         wide = wide.masked_fill(~mask.allowed(query.shape[-2], query.device), -math.inf)
@@ -89,9 +93,19 @@ class AttentionCore(nn.Module):
         if keys is not None and probability > 0.0:
             keys.seed_kernel(f"{self.dropout.place}, rank {self.dropout.region.rank}")
         if mask.is_plain_causal:
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=True)
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=probability, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+            )
+        # with a mask, no fused kernel reads grouped heads as they are
+        key, value = for_every_head(key, query), for_every_head(value, query)
         allowed = mask.allowed(query.shape[-2], query.device)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=probability)
+
+
+def for_every_head(grouped: Tensor, query: Tensor) -> Tensor:
+    """Key or value heads [batch, groups, sequence, size], repeated so that every query head has its own."""
+    repeats = query.shape[1] // grouped.shape[1]
+    return grouped if repeats == 1 else grouped.repeat_interleave(repeats, dim=1)
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:

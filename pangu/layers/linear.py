@@ -21,7 +21,9 @@ class ColumnParallelLinear(nn.Module):
     In the paper's Y = XA it is A's columns that are cut; A is stored transposed, so here it is the rows of W.
     """
 
-    def __init__(self, build: Builder, name: str, inputs: int, outputs: Mapping[str, int], std: float) -> None:
+    def __init__(
+        self, build: Builder, name: str, inputs: int, outputs: Mapping[str, int], std: float, biases: bool = True
+    ) -> None:
         """
         Args:
             build: stands at the parent of this layer.
@@ -30,29 +32,35 @@ class ColumnParallelLinear(nn.Module):
             outputs: logical name -> width; `{"query": h, "key": h, "value": h}` is a fused projection. The ranks must
                 divide each width.
             std: standard deviation of the initial weights; biases begin at 0.
+            biases: false: y = x Wᵀ.
         """
         super().__init__()
         assert all(width % build.region.size == 0 for width in outputs.values()), outputs
         self.region = build.region
+        self.widths = [width // build.region.size for width in outputs.values()]
         self.weight = build.parameter(
             f"{name}.weight",
             [NewTensor(f"{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()],
         )
-        self.bias = build.parameter(
-            f"{name}.bias", [NewTensor(f"{out}.bias", (width,), None, cut_dim=0) for out, width in outputs.items()]
-        )
+        vectors = [NewTensor(f"{out}.bias", (width,), None, cut_dim=0) for out, width in outputs.items()]
+        self.bias = build.parameter(f"{name}.bias", vectors) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
         if self.region.size == 1:
             return F.linear(x, self.weight, self.bias)
-        return column_product(x, self.weight, self.region) + self.bias
+        product = column_product(x, self.weight, self.region)
+        return product if self.bias is None else product + self.bias
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same result split into the logical projections: [sequence, ..., outputs / ranks] of each."""
+        return self(x).split(self.widths, dim=-1)
 
 
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b with the *inputs* dealt to the ranks; the partial sums are added up, the bias once, afterwards."""
 
-    def __init__(self, build: Builder, name: str, inputs: int, outputs: int, std: float) -> None:
+    def __init__(self, build: Builder, name: str, inputs: int, outputs: int, std: float, biases: bool = True) -> None:
         """Arguments as for `ColumnParallelLinear`; the ranks must divide `inputs`."""
         super().__init__()
         assert inputs % build.region.size == 0, inputs
@@ -60,13 +68,14 @@ class RowParallelLinear(nn.Module):
         self.weight = build.parameter(
             f"{name}.weight", [NewTensor(f"{name}.weight", (outputs, inputs), std, cut_dim=1)]
         )
-        self.bias = build.parameter(f"{name}.bias", [NewTensor(f"{name}.bias", (outputs,), None)])
+        self.bias = build.parameter(f"{name}.bias", [NewTensor(f"{name}.bias", (outputs,), None)]) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
         if self.region.size == 1:
             return F.linear(x, self.weight, self.bias)
-        return leave(F.linear(x, self.weight), self.region) + self.bias
+        total = leave(F.linear(x, self.weight), self.region)
+        return total if self.bias is None else total + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -119,3 +128,25 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), without bias.
+
+    Statistics are fp32 whatever the input's format.
+    """
+
+    def __init__(self, build: Builder, name: str, width: int, eps: float) -> None:
+        """Arguments as for `ColumnParallelLinear`; gain 1 at first."""
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight", [NewTensor(f"{name}.weight", (width,), None, 1.0)])
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def make_norm(build: Builder, name: str, width: int, eps: float, kind: str) -> nn.Module:
+    """`layernorm` or `rmsnorm`; other arguments as for `LayerNorm`."""
+    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, width, eps)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion, enter, gather_last
-from pangu.layers.builder import Builder
+from pangu.layers.builder import Builder, NewTensor
 
 
 class _VocabParallelLoss(Function):
@@ -47,28 +47,36 @@ class _VocabParallelLoss(Function):
         return grad.to(ctx.dtype), None, None, None
 
 
-class TiedHead(nn.Module):
-    """The word embedding as the output matrix, without bias, and the loss. Has no parameters of its own."""
+class Head(nn.Module):
+    """The output matrix, without bias, and the loss.
 
-    def __init__(self, build: Builder, vocab: int, chunk: int | None) -> None:
+    A tied head (Press & Wolf 2017) has no matrix of its own and is handed the word embedding.
+    """
+
+    def __init__(self, build: Builder, vocab: int, chunk: int | None, own: tuple[int, float] | None = None) -> None:
         """
         Args:
-            build: names the ranks that share the vocabulary.
+            build: stands at the parent of this layer, whose attribute `head` holds it.
             vocab: number of words, without padding.
             chunk: tokens whose logits exist at a time; they are computed again in backward, so that those of all tokens
                 never exist together. None computes all at once and keeps their probabilities.
+            own: width and standard deviation of the first values of an own matrix `head.weight`; None: tied.
         """
         super().__init__()
         self.region = build.region
         self.vocab = vocab
         self.chunk = chunk
+        self.weight: nn.Parameter | None = None
+        if own is not None:
+            width, std = own
+            self.weight = build.parameter("head.weight", [NewTensor("head.weight", (vocab, width), std, cut_dim=0)])
 
     def loss(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states).
 
         Args:
             hidden: [sequence (/ ranks with sequence parallelism), batch, width].
-            table: this rank's rows of the word embedding [vocab / ranks, width], padding included.
+            table: this rank's rows of the output matrix [vocab / ranks, width], padding included.
             labels: int64 [batch, sequence].
             weights: [batch, sequence], 0 where a token does not count.
         """

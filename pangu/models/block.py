@@ -1,4 +1,4 @@
-"""The pre-norm Transformer layer that GPT and PanGu-α share."""
+"""The Transformer layer that GPT and PanGu-α share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +14,8 @@ from pangu.config.schema import ModelConfig
 from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.linear import ColumnParallelLinear, LayerNorm, RowParallelLinear
+from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
+from pangu.layers.rotary import Rotation
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,27 @@ class Pass:
     """int64 [batch, sequence], position of each token in its document."""
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
+    rotation: Rotation | None = None
+    """Turns queries and keys by their positions; None with learned position vectors."""
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Queries or keys [batch, heads, sequence, size], turned if the model does that."""
+        return heads if self.rotation is None else self.rotation(heads)
 
 
-def gelu(form: str) -> Callable[[Tensor], Tensor]:
-    """GELU (Hendrycks & Gimpel 2016): `gelu_tanh`, its tanh approximation, or `gelu`, the erf form."""
-    approximate = "tanh" if form == "gelu_tanh" else "none"
-    return lambda x: F.gelu(x, approximate=approximate)
+def _swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half times the second (Shazeer 2020, equation 6)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "swiglu": _swiglu,
+}
+"""GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -46,15 +63,15 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
-        projections = {"query": width, "key": width, "value": width}
-        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std)
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        projections = {"query": width, "key": config.kv_size, "value": config.kv_size}
+        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        query, key, value = (split_heads(part, self.head_size) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
+        query, key, value = (split_heads(part, self.head_size) for part in self.qkv.projections(x))
+        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
 
 
 class QueryAttention(nn.Module):
@@ -64,28 +81,30 @@ class QueryAttention(nn.Module):
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
-        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, config.init_std)
-        self.key_value = ColumnParallelLinear(
-            build, "key_value", width, {"key": width, "value": width}, config.init_std
-        )
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config))
+        std, biases = config.init_std, config.biases
+        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases)
+        projections = {"key": config.kv_size, "value": config.kv_size}
+        self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
+        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
         self.core = AttentionCore(build, kernel, config.attention_dropout)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
         query = split_heads(self.query(position_vectors), self.head_size)
-        key, value = (split_heads(part, self.head_size) for part in self.key_value(x).chunk(2, dim=-1))
-        return self.output(merge_heads(self.core(query, key, value, run.mask, run.keys)))
+        key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
+        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
 
 
 class FeedForward(nn.Module):
-    """Up, GELU, down."""
+    """Up, activation, down; a gated activation has its gate stored above `up`."""
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(build, "up", config.hidden, {"up": config.ffn_size}, config.init_std)
-        self.down = RowParallelLinear(build, "down", config.ffn_size, config.hidden, residual_std(config))
-        self.activation = gelu(config.activation)
+        width, inner, biases = config.hidden, config.ffn_size, config.biases
+        projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
+        self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
+        self.down = RowParallelLinear(build, "down", inner, width, residual_std(config), biases)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
@@ -93,29 +112,38 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(LN(x)), then x + FFN(LN(x))."""
+    """Pre-norm (Radford et al. 2019): x + Attention(LN(x)), then x + FFN(LN(x)). Post-norm (Vaswani et al. 2017):
+    LN(x + Attention(x)), then LN(x + FFN(x))."""
 
     attention: nn.Module
 
     def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(build, "attention_norm", config.hidden, config.norm_eps)
+        self.attention_norm = make_norm(build, "attention_norm", config.hidden, config.norm_eps, config.norm)
         self.attention = self._make_attention(config, build.at("attention"), kernel)
-        self.mlp_norm = LayerNorm(build, "mlp_norm", config.hidden, config.norm_eps)
+        self.mlp_norm = make_norm(build, "mlp_norm", config.hidden, config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"))
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
+        self.post_norm = config.norm_placement == "post"
 
     def _make_attention(self, config: ModelConfig, build: Builder, kernel: str) -> nn.Module:
         return SelfAttention(config, build, kernel)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        return self._add(x, self.attention(self.attention_norm(x), run), run)
+        return self._both(x, lambda inputs: self.attention(inputs, run), run)
 
-    def _add(self, x: Tensor, attended: Tensor, run: Pass) -> Tensor:
-        x = x + self.attention_dropout(attended, run.keys)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), run.keys)
+    def _both(self, x: Tensor, attend: Callable[[Tensor], Tensor], run: Pass) -> Tensor:
+        x = self._add(x, attend, self.attention_norm, self.attention_dropout, run)
+        return self._add(x, self.mlp, self.mlp_norm, self.mlp_dropout, run)
+
+    def _add(
+        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module, dropout: nn.Module, run: Pass
+    ) -> Tensor:
+        if self.post_norm:
+            return norm(x + dropout(sublayer(x), run.keys))
+        return x + dropout(sublayer(norm(x)), run.keys)
 
 
 class QueryBlock(Block):
@@ -129,4 +157,4 @@ class QueryBlock(Block):
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:  # type: ignore[override]
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
-        return self._add(x, self.attention(self.attention_norm(x), position_vectors, run), run)
+        return self._both(x, lambda inputs: self.attention(inputs, position_vectors, run), run)

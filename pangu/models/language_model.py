@@ -12,9 +12,10 @@ from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.linear import LayerNorm, PositionEmbedding, VocabParallelEmbedding
-from pangu.layers.loss import TiedHead
+from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
+from pangu.layers.loss import Head
 from pangu.layers.recompute import run_layer
+from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
 
@@ -32,21 +33,26 @@ class Options:
 
 
 class TokenEmbedding(nn.Module):
-    """Word vector + learned position vector, then dropout."""
+    """Word vector + learned position vector (none with rotary positions), then dropout."""
 
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std)
-        self.position = PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
+        self.position = (
+            PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
+            if config.positions == "learned"
+            else None
+        )
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, run: Pass) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
-        return self.dropout(self.word(tokens.t()) + self.position(run.positions), run.keys)
+        words = self.word(tokens.t())
+        return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, layers and tied head; what GPT and PanGu-α have in common."""
+    """Embedding, layers and head; what GPT and PanGu-α have in common."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         """
@@ -58,8 +64,10 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.embedding = TokenEmbedding(config, build.at("embedding"))
         self.layers = self._make_layers(config, build.at("layers"), options.kernel)
-        self.final_norm = LayerNorm(build, "final_norm", config.hidden, config.norm_eps)
-        self.head = TiedHead(build, config.vocab, options.loss_chunk)
+        self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
+        own = None if config.tied_head else (config.hidden, config.init_std)
+        self.head = Head(build, config.vocab, options.loss_chunk, own)
+        self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
         self.recomputed_layers = len(self.layers) if options.recompute is None else options.recompute
 
     def recomputes(self, layer: int) -> bool:
@@ -86,13 +94,21 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             [sequence, batch, vocab].
         """
-        hidden = self._hidden(tokens, Pass(mask, positions, keys))
-        return self.head.logits(hidden, self.embedding.word.weight)
+        hidden = self._hidden(tokens, self._pass(mask, positions, keys))
+        return self.head.logits(hidden, self._output_matrix)
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
-        hidden = self._hidden(batch.tokens, Pass(AttentionMask(batch.documents), batch.positions, keys))
-        return self.head.loss(hidden, self.embedding.word.weight, batch.labels, batch.weights)
+        hidden = self._hidden(batch.tokens, self._pass(AttentionMask(batch.documents), batch.positions, keys))
+        return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
+
+    @property
+    def _output_matrix(self) -> Tensor:
+        return self.embedding.word.weight if self.head.weight is None else self.head.weight
+
+    def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
+        dtype = self.embedding.word.weight.dtype
+        return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
 
     def _hidden(self, tokens: Tensor, run: Pass) -> Tensor:
         return self._transform(self.embedding(tokens, run), run)

@@ -5,27 +5,39 @@ from __future__ import annotations
 from pangu.config.schema import ModelConfig
 
 
+def _num_up(config: ModelConfig) -> int:
+    """Matrices that lead into the feed-forward layer: a gated one has two."""
+    return 2 if config.activation == "swiglu" else 1
+
+
+def _matrices_of_layer(config: ModelConfig) -> int:
+    """Weights of a layer's matrices: query, output, key, value, feed-forward."""
+    d = config.hidden
+    return 2 * d * d + 2 * d * config.kv_size + (_num_up(config) + 1) * d * config.ffn_size
+
+
 def num_parameters(config: ModelConfig) -> int:
-    """Number of weights, the tied head counted once.
+    """Number of weights, a tied head counted once.
 
     PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d.
     """
     d, f = config.hidden, config.ffn_size
-    attention = 4 * (d * d + d)
-    feed_forward = 2 * d * f + f + d
-    norms = 4 * d
-    tables = config.vocab + config.sequence * (2 if config.kind == "pangu" else 1)
-    return tables * d + config.layers * (attention + feed_forward + norms) + 2 * d
+    matrices = _matrices_of_layer(config)
+    biases = 3 * d + 2 * config.kv_size + _num_up(config) * f if config.biases else 0
+    norm = 2 * d if config.norm == "layernorm" else d
+    words = config.vocab * (1 if config.tied_head else 2)
+    positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
+    return (words + positions) * d + config.layers * (matrices + biases + 2 * norm) + norm
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
     """Model FLOPs of forward and backward for one token, without recompute.
 
     72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden (Narayanan et al. 2021, section 5.1): attention is counted
-    in full although half of it is masked, as everybody counts it.
+    in full although half of it is masked, as everybody counts it. Grouped heads have smaller projections, but every
+    query head still meets every key.
     """
-    d, f = config.hidden, config.ffn_size
-    matrices = 2 * (4 * d * d + 2 * d * f)
-    attention = 4 * config.sequence * d
-    head = 2 * config.vocab * d
+    matrices = 2 * _matrices_of_layer(config)
+    attention = 4 * config.sequence * config.hidden
+    head = 2 * config.vocab * config.hidden
     return 3.0 * (config.layers * (matrices + attention) + head)

@@ -21,6 +21,17 @@ def problems(*overrides: str, world: int = 1) -> str:
     ("overrides", "expected"),
     [
         (["model.heads=7"], "model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8"),
+        (
+            ["model.rope_base=500"],
+            "model.rope_base = 500.0: learned positions do not turn; null works, or model.positions=rope",
+        ),
+        (["model.positions=rope", "model.rope_base=0"], "model.rope_base = 0.0: must be above 0"),
+        (
+            ["model.positions=rope", "model.heads=128"],
+            "model.positions = rope: turns pairs of elements, and the head size model.hidden / model.heads = 1 is odd",
+        ),
+        (["model.kv_heads=0"], "model.kv_heads = 0: must be at least 1"),
+        (["model.kv_heads=3"], "model.kv_heads = 3: must divide model.heads = 8; nearest that work: 1, 2, 4"),
         (["model.layers=0"], "model.layers = 0: must be at least 1"),
         (["model.layers=1"], "model.layers = 1: PanGu-α needs a block below its query layer"),
         (["model.kind=gpt", "model.final_norm=after_query"], "model.final_norm = after_query: GPT has no query layer"),
@@ -112,6 +123,13 @@ def test_devices_that_do_not_fit_the_layout() -> None:
     assert "parallel.tensor = 3: must divide model.heads = 40; nearest that work: 1, 2, 4" in problems(
         *base, "parallel.tensor=3", world=3
     )
+
+
+def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
+    text = problems("model.kv_heads=2", "parallel.tensor=4", world=4)
+    assert text.startswith("1 problem")
+    assert "parallel.tensor = 4: must divide model.kv_heads = 2; nearest that work: 1, 2" in text
+    assert check(config("model.kv_heads=2", "parallel.tensor=2"), 2) == 1
 
 
 def test_degrees_that_this_version_does_not_train_with_are_refused() -> None:

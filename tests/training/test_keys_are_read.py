@@ -74,10 +74,11 @@ def all_fields() -> set[str]:
 def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "corpus", 600) as writer:
         writer.add(list(range(10, 500)))
+    rope = ("model.positions=rope", "model.rope_base=500")
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
     runs = [
         ("validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline"),
-        ("data=indexed", f"data.train=[{tmp_path}/corpus]", "data.weights=[1]", "optimizer=lamb", *quiet),
+        ("data=indexed", f"data.train=[{tmp_path}/corpus]", "data.weights=[1]", "optimizer=lamb", *rope, *quiet),
         ("data=synthetic", "precision=fp16", *quiet),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", *quiet),
     ]

@@ -1,0 +1,213 @@
+"""Every variant of the architecture equals a few plain lines of torch, alone and with the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from pangu.config.schema import ModelConfig, PackingConfig
+from pangu.data.batch import Batch, make_batch
+from pangu.layers.attention import AttentionMask
+from pangu.layers.builder import Builder
+from pangu.layers.linear import RMSNorm
+from pangu.layers.rotary import Rotation
+from pangu.models.language_model import build_model
+from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.topology.placement import PlacementTable
+from tests.models.helpers import logical_gradients, logical_weights, make, variant
+
+EOD = 9
+VARIANTS: list[dict[str, object]] = [
+    {"norm": "rmsnorm"},
+    {"activation": "gelu"},
+    {"activation": "fast_gelu"},
+    {"activation": "swiglu", "ffn": 40},
+    {"biases": False},
+    {"tied_head": False},
+    {"kv_heads": 2},
+    {"kv_heads": 1},
+    {"positions": "rope"},
+    {"positions": "rope", "rope_base": 50.0},
+    {"norm_placement": "post"},
+    {"norm_placement": "post", "final_norm": "after_query"},
+    {
+        "norm_placement": "post",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "biases": False,
+        "tied_head": False,
+        "kv_heads": 2,
+        "positions": "rope",
+    },
+]
+
+
+def batch_of(config: ModelConfig, resets: bool = True) -> Batch:
+    """Two rows of random ids with some ends of documents, at which masks and positions may be reset."""
+    source = torch.Generator().manual_seed(1)
+    tokens = torch.randint(10, config.vocab, (2, config.sequence + 1), generator=source)
+    tokens[0, [4, 11]] = EOD
+    packing = PackingConfig(eod=EOD, pad=None, reset_mask=resets, reset_positions=resets)
+    return make_batch(tokens.numpy(), range(2), packing)
+
+
+class Plain:
+    """The model in plain lines over the logical weights. [batch, sequence, hidden]; loops over heads."""
+
+    def __init__(self, weights: dict[str, Tensor], config: ModelConfig) -> None:
+        self.w, self.c = weights, config
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if self.c.biases else y
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        gain = self.w[f"{name}.weight"]
+        if self.c.norm == "rmsnorm":
+            return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.c.norm_eps) * gain
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.pow(2).mean(-1, keepdim=True)
+        return centred / torch.sqrt(variance + self.c.norm_eps) * gain + self.w[f"{name}.bias"]
+
+    def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
+        q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
+        size = self.c.hidden // self.c.heads
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if batch.documents is not None:
+            seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
+        if self.c.positions == "rope":
+            q, k = self.turn(q, size, batch.positions), self.turn(k, size, batch.positions)
+        group = self.c.heads // (self.c.kv_heads or self.c.heads)
+        results = []
+        for head in range(self.c.heads):
+            own = slice(head * size, (head + 1) * size)
+            shared = slice(head // group * size, (head // group + 1) * size)
+            scores = q[..., own] @ k[..., shared].transpose(1, 2) / math.sqrt(size)
+            results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., shared])
+        return self.linear(torch.cat(results, -1), f"{name}.output")
+
+    def turn(self, x: Tensor, size: int, positions: Tensor) -> Tensor:
+        """Each pair (i, i + size / 2) of each head as a complex number times e^(i m θ)."""
+        heads = x.unflatten(-1, (-1, 2, size // 2)).transpose(-1, -2)
+        theta = [(self.c.rope_base or 10000) ** (-2 * i / size) for i in range(size // 2)]
+        angles = (positions[..., None] * torch.tensor(theta, dtype=torch.float64))[:, :, None]
+        phase = torch.polar(torch.ones_like(angles), angles)
+        turned = torch.view_as_complex(heads.contiguous()) * phase
+        return torch.view_as_real(turned).transpose(-1, -2).flatten(2)
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        up = self.linear(x, f"{name}.up")
+        if self.c.activation == "swiglu":
+            gate = self.linear(x, f"{name}.gate")
+            up = gate * torch.sigmoid(gate) * up
+        elif self.c.activation == "fast_gelu":
+            up = up / (1 + torch.exp(-1.702 * up))
+        elif self.c.activation == "gelu":
+            up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+        else:
+            up = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        return self.linear(up, f"{name}.down")
+
+    def block(self, x: Tensor, number: int, batch: Batch, asked: Tensor | None = None) -> Tensor:
+        name = f"layers.{number}"
+        if self.c.norm_placement == "post":
+            x = x + self.attention(x, x if asked is None else asked, f"{name}.attention", batch)
+            x = self.norm(x, f"{name}.attention_norm")
+            return self.norm(x + self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
+        normed = self.norm(x, f"{name}.attention_norm")
+        x = x + self.attention(normed, normed if asked is None else asked, f"{name}.attention", batch)
+        return x + self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+
+    def logits(self, batch: Batch) -> Tensor:
+        x = self.w["embedding.word.weight"][batch.tokens]
+        if self.c.positions == "learned":
+            x = x + self.w["embedding.position.weight"][batch.positions]
+        for number in range(self.c.layers - (self.c.kind == "pangu")):
+            x = self.block(x, number, batch)
+        if self.c.final_norm == "before_query":
+            x = self.norm(x, "final_norm")
+        if self.c.kind == "pangu":
+            x = self.block(x, self.c.layers - 1, batch, self.w["query_embedding.weight"][batch.positions])
+        if self.c.final_norm == "after_query":
+            x = self.norm(x, "final_norm")
+        return x @ self.w["embedding.word.weight" if self.c.tied_head else "head.weight"].T
+
+    def loss(self, batch: Batch) -> Tensor:
+        chances = self.logits(batch).log_softmax(-1)
+        return -(chances.gather(-1, batch.labels[..., None])[..., 0] * batch.weights).sum()
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+@pytest.mark.parametrize(("kernel", "resets"), [("reference", True), ("sdpa", True), ("sdpa", False)])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: dict[str, object]) -> None:
+    """fp64; 1e-10: sums of at most 128 products in another order through three layers."""
+    config = variant(kind=kind, **changes)
+    model, table = make(config, kernel)
+    weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
+    batch = batch_of(config, resets)
+    loss, expected = model.loss(batch) / 48, Plain(weights, config).loss(batch) / 48
+    torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
+    loss.backward()
+    expected.backward()
+    for name, gradient in logical_gradients(model, table).items():
+        torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_rms_norm_takes_its_statistics_in_fp32() -> None:
+    """In bf16 a sum of 4096 squares would stop growing at 256; the result is one rounding of 2^-8 from exact."""
+    norm = RMSNorm(Builder(PlacementTable()), "norm", 4096, 1e-5)
+    norm.weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = x.double() / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+    result = norm(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), expected, atol=0, rtol=2**-8)
+
+
+FIELDS: dict[str, list[object]] = {
+    "kind": ["gpt", "pangu"],
+    "norm": ["layernorm", "rmsnorm"],
+    "norm_placement": ["pre", "post"],
+    "activation": ["gelu_tanh", "swiglu"],
+    "biases": [True, False],
+    "ffn": [None, 40],
+    "tied_head": [True, False],
+    "kv_heads": [None, 2],
+    "positions": ["learned", "rope"],
+}
+
+
+def test_number_of_parameters_of_every_combination() -> None:
+    for values in itertools.product(*FIELDS.values()):
+        config = variant(**dict(zip(FIELDS, values, strict=True)))
+        model, table = build_model(config)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count == table.numel == num_parameters(config), values
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dict[str, object]) -> None:
+    config = variant(kind=kind, **changes)
+    model, _ = make(config, "reference")
+    tokens = torch.zeros(2, 24, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(tokens, torch.arange(24).expand_as(tokens), AttentionMask(None)).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(config) * tokens.numel()
+
+
+def test_a_turn_depends_on_the_distance_alone_and_takes_its_angles_in_fp32() -> None:
+    """bf16 knows no position above 256 exactly; the result is one rounding of 2^-9 of the length from exact."""
+    x = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    near, far = torch.arange(4)[None], torch.arange(1000, 1004)[None]
+    exact = [Rotation(positions, 8, 10000.0, torch.float64)(x.double()) for positions in (near, far)]
+    torch.testing.assert_close(exact[0] @ exact[0].mT, exact[1] @ exact[1].mT)
+    result = Rotation(far, 8, 10000.0, torch.bfloat16)(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), exact[1], atol=2**-9 * float(x.abs().max()), rtol=2**-8)

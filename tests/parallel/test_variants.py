@@ -1,0 +1,30 @@
+"""Tensor and sequence parallelism do not change the maths of any variant of the architecture."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.test_data_parallel import compare
+from tests.parallel.test_tensor_parallel import FP64, train
+from tests.spawn import Pool
+
+VARIANTS = [
+    "model.norm=rmsnorm",
+    "model.activation=fast_gelu",
+    "model.activation=swiglu",
+    "model.biases=false",
+    "model.tied_head=false",
+    "model.kv_heads=4",
+    "model.positions=rope",
+    "model.norm_placement=post",
+]
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, " ".join(VARIANTS)])
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+def test_every_variant_gives_the_same_run_in_float64(pool: Pool, kind: str, variant: str) -> None:
+    """3 steps; initial weights bit for bit, the rest to 1e-12 relative, as for the standard architecture."""
+    overrides = (*FP64, *variant.split(), f"model.kind={kind}")
+    one = train(0, 1, 1, False, 3, "reference", *overrides)
+    for sequence in (False, True):
+        compare(pool.run(2, train, 2, sequence, 3, "reference", *overrides)[0], one, 1e-12)
