@@ -23,6 +23,7 @@ from pangu.layers.linear import (
     ColumnParallelLinear,
     LayerNorm,
     PositionEmbedding,
+    RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -74,6 +75,7 @@ _KINDS: dict[type[nn.Module], str] = {
     VocabParallelEmbedding: "words",
     PositionEmbedding: "positions",
     LayerNorm: "norm",
+    RMSNorm: "rms norm",
 }
 
 
@@ -166,8 +168,10 @@ def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
     parts = [
         _part(config, model, region, name, list(entries))
         for name, entries in groupby(table, key=lambda entry: _part_name(entry.name))
+        if name != "head"
     ]
-    return [*_folded(parts), _head(config, region, table["embedding.word.weight"])]
+    matrix = table["embedding.word.weight" if config.model.tied_head else "head.weight"]
+    return [*_folded(parts), _head(config, region, matrix)]
 
 
 def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[Message]:
@@ -179,7 +183,8 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     """
     if ranks == 1:
         return []
-    weights = [weight for part in parts if part.name != HEAD for weight in part.weights * part.count]
+    own = [part for part in parts if part.name != HEAD or not config.model.tied_head]
+    weights = [weight for part in own for weight in part.weights * part.count]
     partial = sum(math.prod(weight.shape) for weight in weights if weight.partial)
     optimizer = config.optimizer
     squares = 0
@@ -260,11 +265,12 @@ def _recomputed(config: RunConfig, messages: Sequence[Message]) -> list[Message]
 
 
 def _head(config: RunConfig, region: TensorRegion, table: Placement) -> Part:
-    """The tied head and the loss: three numbers per token go over the wire, never the logits."""
+    """The head and the loss: three numbers per token go over the wire, never the logits."""
     hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
-    tied = replace(_weight(config, table, "head", "", region), name=f"{table.name} (tied)")
+    name = f"{table.name} (tied)" if config.model.tied_head else table.name
+    matrix = replace(_weight(config, table, "head", "", region), name=name)
     messages = [*_product(config, region, "head", "logits", table.shape[1]), *_loss(config, region)]
-    return Part(HEAD, 1, (tied,), tuple(messages), hidden, "logits [s·b, V/t], losses [s·b]")
+    return Part(HEAD, 1, (matrix,), tuple(messages), hidden, "logits [s·b, V/t], losses [s·b]")
 
 
 def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
@@ -325,6 +331,7 @@ def _operator(kind: str, is_vector: bool, region: TensorRegion) -> str:
         ("words", False): f"Gather ((mp,1),(dp,1)){summed}",
         ("head", False): f"{entered}MatMul transpose_b ((dp,1),(mp,1))",
         ("positions", False): f"Gather ((1,1),(dp,{'mp' if sliced else '1'}))",
+        ("rms norm", True): f"RMSNorm (({tokens},1),(1,))",
         ("norm", True): f"LayerNorm (({tokens},1),(1,),(1,))",
     }.get((kind, is_vector), "")
 

@@ -171,6 +171,8 @@ def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) 
         ("memory.recompute=2",),
         ("memory.recompute=full", "loss.chunk=5"),
         ("memory.recompute=full", "model.dropout=0"),
+        ("model.tied_head=false", "model.norm=rmsnorm", "model.activation=swiglu", "model.biases=false"),
+        ("model.positions=rope", "model.kv_heads=4", "model.norm_placement=post", "model.tied_head=false"),
     ],
     ids=str,
 )
@@ -194,10 +196,11 @@ def step(rank: int, world: int, *overrides: str) -> Counts:
     return counts
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str) -> None:
-    chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}")
+def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str, tied: str) -> None:
+    chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}", f"model.tied_head={tied}")
     config = tiny(*chosen)
     parts = plan_sharding(config, layout_of(config))
     messages = [message for part in parts for message in part.messages * part.count] * 2
