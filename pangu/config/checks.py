@@ -110,8 +110,10 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         rule = "has nothing to share with parallel.tensor = 1"
         yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
     if isinstance(config.memory.recompute, int) and not 0 <= config.memory.recompute <= config.model.layers:
-        rule = f"must be none, full or a number of layers up to model.layers = {config.model.layers}"
+        rule = f"must be none, selective, full or a number of layers up to model.layers = {config.model.layers}"
         yield Problem("memory.recompute", config.memory.recompute, rule)
+    if config.memory.recompute == "selective" and not config.memory.selective:
+        yield Problem("memory.selective", "[]", "names no part to compute again", "[attention, activation] works")
     if config.loss.chunk is not None:
         yield from _at_least("loss.chunk", config.loss.chunk, 1)
     if parallel.pipeline > config.model.layers > 0:

@@ -120,14 +120,24 @@ class BatchConfig:
 class MemoryConfig:
     """What is recomputed instead of kept."""
 
-    recompute: Literal["none", "full"] | int
-    """`none`: keep all activations; `full`: keep each layer's input only and compute the layer again in backward; a
-    number: do so in that many layers, from the first on."""
+    recompute: Literal["none", "selective", "full"] | int
+    """`none`: keep all activations; `selective`: compute some parts of every layer again in backward; `full`: keep each
+    layer's input only; a number: do so in that many layers, from the first on."""
+    selective: tuple[Literal["attention", "activation"], ...]
+    """The parts that `selective` computes again. `attention`: scores and probabilities, which are large and cheap
+    (fused kernels keep none of them anyway); `activation`: the output of the feed-forward layer's non-linearity."""
 
     @property
     def recomputed_layers(self) -> int | None:
         """How many layers are computed again; None for all."""
-        return {"none": 0, "full": None}[self.recompute] if isinstance(self.recompute, str) else self.recompute
+        if isinstance(self.recompute, int):
+            return self.recompute
+        return None if self.recompute == "full" else 0
+
+    @property
+    def recomputed_parts(self) -> tuple[str, ...]:
+        """Parts of every layer that are computed again."""
+        return self.selective if self.recompute == "selective" else ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.recompute import checkpointed
 
 
 class AttentionMask:
@@ -63,8 +64,17 @@ class AttentionCore(nn.Module):
     Heads are independent, so a tensor-parallel rank computes its own ones and nothing is communicated.
     """
 
-    def __init__(self, build: Builder, kernel: str, dropout_probability: float) -> None:
+    def __init__(self, build: Builder, kernel: str, dropout_probability: float, recompute: bool = False) -> None:
+        """
+        Args:
+            build: stands at the attention layer.
+            kernel: `reference` or `sdpa`.
+            dropout_probability: of dropping a probability.
+            recompute: keep queries, keys and values only and compute the rest again in backward (Korthikanti et al.
+                2022, section 5).
+        """
         super().__init__()
+        self.recompute = recompute
         self.kernel = {"reference": self._reference, "sdpa": self._sdpa}[kernel]
         shared = 1 if build.region.size > 1 else None
         self.dropout = Dropout(build, dropout_probability, "probabilities", batch_dim=0, shared_dim=shared)
@@ -76,7 +86,7 @@ class AttentionCore(nn.Module):
 
         key, value: the same, or fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023).
         """
-        return self.kernel(query, key, value, mask, keys)
+        return checkpointed(self.kernel, query, key, value, mask, keys, on=self.recompute)
 
     def _reference(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: DropoutKeys | None

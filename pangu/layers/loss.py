@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion, enter, gather_last
 from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.recompute import checkpointed
 
 
 class _VocabParallelLoss(Function):
@@ -86,10 +86,7 @@ class Head(nn.Module):
             return self._part(tokens, table, flat_labels, flat_weights)
         size = self.chunk
         parts = zip(tokens.split(size), flat_labels.split(size), flat_weights.split(size), strict=True)
-        losses = [
-            checkpoint(self._part, some, table, label, weight, use_reentrant=False, preserve_rng_state=False)
-            for some, label, weight in parts
-        ]
+        losses = [checkpointed(self._part, some, table, label, weight) for some, label, weight in parts]
         return torch.stack(losses).sum()
 
     def logits(self, hidden: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Recompute: keep a layer's input only and compute the layer again in backward (Chen et al. 2016)."""
+"""Recompute: keep the inputs of a computation only and do it again in backward (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def run_layer(layer: Callable[..., Tensor], hidden: Tensor, *arguments: Any, recompute: bool) -> Tensor:
-    """`layer(hidden, *arguments)`, keeping nothing but its inputs for backward if `recompute`.
+def checkpointed(compute: Callable[..., Tensor], *arguments: Any, on: bool = True) -> Tensor:
+    """`compute(*arguments)`, keeping nothing but its inputs for backward if `on`.
 
+    The second computation ends with the last tensor that backward needs, so a product at the end is not repeated.
     Dropout needs no saved generator state: its masks are a function of keys (see `dropout`).
     """
-    if not recompute:
-        return layer(hidden, *arguments)
-    return checkpoint(layer, hidden, *arguments, use_reentrant=False, preserve_rng_state=False)
+    if not on:
+        return compute(*arguments)
+    return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)

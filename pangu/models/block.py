@@ -15,7 +15,23 @@ from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, sp
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
+from pangu.layers.recompute import checkpointed
 from pangu.layers.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is computed; none of it changes what it computes."""
+
+    kernel: str = "reference"
+    """Attention kernel, `reference` or `sdpa`."""
+    recompute: int | None = 0
+    """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
+    recompute_parts: tuple[str, ...] = ()
+    """Parts of every layer that are computed again: `attention` (scores, probabilities and their dropout) and
+    `activation` (the output of the feed-forward layer's non-linearity)."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None: all."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +75,15 @@ def residual_std(config: ModelConfig) -> float:
 class SelfAttention(nn.Module):
     """Queries, keys and values all come from the layer's input."""
 
-    def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
         projections = {"query": width, "key": config.kv_size, "value": config.kv_size}
         self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
-        self.core = AttentionCore(build, kernel, config.attention_dropout)
+        again = "attention" in options.recompute_parts
+        self.core = AttentionCore(build, options.kernel, config.attention_dropout, again)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
@@ -77,7 +94,7 @@ class SelfAttention(nn.Module):
 class QueryAttention(nn.Module):
     """Keys and values come from the layer's input, queries from position vectors (PanGu-α report, section 2.2.2)."""
 
-    def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         width = config.hidden
         self.head_size = config.head_size
@@ -86,7 +103,8 @@ class QueryAttention(nn.Module):
         projections = {"key": config.kv_size, "value": config.kv_size}
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
-        self.core = AttentionCore(build, kernel, config.attention_dropout)
+        again = "attention" in options.recompute_parts
+        self.core = AttentionCore(build, options.kernel, config.attention_dropout, again)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
@@ -98,8 +116,9 @@ class QueryAttention(nn.Module):
 class FeedForward(nn.Module):
     """Up, activation, down; a gated activation has its gate stored above `up`."""
 
-    def __init__(self, config: ModelConfig, build: Builder) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
+        self.recompute = "activation" in options.recompute_parts
         width, inner, biases = config.hidden, config.ffn_size, config.biases
         projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
         self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
@@ -108,7 +127,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        return self.down(self.activation(self.up(x)))
+        return checkpointed(self._out, self.up(x), on=self.recompute)
+
+    def _out(self, inner: Tensor) -> Tensor:
+        return self.down(self.activation(inner))
 
 
 class Block(nn.Module):
@@ -117,18 +139,18 @@ class Block(nn.Module):
 
     attention: nn.Module
 
-    def __init__(self, config: ModelConfig, build: Builder, kernel: str) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.hidden, config.norm_eps, config.norm)
-        self.attention = self._make_attention(config, build.at("attention"), kernel)
+        self.attention = self._make_attention(config, build.at("attention"), options)
         self.mlp_norm = make_norm(build, "mlp_norm", config.hidden, config.norm_eps, config.norm)
-        self.mlp = FeedForward(config, build.at("mlp"))
+        self.mlp = FeedForward(config, build.at("mlp"), options)
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
         self.post_norm = config.norm_placement == "post"
 
-    def _make_attention(self, config: ModelConfig, build: Builder, kernel: str) -> nn.Module:
-        return SelfAttention(config, build, kernel)
+    def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
+        return SelfAttention(config, build, options)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
@@ -152,8 +174,8 @@ class QueryBlock(Block):
     The residual stream is still the layer's input, not the query (PanGu-α's released code).
     """
 
-    def _make_attention(self, config: ModelConfig, build: Builder, kernel: str) -> nn.Module:
-        return QueryAttention(config, build, kernel)
+    def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
+        return QueryAttention(config, build, options)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:  # type: ignore[override]
         """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,22 +13,10 @@ from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
-from pangu.layers.recompute import run_layer
+from pangu.layers.recompute import checkpointed
 from pangu.layers.rotary import Rotation
-from pangu.models.block import Block, Pass, QueryBlock
+from pangu.models.block import Block, Options, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a model is computed; none of it changes what it computes."""
-
-    kernel: str = "reference"
-    """Attention kernel, `reference` or `sdpa`."""
-    recompute: int | None = 0
-    """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
-    loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: all."""
 
 
 class TokenEmbedding(nn.Module):
@@ -63,7 +50,7 @@ class LanguageModel(nn.Module, ABC):
         """
         super().__init__()
         self.embedding = TokenEmbedding(config, build.at("embedding"))
-        self.layers = self._make_layers(config, build.at("layers"), options.kernel)
+        self.layers = self._make_layers(config, build.at("layers"), options)
         self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
         own = None if config.tied_head else (config.hidden, config.init_std)
         self.head = Head(build, config.vocab, options.loss_chunk, own)
@@ -75,7 +62,7 @@ class LanguageModel(nn.Module, ABC):
         return layer < self.recomputed_layers
 
     @abstractmethod
-    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
+    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
         """The layers, built below `layers.0`, `layers.1`, ..."""
 
     @abstractmethod
@@ -117,12 +104,12 @@ class LanguageModel(nn.Module, ABC):
 class GPT(LanguageModel):
     """The decoder of GPT-2 (Radford et al. 2019, section 2.3) and GPT-3 (Brown et al. 2020, section 2.1)."""
 
-    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
-        return nn.ModuleList(Block(config, build.at(i), kernel) for i in range(config.layers))
+    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
+        return nn.ModuleList(Block(config, build.at(i), options) for i in range(config.layers))
 
     def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
         for number, layer in enumerate(self.layers):
-            hidden = run_layer(layer, hidden, run, recompute=self.recomputes(number))
+            hidden = checkpointed(layer, hidden, run, on=self.recomputes(number))
         return self.final_norm(hidden)
 
 
@@ -140,19 +127,19 @@ class PanGu(LanguageModel):
         )
         self.norm_before_query = config.final_norm == "before_query"
 
-    def _make_layers(self, config: ModelConfig, build: Builder, kernel: str) -> nn.ModuleList:
-        blocks = [Block(config, build.at(i), kernel) for i in range(config.layers - 1)]
-        return nn.ModuleList([*blocks, QueryBlock(config, build.at(config.layers - 1), kernel)])
+    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
+        blocks = [Block(config, build.at(i), options) for i in range(config.layers - 1)]
+        return nn.ModuleList([*blocks, QueryBlock(config, build.at(config.layers - 1), options)])
 
     def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
         *blocks, query_layer = self.layers
         for number, block in enumerate(blocks):
-            hidden = run_layer(block, hidden, run, recompute=self.recomputes(number))
+            hidden = checkpointed(block, hidden, run, on=self.recomputes(number))
         if self.norm_before_query:
             hidden = self.final_norm(hidden)
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        hidden = run_layer(query_layer, hidden, queries, run, recompute=self.recomputes(len(blocks)))
+        hidden = checkpointed(query_layer, hidden, queries, run, on=self.recomputes(len(blocks)))
         return hidden if self.norm_before_query else self.final_norm(hidden)
 
 

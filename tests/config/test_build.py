@@ -64,7 +64,7 @@ def test_the_tag_chooses_the_class() -> None:
         ("model.ffn", "x", "model.ffn = 'x': must be an integer or null"),
         ("model.dropout", "much", "model.dropout = 'much': must be a number"),
         ("model", 3, "model = 3: must be a group of keys"),
-        ("memory.recompute", "some", "memory.recompute = 'some': must be none, full or an integer"),
+        ("memory.recompute", "some", "memory.recompute = 'some': must be none, selective, full or an integer"),
         ("dry_run", "perhaps", "dry_run = 'perhaps': must be true or false"),
         ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 number values"),
         ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),

@@ -74,8 +74,9 @@ def problems(*overrides: str, world: int = 1) -> str:
         ),
         (
             ["memory.recompute=5"],
-            "memory.recompute = 5: must be none, full or a number of layers up to model.layers = 4",
+            "memory.recompute = 5: must be none, selective, full or a number of layers up to model.layers = 4",
         ),
+        (["memory.recompute=selective", "memory.selective=[]"], "memory.selective = []: names no part"),
         (["parallel.sequence=true"], "parallel.sequence = true: has nothing to share with parallel.tensor = 1"),
         (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),

@@ -27,7 +27,9 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
     """Losses of a few steps on one device."""
     config = tiny(*QUIET, *overrides)
     kernel = choose_attention(config.model.attention, device, DTYPES[config.precision.compute], 0.0)
-    model, table = build_model(config.model, Options(kernel, config.memory.recomputed_layers))
+    model, table = build_model(
+        config.model, Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts)
+    )
     trainer = Trainer(config, Mesh(Layout(), 0, device), model, table)
     stream = open_sources(config.data, config.model, config.train.seed).train
     size = config.batch.global_size

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pangu.config.schema import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.layers.attention import AttentionMask
+from pangu.models.language_model import Options, build_model
 from tests.models.helpers import TINY, logical_gradients, logical_weights, make, variant
 from tests.references.pangu_reference import pangu_loss, pangu_shapes
 
@@ -82,19 +88,21 @@ def test_the_number_of_heads_matters() -> None:
     assert difference.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("recompute", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("recompute", "parts"),
+    [(None, ()), (1, ()), (2, ()), (0, ("attention",)), (0, ("activation",)), (1, ("attention", "activation"))],
+)
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
-def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None) -> None:
+def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None, parts: tuple[str, ...]) -> None:
     """Bit for bit: backward computes the same numbers again, dropout masks included."""
     from pangu.layers.dropout import DropoutKeys
-    from pangu.models.language_model import Options, build_model
 
     config = variant(kind=kind, dropout=0.2, attention_dropout=0.2)
     packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=True, reset_positions=True)
     batch = make_batch(samples().numpy(), range(2), packing)
     for kernel in ("reference", "sdpa"):
         kept, table = make(config, kernel)
-        again, _ = build_model(config, Options(kernel, recompute=recompute))
+        again, _ = build_model(config, Options(kernel, recompute, parts))
         again.load_state_dict(kept.state_dict(), assign=True)
         keys = DropoutKeys(seed=1, step=2, samples=batch.samples)
         losses = []
@@ -110,27 +118,50 @@ def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None
         assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in losses[0][1])
 
 
-def test_recompute_keeps_fewer_activations() -> None:
-    """Bytes that autograd saves fall with every layer that is computed again."""
-    from torch.autograd.graph import saved_tensors_hooks
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that were made within the block and are still alive."""
 
-    from pangu.models.language_model import Options, build_model
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._seen: set[int] = set()
 
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.bytes -= size
+
+
+def kept_bytes(*options: Any) -> int:
+    """What a forward pass leaves behind for backward."""
     batch = make_batch(samples().numpy(), range(2), PackingConfig(None, None, False, False))
-    saved = []
-    for recompute in (0, 1, 2, None):
-        kept, _ = make()
-        model, _ = build_model(TINY, Options("reference", recompute))
-        model.load_state_dict(kept.state_dict(), assign=True)
-        sizes: dict[int, int] = {}
+    kept, _ = make()
+    model, _ = build_model(TINY, Options("reference", *options))
+    model.load_state_dict(kept.state_dict(), assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    with LiveBytes() as live:
+        loss = model.loss(batch)
+        gc.collect()
+        assert loss.requires_grad
+        return live.bytes
 
-        def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
 
-        for parameter in model.parameters():
-            parameter.requires_grad_()
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            model.loss(batch).backward()
-        saved.append(sum(sizes.values()))
-    assert saved[0] > saved[1] > saved[2] > saved[3]
+def test_recompute_keeps_fewer_activations() -> None:
+    """Selective recompute keeps exactly the part's own tensors less; whole layers keep less still."""
+    none, one, two, full = (kept_bytes(layers) for layers in (0, 1, 2, None))
+    assert none > one > two > full
+    rows = 2 * TINY.sequence
+    # the output of the non-linearity, fp64
+    assert none - kept_bytes(0, ("activation",)) == TINY.layers * 8 * rows * TINY.ffn_size
+    # at least the probabilities
+    assert none - kept_bytes(0, ("attention",)) >= TINY.layers * 8 * rows * TINY.sequence * TINY.heads

@@ -45,7 +45,7 @@ def train(
     config = tiny(*overrides, f"parallel.tensor={tensor}", parallel)
     layout = Layout(tensor=tensor, data=world // tensor, sequence=sequence)
     mesh = Mesh.connect(layout, torch.device("cpu"))
-    options = Options(kernel, config.memory.recomputed_layers, config.loss.chunk)
+    options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
     build = Builder(PlacementTable(), region=TensorRegion.of(mesh))
     model, table = build_model(config.model, options, build)
     trainer = Trainer(config, mesh, model, table)
@@ -99,7 +99,13 @@ def test_every_layout_gives_the_same_run_in_float64(pool: Pool, kind: str, optim
 
 @pytest.mark.parametrize(
     "overrides",
-    [("memory.recompute=full",), ("loss.chunk=5",), ("loss.chunk=5", "memory.recompute=full"), ("loss.chunk=1000",)],
+    [
+        ("memory.recompute=full",),
+        ("memory.recompute=selective",),
+        ("loss.chunk=5",),
+        ("loss.chunk=5", "memory.recompute=full"),
+        ("loss.chunk=1000",),
+    ],
     ids=",".join,
 )
 @pytest.mark.parametrize("sequence", [False, True])

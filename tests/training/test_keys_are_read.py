@@ -29,6 +29,7 @@ SMALL = (
     "lr_schedule.warmup_steps=1",
     "validation.every=0",
 )
+SELECTIVE = "memory.recompute=selective"
 PASSED_ON = {
     # a tag chooses the class that is built
     "AdamConfig.name",
@@ -78,7 +79,15 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
     runs = [
         ("validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline"),
-        ("data=indexed", f"data.train=[{tmp_path}/corpus]", "data.weights=[1]", "optimizer=lamb", *rope, *quiet),
+        (
+            "data=indexed",
+            f"data.train=[{tmp_path}/corpus]",
+            "data.weights=[1]",
+            "optimizer=lamb",
+            SELECTIVE,
+            *rope,
+            *quiet,
+        ),
         ("data=synthetic", "precision=fp16", *quiet),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", *quiet),
     ]
