@@ -68,7 +68,7 @@ def run(values: Mapping[str, Any]) -> None:
 
 def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
     output = Path(config.train.output)
-    together(mesh, lambda: _open_run_folder(output, config), here=mesh.is_first)
+    together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config)
     trainer = _trainer(config, mesh)
@@ -76,6 +76,8 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+    # only now: a run that is refused must not overwrite what another one left
+    together(mesh, lambda: _save_config(output, config), here=mesh.is_first)
     validation = None
     if sources.validation is not None and config.validation.every:
         validation = Validation(config, sources.validation, mesh)
@@ -87,9 +89,13 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
     _finish(config, trainer, sources, loop, time.perf_counter() - started)
 
 
-def _open_run_folder(output: Path, config: RunConfig) -> None:
+def _make_run_folder(output: Path) -> None:
     with writing(output):
         (output / "plots").mkdir(parents=True, exist_ok=True)
+
+
+def _save_config(output: Path, config: RunConfig) -> None:
+    with writing(output):
         (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
 
 

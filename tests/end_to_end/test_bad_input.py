@@ -57,9 +57,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_run_folder_of_another_run(tmp_path: Path) -> None:
     quiet = [*SMALL, "data=synthetic", "validation.every=0", "train.steps=1"]
     assert pretrain(tmp_path, *quiet).returncode == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     other = pretrain(tmp_path, *quiet, "model.layers=3", "train.steps=2")
     assert other.returncode == 2
     assert "model.layers = 3: the checkpoint has 2" in other.stderr
     refused = pretrain(tmp_path, *quiet, "checkpoint.resume=none")
     assert refused.returncode == 2
     assert "is there already" in refused.stderr
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
