@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pangu.config.build import build
 from pangu.config.checks import check
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, exit_status
 from pangu.config.schema import RunConfig
 from pangu.planning.report import describe, size
 from pangu.planning.sharding import (
@@ -152,21 +152,19 @@ def _print_sums(console: Console, config: RunConfig, parts: Sequence[Part], layo
     )
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Print what the options ask for. Raises UserError."""
+    config, layout = load(options.overrides)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(describe(config, layout), markup=False, highlight=False, soft_wrap=True)
+    if options.sharding:
+        print_sharding(console, config, layout)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
-    try:
-        config, layout = load(options.overrides)
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        console.print(describe(config, layout), markup=False, highlight=False, soft_wrap=True)
-        if options.sharding:
-            print_sharding(console, config, layout)
-    except UserError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: plan(options), "\nerror")
 
 
 if __name__ == "__main__":

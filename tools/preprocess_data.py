@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import UserError, exit_status, writing
 from pangu.config.schema import TokenizerConfig
 from pangu.data.documents import add_input_arguments, batched, find_inputs, parallel_map, read_documents
 from pangu.data.files import progress_bar
@@ -149,14 +149,7 @@ def _check_filled(options: argparse.Namespace, writers: list[IndexedWriter]) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    try:
-        preprocess(parse(arguments))
-    except UserError as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: preprocess(parse(arguments)), "preprocess_data")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.documents import add_input_arguments, find_inputs, read_documents
 from pangu.data.files import progress_bar, write_atomically
 from pangu.data.vocabulary import train_sentencepiece
@@ -93,14 +93,7 @@ def _counted(documents: Iterator[str], progress: Progress) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    try:
-        train(parse(arguments))
-    except UserError as error:
-        print(f"train_tokenizer: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: train(parse(arguments)), "train_tokenizer")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,3 +65,20 @@ def writing(target: Path) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
         raise UserError(f"cannot write {target}: {advice}") from error
+
+
+def exit_status(action: Callable[[], object], says: str) -> int:
+    """Run a command's action: 0 if it succeeds, 2 with one message on standard error for what the user can mend.
+
+    Args:
+        action: the whole command.
+        says: stands before the message, e.g. the command's name.
+    """
+    try:
+        action()
+    except UserError as error:
+        print(f"{says}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
