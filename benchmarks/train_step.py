@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pangu.config.build import build
-from pangu.config.schema import PackingConfig, RunConfig
+from pangu.config.data import PackingConfig
+from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 
 SHAPE = {"layers": 6, "hidden": 512, "heads": 8, "sequence": 512}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pangu.config.data import IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
-from pangu.config.schema import IndexedData, LambConfig, RunConfig, StdlibData, SyntheticData
+from pangu.config.optimizer import LambConfig
+from pangu.config.schema import RunConfig
 
 MINIMUM_STDLIB_VOCAB = 512
 """256 bytes, ten special pieces and the characters of Python sources need about this many pieces."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 
 
 @dataclass(frozen=True)

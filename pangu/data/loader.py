@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.data.stream import Stream
 

@@ -22,8 +22,8 @@ from typing import Any
 import sentencepiece
 from rich.progress import Progress
 
+from pangu.config.data import PackingConfig
 from pangu.config.errors import UserError, writing
-from pangu.config.schema import PackingConfig
 from pangu.data.files import progress_bar, write_atomically
 from pangu.data.indexed import IndexedWriter
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece

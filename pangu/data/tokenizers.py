@@ -10,8 +10,8 @@ from typing import Protocol
 
 import sentencepiece
 
+from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.config.schema import TokenizerConfig
 
 SPACE, NEWLINE = "▂", "▃"
 """What PanGu-α writes for a space and a newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.config.schema import ModelConfig
+from pangu.config.model import ModelConfig
 from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout

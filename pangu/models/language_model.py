@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from pangu.config.schema import ModelConfig
+from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder

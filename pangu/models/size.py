@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pangu.config.schema import ModelConfig
+from pangu.config.model import ModelConfig
 
 
 def _num_up(config: ModelConfig) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.config.schema import AdamConfig, LambConfig
+from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.optim.lamb import Lamb
 from pangu.topology.placement import Placement
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pangu.config.errors import UserError
-from pangu.config.schema import LossScaleConfig
+from pangu.config.optimizer import LossScaleConfig
 
 
 class LossScale:

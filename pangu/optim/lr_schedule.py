@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pangu.config.schema import LrScheduleConfig
+from pangu.config.optimizer import LrScheduleConfig
 
 
 def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: int) -> float:

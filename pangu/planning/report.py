@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pangu.config.schema import PrecisionConfig, RunConfig
+from pangu.config.optimizer import PrecisionConfig
+from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.layout import Layout
 

@@ -17,7 +17,8 @@ from itertools import groupby
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
-from pangu.config.schema import LambConfig, RunConfig
+from pangu.config.optimizer import LambConfig
+from pangu.config.schema import RunConfig
 from pangu.layers.builder import Builder
 from pangu.layers.linear import (
     ColumnParallelLinear,

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pangu.config.schema import RunConfig, StdlibData
+from pangu.config.data import StdlibData
+from pangu.config.schema import RunConfig
 from pangu.metrics.text import duration
 
 

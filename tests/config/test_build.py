@@ -12,8 +12,10 @@ import pytest
 
 from pangu.config import schema
 from pangu.config.build import build, keys_of
+from pangu.config.data import StdlibData
 from pangu.config.errors import ConfigError
-from pangu.config.schema import AdamConfig, LambConfig, RunConfig, StdlibData
+from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.config.schema import RunConfig
 from tests.configs import composed
 
 VALUES = composed("+config=quickstart")

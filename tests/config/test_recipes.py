@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pangu.config.schema import AdamConfig, LambConfig
+from pangu.config.optimizer import AdamConfig, LambConfig
 from tests.configs import RECIPES, config
 from tests.spawn import repository
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.indexed import IndexedTokens, IndexedWriter, open_indexed
 from pangu.data.stdlib import StdlibPaths, prepare_stdlib
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.loader import Loader, step_samples
 
 PACKING = PackingConfig(eod=None, pad=None, reset_mask=False, reset_positions=False)

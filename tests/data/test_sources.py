@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pangu.config.data import IndexedData, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.config.schema import IndexedData, ModelConfig, PackingConfig, StdlibData, SyntheticData, TokenizerConfig
+from pangu.config.model import ModelConfig
 from pangu.data.indexed import IndexedTokens
 from pangu.data.sources import open_sources, prepare
 from pangu.data.stdlib import StdlibPaths

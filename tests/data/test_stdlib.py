@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.config.schema import PackingConfig, TokenizerConfig
 from pangu.data import stdlib
 from pangu.data.indexed import open_indexed
 from pangu.data.stdlib import Source, StdlibPaths, held_out, is_prepared, prepare_stdlib
@@ -180,7 +180,7 @@ def test_a_real_kill_is_mended(small_library: Path, tmp_path: Path) -> None:
     """A process that ends without any clean-up; what it left is removed when it is an hour old."""
     program = (
         "import os, sysconfig, sys\n"
-        "from pangu.config.schema import PackingConfig\n"
+        "from pangu.config.data import PackingConfig\n"
         "from pangu.data import stdlib\n"
         "library, folder = sys.argv[1:]\n"
         "sysconfig.get_paths = lambda: {'stdlib': library}\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.config.schema import TokenizerConfig
 from pangu.data.stdlib import StdlibPaths
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece

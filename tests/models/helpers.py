@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pangu.config.schema import ModelConfig
+from pangu.config.model import ModelConfig
 from pangu.layers.initial import logical_view, materialise
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.topology.placement import PlacementTable

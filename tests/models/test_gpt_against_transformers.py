@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.layers.attention import AttentionMask
 from tests.models.helpers import logical_gradients, logical_weights, make, variant

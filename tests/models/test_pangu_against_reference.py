@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pangu.config.schema import PackingConfig
+from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.layers.attention import AttentionMask
 from pangu.models.language_model import Options, build_model

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pangu.config.schema import ModelConfig, PackingConfig
+from pangu.config.data import PackingConfig
+from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pangu.config.schema import AdamConfig, LambConfig
+from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.topology.placement import Placement

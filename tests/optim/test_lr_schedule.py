@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.config.schema import LrScheduleConfig
+from pangu.config.optimizer import LrScheduleConfig
 from pangu.optim.lr_schedule import learning_rate
 
 

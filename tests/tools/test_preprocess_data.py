@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pangu.config.schema import TokenizerConfig
+from pangu.config.data import TokenizerConfig
 from pangu.data.indexed import open_indexed
 from pangu.data.tokenizers import load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece

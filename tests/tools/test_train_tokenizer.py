@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.schema import TokenizerConfig
+from pangu.config.data import TokenizerConfig
 from pangu.data.tokenizers import load_tokenizer
 from tests.data.conftest import library_files
 from tests.tools.test_preprocess_data import tool

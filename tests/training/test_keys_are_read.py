@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config import schema
+from pangu.config import data, model, optimizer, schema
 from pangu.config.build import keys_of
 from pangu.config.schema import RunConfig
 from pangu.data.indexed import IndexedWriter
@@ -58,17 +58,21 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(cls, "__getattribute__", get)
 
-    for value in vars(schema).values():
-        if isinstance(value, type) and dataclasses.is_dataclass(value):
-            watch(value)
+    for cls in classes():
+        watch(cls)
     return seen
+
+
+def classes() -> set[type]:
+    """Every class of the configuration."""
+    values = [value for module in (schema, model, data, optimizer) for value in vars(module).values()]
+    return {value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)}
 
 
 def all_fields() -> set[str]:
     """`Class.field` of every leaf of the schema."""
     leaves = {key.rsplit(".", 1)[-1] for key in keys_of(RunConfig)}
-    classes = [value for value in vars(schema).values() if isinstance(value, type) and dataclasses.is_dataclass(value)]
-    fields = [(cls.__name__, field.name) for cls in classes for field in dataclasses.fields(cls)]
+    fields = [(cls.__name__, field.name) for cls in classes() for field in dataclasses.fields(cls)]
     return {f"{cls}.{name}" for cls, name in fields if name in leaves}
 
 

@@ -1,0 +1,74 @@
+"""The configuration of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """How tokens become samples and masks. The rules are those of PanGu-α's data pipeline."""
+
+    eod: int | None
+    """Id that ends a document; null where the data has none."""
+    pad: int | None
+    """Id of padding. A position whose *input* is this id does not count in the loss; null where there is none."""
+    reset_mask: bool
+    """Tokens do not attend across the end of a document."""
+    reset_positions: bool
+    """Position ids restart at 0 after the end of a document."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Turns text into ids."""
+
+    kind: Literal["sentencepiece", "pangu", "huggingface"]
+    """`sentencepiece`: the model file as it is; `pangu`: jieba, then SentencePiece, as PanGu-α's corpus was made;
+    `huggingface`: a local folder that transformers' AutoTokenizer loads."""
+    path: str
+    """The `.model` file, or the folder."""
+
+
+@dataclass(frozen=True)
+class StdlibData:
+    """The sources and docstrings of the Python standard library: real text that is on every machine."""
+
+    kind: Literal["stdlib"]
+    """Selects the data source."""
+    folder: str
+    """Where the text, the SentencePiece model and the indexed files are cached. The model is trained with
+    `model.vocab` pieces."""
+    validation_fraction: float
+    """Share of the documents held out, chosen by a hash of their names."""
+    packing: PackingConfig
+    """Documents, masks and padding."""
+
+
+@dataclass(frozen=True)
+class IndexedData:
+    """Indexed token files (`PREFIX.bin` and `PREFIX.idx`, Megatron's format), as tools/preprocess_data.py writes."""
+
+    kind: Literal["indexed"]
+    """Selects the data source."""
+    train: tuple[str, ...]
+    """Prefixes, e.g. [/data/web, /data/books]."""
+    weights: tuple[float, ...] | None
+    """One for each prefix of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
+    validation: tuple[str, ...]
+    """Prefixes of held-out data, read in proportion to their tokens; may be empty if `validation.every` is 0."""
+    tokenizer: TokenizerConfig | None
+    """Used to sample text from the model; null samples nothing."""
+    packing: PackingConfig
+    """Documents, masks and padding."""
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """Tokens drawn from a counter-based generator: for measuring speed, nothing can be learned from them."""
+
+    kind: Literal["synthetic"]
+    """Selects the data source."""
+    packing: PackingConfig
+    """Documents, masks and padding."""

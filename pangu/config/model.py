@@ -1,0 +1,81 @@
+"""The configuration of the architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Nothing in here depends on how the model is spread over devices."""
+
+    kind: Literal["pangu", "gpt"]
+    """`pangu`: PanGu-α (a query layer on top of the blocks); `gpt`: the GPT-2/GPT-3 decoder."""
+    layers: int
+    """Number of Transformer layers. PanGu-α counts its query layer, as the paper does (2.6B: 31 blocks + 1 query)."""
+    hidden: int
+    """Width of the residual stream."""
+    heads: int
+    """Number of attention heads; must divide `hidden`."""
+    vocab: int
+    """Number of rows of the word embedding."""
+    sequence: int
+    """Tokens in a training sample, and rows of the position (and query) table where there is one."""
+    ffn: int | None
+    """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
+    activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
+    """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
+    `fast_gelu`: x·sigmoid(1.702x); `swiglu` (Shazeer 2020): silu(gate)·up, two matrices of `ffn` columns each."""
+    norm: Literal["layernorm", "rmsnorm"]
+    """`layernorm` (Ba et al. 2016); `rmsnorm` (Zhang & Sennrich 2019): neither mean nor bias."""
+    norm_placement: Literal["pre", "post"]
+    """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
+    final norm stays either way."""
+    biases: bool
+    """Linear layers add a bias. A layer norm keeps its own either way."""
+    tied_head: bool
+    """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
+    kv_heads: int | None
+    """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
+    attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
+    positions: Literal["learned", "rope"]
+    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions and
+    there is no such table. PanGu-α's query layer keeps its own table either way."""
+    rope_base: float | None
+    """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
+    with `learned`."""
+    dropout: float
+    """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
+    attention_dropout: float
+    """Probability of dropping an attention probability."""
+    norm_eps: float
+    """Epsilon inside the root of every norm."""
+    init_std: float
+    """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
+    final_norm: Literal["before_query", "after_query"]
+    """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
+    pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
+    attention: Literal["auto", "reference", "sdpa"]
+    """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
+    `auto`: the faster of the two for the device and precision, named in the log."""
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer with the default filled in."""
+        return self.ffn if self.ffn is not None else 4 * self.hidden
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def rotary_base(self) -> float:
+        """Base of the rotary angles with the paper's default filled in."""
+        return self.rope_base if self.rope_base is not None else 10000.0
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.head_size * (self.kv_heads if self.kv_heads is not None else self.heads)

@@ -1,0 +1,87 @@
+"""The configuration of number formats, optimizer and learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Dynamic loss scale, used by fp16 alone (Micikevicius et al. 2018, section 3.2)."""
+
+    initial: float
+    """First scale."""
+    growth_interval: int
+    """Steps without overflow after which the scale is doubled."""
+    minimum: float
+    """The scale is never halved below this; an overflow there stops the run."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats. Master weights, gradient accumulation, norms, softmax and loss are fp32 (fp64 in fp64) always."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"]
+    """Format of weights and activations in forward and backward. fp64 is for exact comparisons."""
+    loss_scale: LossScaleConfig | None
+    """Needed by fp16, null for every other format."""
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """AdamW (Loshchilov & Hutter 2019, Algorithm 2), by torch's own implementation."""
+
+    name: Literal["adam"]
+    """Selects the optimizer."""
+    lr: float
+    """Peak learning rate."""
+    betas: tuple[float, float]
+    """Decay of the first and second moment."""
+    eps: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled weight decay; biases and norms are excluded."""
+    clip: float | None
+    """Largest global gradient norm; null does not clip."""
+
+
+@dataclass(frozen=True)
+class LambConfig:
+    """LAMB (You et al. 2020, Algorithm 2; Algorithm 1 in the PanGu-α training notes)."""
+
+    name: Literal["lamb"]
+    """Selects the optimizer."""
+    lr: float
+    """Peak learning rate."""
+    betas: tuple[float, float]
+    """Decay of the first and second moment."""
+    eps: float
+    """Keeps the update finite; see `eps_inside_root`."""
+    eps_inside_root: bool
+    """true: m / sqrt(v + eps), as the paper's first version; false: m / (sqrt(v) + eps), as most code."""
+    weight_decay: float
+    """Decay inside the layer-wise update; biases and norms are excluded unless `exclude_vectors` is false."""
+    exclude_vectors: bool
+    """true: biases and norms get neither decay nor a layer-wise ratio."""
+    max_ratio: float | None
+    """Largest layer-wise trust ratio (MindSpore clips at 10); null does not clip, as the algorithm says."""
+    clip: float | None
+    """Largest global gradient norm; null does not clip."""
+
+
+@dataclass(frozen=True)
+class LrScheduleConfig:
+    """Learning rate as a pure function of the number of optimizer updates made so far."""
+
+    shape: Literal["cosine", "linear", "constant", "wsd"]
+    """Form after the warm-up. `wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
+    warmup_steps: int
+    """Updates of linear warm-up: update i (from 0) uses peak x (i + 1) / warmup_steps, so the first is not wasted."""
+    decay_steps: int | None
+    """cosine and linear: update at which `min_lr` is reached, counted from update 0 (null: train.steps). wsd: length of
+    the final decay (null: a tenth of train.steps). Not for `constant`."""
+    decay_from: Literal["warmup", "start"]
+    """Where the cosine or line begins: at the end of the warm-up, or at update 0 as in MindSpore's PanGu-α code."""
+    min_lr: float
+    """Floor that the decay ends on."""
