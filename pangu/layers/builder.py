@@ -31,6 +31,8 @@ class NewTensor:
     """First value where `std` is None."""
     cut_dim: int | None = None
     """Dimension cut over the tensor-parallel ranks."""
+    shared: str | None = None
+    """Pipeline stages that hold a copy of it, as in `Placement`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Builder:
             start=start,
             stop=stop,
             partial=self.region.slices_sequence and tensor.cut_dim is None,
+            shared=tensor.shared,
         )
 
     def _below(self, name: str) -> str:

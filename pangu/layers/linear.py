@@ -84,12 +84,14 @@ class VocabParallelEmbedding(nn.Module):
     Rows are dealt in equal shares; where the ranks do not divide them, the last share ends in padding.
     """
 
-    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float) -> None:
-        """Arguments as for `ColumnParallelLinear`; the table has global shape [rows, width]."""
+    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float, shared: str | None = None) -> None:
+        """Arguments as for `ColumnParallelLinear`; the table has global shape [rows, width]; `shared` as in
+        `NewTensor`."""
         super().__init__()
         self.region = build.region
         self.rows = rows
-        self.weight = build.parameter(f"{name}.weight", [NewTensor(f"{name}.weight", (rows, width), std, cut_dim=0)])
+        table = NewTensor(f"{name}.weight", (rows, width), std, cut_dim=0, shared=shared)
+        self.weight = build.parameter(f"{name}.weight", [table])
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""

@@ -53,23 +53,20 @@ class Head(nn.Module):
     A tied head (Press & Wolf 2017) has no matrix of its own and is handed the word embedding.
     """
 
-    def __init__(self, build: Builder, vocab: int, chunk: int | None, own: tuple[int, float] | None = None) -> None:
+    def __init__(self, build: Builder, vocab: int, chunk: int | None, matrix: NewTensor | None = None) -> None:
         """
         Args:
             build: stands at the parent of this layer, whose attribute `head` holds it.
             vocab: number of words, without padding.
             chunk: tokens whose logits exist at a time; they are computed again in backward, so that those of all tokens
                 never exist together. None computes all at once and keeps their probabilities.
-            own: width and standard deviation of the first values of an own matrix `head.weight`; None: tied.
+            matrix: the output matrix [vocab, width], stored in `head.weight`; None: the word embedding next door.
         """
         super().__init__()
         self.region = build.region
         self.vocab = vocab
         self.chunk = chunk
-        self.weight: nn.Parameter | None = None
-        if own is not None:
-            width, std = own
-            self.weight = build.parameter("head.weight", [NewTensor("head.weight", (vocab, width), std, cut_dim=0)])
+        self.weight = None if matrix is None else build.parameter("head.weight", [matrix])
 
     def loss(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states).

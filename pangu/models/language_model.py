@@ -1,15 +1,17 @@
-"""GPT and PanGu-α as functions from tokens to logits and loss. Nothing here knows of ranks or devices."""
+"""GPT and PanGu-α as functions from tokens to logits and loss, whole or in parts. Nothing here knows of ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
-from pangu.layers.builder import Builder
+from pangu.layers.builder import Builder, NewTensor
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
@@ -22,9 +24,9 @@ from pangu.topology.placement import PlacementTable
 class TokenEmbedding(nn.Module):
     """Word vector + learned position vector (none with rotary positions), then dropout."""
 
-    def __init__(self, config: ModelConfig, build: Builder) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, shared: str | None) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std)
+        self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std, shared)
         self.position = (
             PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
             if config.positions == "learned"
@@ -38,39 +40,89 @@ class TokenEmbedding(nn.Module):
         return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
 
 
-class LanguageModel(nn.Module, ABC):
-    """Embedding, layers and head; what GPT and PanGu-α have in common."""
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers of a model: what is computed in one go, and what a pipeline stage holds one or more of."""
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+    layers: range
+    """Global numbers of the layers."""
+    first: bool = False
+    """Begins with the embedding."""
+    last: bool = False
+    """Ends with the final norm, PanGu-α's query table and the head."""
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> Part:
+        """The model in one part."""
+        return cls(range(config.layers), first=True, last=True)
+
+
+class LanguageModel(nn.Module, ABC):
+    """Embedding, layers and head, or those of them that some parts need; what GPT and PanGu-α have in common."""
+
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[Part]) -> None:
         """
         Args:
             config: the architecture.
             build: at the root of an empty placement table.
             options: how it is computed.
+            parts: what is built. Where the head is tied and the embedding is elsewhere, the head holds a copy of it.
         """
         super().__init__()
-        self.embedding = TokenEmbedding(config, build.at("embedding"))
-        self.layers = self._make_layers(config, build.at("layers"), options)
-        self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
-        own = None if config.tied_head else (config.hidden, config.init_std)
-        self.head = Head(build, config.vocab, options.loss_chunk, own)
+        self.parts = tuple(parts)
+        begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
+        shared = "ends" if config.tied_head and begins != ends else None
+        self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
+        self.layers = nn.ModuleDict(
+            {str(number): self._make_layer(config, build, number, options) for part in parts for number in part.layers}
+        )
+        self.head: Head | None = None
+        if ends:
+            self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
+            matrix = None
+            if not (config.tied_head and begins):
+                name = "embedding.word.weight" if config.tied_head else "head.weight"
+                matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
+            self.head = Head(build, config.vocab, options.loss_chunk, matrix)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
-        self.recomputed_layers = len(self.layers) if options.recompute is None else options.recompute
-
-    def recomputes(self, layer: int) -> bool:
-        """Whether a layer's activations are computed again in backward."""
-        return layer < self.recomputed_layers
+        self.recomputed_layers = options.recompute
 
     @abstractmethod
-    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
-        """The layers, built below `layers.0`, `layers.1`, ..."""
+    def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
+        """A layer, built below `layers.NUMBER`."""
 
-    @abstractmethod
-    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
-        """[sequence, batch, hidden] from the embedding -> the same, ready for the head."""
+    def hidden(self, part: Part, received: Tensor | None, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
+        """What one part makes of a micro-batch.
+
+        Args:
+            part: one that was built.
+            received: what the part before it returned; None for the first one.
+            batch: the micro-batch; only its inputs are read.
+            keys: keys of the dropout masks; None drops nothing.
+
+        Returns:
+            [sequence (/ ranks with sequence parallelism), batch, hidden]; of the last part: ready for the head.
+        """
+        run = self._pass(AttentionMask(batch.documents), batch.positions, keys)
+        return self._hidden(part, received, batch.tokens, run)
+
+    def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
+        the global number of targets."""
+        assert self.head is not None
+        return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Scores [sequence, batch, vocab] of every next token, from what the last part returned."""
+        assert self.head is not None
+        return self.head.logits(hidden, self._output_matrix)
+
+    def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
+        """`hidden`, then `loss_of`, of a model that was built in one part."""
+        return self.loss_of(self.hidden(self._only_part, None, batch, keys), batch)
 
     def logits(self, tokens: Tensor, positions: Tensor, mask: AttentionMask, keys: DropoutKeys | None = None) -> Tensor:
-        """Scores of every next token.
+        """Scores of every next token by a model that was built in one part.
 
         Args:
             tokens: int64 [batch, sequence].
@@ -81,36 +133,50 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             [sequence, batch, vocab].
         """
-        hidden = self._hidden(tokens, self._pass(mask, positions, keys))
-        return self.head.logits(hidden, self._output_matrix)
+        return self.logits_of(self._hidden(self._only_part, None, tokens, self._pass(mask, positions, keys)))
 
-    def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
-        """Sum of the weighted token losses of a micro-batch; the caller divides by the global number of targets."""
-        hidden = self._hidden(batch.tokens, self._pass(AttentionMask(batch.documents), batch.positions, keys))
-        return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
+    @property
+    def _only_part(self) -> Part:
+        (part,) = self.parts
+        return part
 
     @property
     def _output_matrix(self) -> Tensor:
-        return self.embedding.word.weight if self.head.weight is None else self.head.weight
+        assert self.head is not None
+        if self.head.weight is not None:
+            return self.head.weight
+        assert self.embedding is not None
+        return self.embedding.word.weight
 
     def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
-        dtype = self.embedding.word.weight.dtype
+        dtype = next(self.parameters()).dtype
         return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
 
-    def _hidden(self, tokens: Tensor, run: Pass) -> Tensor:
-        return self._transform(self.embedding(tokens, run), run)
+    def _hidden(self, part: Part, received: Tensor | None, tokens: Tensor, run: Pass) -> Tensor:
+        hidden = received
+        if part.first:
+            assert self.embedding is not None
+            hidden = self.embedding(tokens, run)
+        assert hidden is not None
+        for place, number in enumerate(part.layers):
+            again = self.recomputed_layers is None or place < self.recomputed_layers
+            hidden = self._layer(number, hidden, run, again)
+        return self._top(hidden) if part.last else hidden
+
+    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
+        """[sequence, batch, hidden] -> the same; `again`: its activations are computed again in backward."""
+        return checkpointed(self.layers[str(number)], hidden, run, on=again)
+
+    def _top(self, hidden: Tensor) -> Tensor:
+        """What stands between the last layer and the head."""
+        return self.final_norm(hidden)
 
 
 class GPT(LanguageModel):
     """The decoder of GPT-2 (Radford et al. 2019, section 2.3) and GPT-3 (Brown et al. 2020, section 2.1)."""
 
-    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
-        return nn.ModuleList(Block(config, build.at(i), options) for i in range(config.layers))
-
-    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            hidden = checkpointed(layer, hidden, run, on=self.recomputes(number))
-        return self.final_norm(hidden)
+    def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
+        return Block(config, build.at(f"layers.{number}"), options)
 
 
 class PanGu(LanguageModel):
@@ -120,31 +186,37 @@ class PanGu(LanguageModel):
     normed after it; `model.final_norm=after_query` is the order of the pipelined MindSpore build.
     """
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
-        super().__init__(config, build, options)
-        self.query_embedding = PositionEmbedding(
-            build, "query_embedding", config.sequence, config.hidden, config.init_std
-        )
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[Part]) -> None:
+        super().__init__(config, build, options, parts)
+        self.query_layer = config.layers - 1
+        if any(part.last for part in parts):
+            self.query_embedding = PositionEmbedding(
+                build, "query_embedding", config.sequence, config.hidden, config.init_std
+            )
         self.norm_before_query = config.final_norm == "before_query"
 
-    def _make_layers(self, config: ModelConfig, build: Builder, options: Options) -> nn.ModuleList:
-        blocks = [Block(config, build.at(i), options) for i in range(config.layers - 1)]
-        return nn.ModuleList([*blocks, QueryBlock(config, build.at(config.layers - 1), options)])
+    def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
+        kind = QueryBlock if number == config.layers - 1 else Block
+        return kind(config, build.at(f"layers.{number}"), options)
 
-    def _transform(self, hidden: Tensor, run: Pass) -> Tensor:
-        *blocks, query_layer = self.layers
-        for number, block in enumerate(blocks):
-            hidden = checkpointed(block, hidden, run, on=self.recomputes(number))
+    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
+        if number != self.query_layer:
+            return super()._layer(number, hidden, run, again)
         if self.norm_before_query:
             hidden = self.final_norm(hidden)
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        hidden = checkpointed(query_layer, hidden, queries, run, on=self.recomputes(len(blocks)))
+        return checkpointed(self.layers[str(number)], hidden, queries, run, on=again)
+
+    def _top(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm_before_query else self.final_norm(hidden)
 
 
 def build_model(
-    config: ModelConfig, options: Options | None = None, build: Builder | None = None
+    config: ModelConfig,
+    options: Options | None = None,
+    build: Builder | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> tuple[LanguageModel, PlacementTable]:
     """A model on the meta device (it takes no memory) and the table of its logical tensors.
 
@@ -152,7 +224,8 @@ def build_model(
         config: the architecture.
         options: how it is computed.
         build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
+        parts: those that this rank holds; None: the whole model in one part.
     """
     build = build or Builder(PlacementTable())
     kind = PanGu if config.kind == "pangu" else GPT
-    return kind(config, build, options or Options()), build.table
+    return kind(config, build, options or Options(), parts or [Part.whole(config)]), build.table

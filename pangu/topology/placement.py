@@ -38,6 +38,9 @@ class Placement:
     partial: bool = False
     """True where every rank holds all of it but its gradient comes from a part of the sequence, so that gradients must
     be summed over the tensor-parallel ranks."""
+    shared: str | None = None
+    """Group of pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first and the
+    last stage). None: it lives on one stage."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
