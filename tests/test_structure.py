@@ -20,6 +20,7 @@ FLOORS = {
     "data": 3,
     "models": 4,
     "optim": 4,
+    "pipeline": 5,
     "zero": 5,
     "checkpoint": 6,
     "planning": 6,

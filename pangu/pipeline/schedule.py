@@ -1,0 +1,117 @@
+"""Pipeline schedules as data: for every stage the list of what it does in one step. Needs no process and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.orders import SCHEDULES, Order, Step
+
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every stage does in one step."""
+
+    name: str
+    stages: int
+    virtual: int
+    """Model chunks per stage."""
+    micro_batches: int
+    stage_of: tuple[int, ...]
+    """Stage of each chunk, in model order."""
+    actions: tuple[tuple[Action, ...], ...]
+    """One list per stage, carried out from first to last."""
+
+
+def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Schedule:
+    """Schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
+
+    Raises ValueError, with what would work, if there is no such schedule or it does not allow these numbers.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name}: there is none of that name; {', '.join(sorted(SCHEDULES))} work")
+    for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise ValueError(f"schedule {name} with {what} = {value}: must be at least 1; 1 works")
+    family = SCHEDULES[name]
+    least, most = family.virtual
+    if virtual < least or (most is not None and virtual > most):
+        allowed = f"exactly {least}" if most == least else f"at least {least}"
+        raise ValueError(
+            f"schedule {name} with virtual = {virtual}: it needs {allowed} chunk(s) per stage; virtual = {least} works"
+        )
+    round_trip = tuple(range(stages))
+    stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
+    orders = family.order(stages, virtual, micro_batches)
+    actions = tuple(tuple(_complete(order, stage_of, family.two_phases)) for order in orders)
+    return Schedule(name, stages, virtual, micro_batches, stage_of, actions)
+
+
+def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool) -> Iterator[Action]:
+    """A stage's steps with its messages and parameter actions.
+
+    What a step waits for (receives, GATHER) is begun one step before it, so that it overlaps with that step and no more
+    than one step's worth of buffers is waiting. Sends follow the step that makes what they send.
+    """
+    gather_before, release_after, reduce_after = _parameter_uses(order, two_phases)
+
+    def begin(index: int) -> Iterator[Action]:
+        if index < len(order):
+            if index in gather_before:
+                yield Action(Kind.GATHER, order[index][1])
+            yield from _receive(order[index], stage_of)
+
+    yield from begin(0)
+    for index, step in enumerate(order):
+        yield from begin(index + 1)
+        kind, chunk, micro = step
+        yield Action(kind, chunk, micro)
+        yield from _send(step, stage_of)
+        if index in reduce_after:
+            yield Action(Kind.REDUCE, chunk)
+        if index in release_after:
+            yield Action(Kind.RELEASE, chunk)
+
+
+def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
+    """The receive of what a step takes from another stage, if any."""
+    kind, chunk, micro = step
+    before = chunk - 1 if kind is Kind.FORWARD else chunk + 1
+    if kind is Kind.BACKWARD_WEIGHT or not 0 <= before < len(stage_of) or stage_of[before] == stage_of[chunk]:
+        return
+    receive = Kind.RECV_ACTIVATION if kind is Kind.FORWARD else Kind.RECV_GRADIENT
+    yield Action(receive, chunk, micro, stage_of[before])
+
+
+def _send(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
+    """The send of what a step makes for another stage, if any."""
+    kind, chunk, micro = step
+    after = chunk + 1 if kind is Kind.FORWARD else chunk - 1
+    if kind is Kind.BACKWARD_WEIGHT or not 0 <= after < len(stage_of) or stage_of[after] == stage_of[chunk]:
+        return
+    send = Kind.SEND_ACTIVATION if kind is Kind.FORWARD else Kind.SEND_GRADIENT
+    yield Action(send, chunk, micro, stage_of[after])
+
+
+def _parameter_uses(order: Order, two_phases: bool) -> tuple[set[int], set[int], set[int]]:
+    """Indices of the steps before which their chunk is gathered, after which it is released, and reduced.
+
+    In two phases a chunk is let go between its forwards and its backwards, unless they follow on each other.
+    """
+    uses: dict[int, list[int]] = {}
+    for index, (_, chunk, _) in enumerate(order):
+        uses.setdefault(chunk, []).append(index)
+    gather = {indices[0] for indices in uses.values()}
+    last = {indices[-1] for indices in uses.values()}
+    release = set(last)
+    if two_phases:
+        for indices in uses.values():
+            for use, following in pairwise(indices):
+                if following > use + 1:
+                    release.add(use)
+                    gather.add(following)
+    return gather, release, last
