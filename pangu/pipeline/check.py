@@ -1,0 +1,192 @@
+"""Whether the action lists of a schedule fit each other and do the whole work, told without carrying them out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.schedule import Schedule
+
+Message = tuple[Kind, int, int]
+"""RECV_ACTIVATION or RECV_GRADIENT, the chunk that uses it, its micro-batch."""
+
+
+class ScheduleError(Exception):
+    """Action lists that cannot be carried out, or would not do the work. Names stage, action and what is wrong."""
+
+
+def message_of(action: Action) -> Message:
+    """What a SEND_* or RECV_* moves, the same for both ends."""
+    assert action.micro is not None
+    if action.kind is Kind.SEND_ACTIVATION:
+        return Kind.RECV_ACTIVATION, action.chunk + 1, action.micro
+    if action.kind is Kind.SEND_GRADIENT:
+        return Kind.RECV_GRADIENT, action.chunk - 1, action.micro
+    return action.kind, action.chunk, action.micro
+
+
+def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
+    """The message that a forward or backward waits for; None if it needs none."""
+    assert action.micro is not None
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    kind, before = (
+        (Kind.RECV_ACTIVATION, action.chunk - 1)
+        if action.kind is Kind.FORWARD
+        else (Kind.RECV_GRADIENT, action.chunk + 1)
+    )
+    if not 0 <= before < len(stage_of) or stage_of[before] == stage_of[action.chunk]:
+        return None
+    return kind, action.chunk, action.micro
+
+
+def check(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk is used only
+    between its GATHER and RELEASE and reduced when all its gradients are there, and both ends of every channel (kind of
+    message, from stage, to stage) name the same messages in the same order.
+
+    Whether stages wait for each other in a circle shows only when the lists are carried out: see simulate.
+    """
+    sent: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
+    received: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
+    for stage, actions in enumerate(schedule.actions):
+        _Stage(schedule, stage).check(actions)
+        for action in actions:
+            if action.peer is not None:
+                message = message_of(action)
+                if message[0] is action.kind:
+                    received[message[0], action.peer, stage].append(message)
+                else:
+                    sent[message[0], stage, action.peer].append(message)
+    for channel in sent.keys() | received.keys():
+        if sent[channel] != received[channel]:
+            _refuse_channel(*channel, sent[channel], received[channel])
+
+
+def _refuse_channel(kind: Kind, source: int, target: int, sent: list[Message], received: list[Message]) -> None:
+    at = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        at = min(len(sent), len(received))
+
+    def named(messages: list[Message]) -> str:
+        return f"chunk {messages[at][1]}, micro-batch {messages[at][2]}" if at < len(messages) else "nothing"
+
+    raise ScheduleError(
+        f"stage {target}: {kind} from stage {source}, message {at}: it receives {named(received)}, "
+        f"but stage {source} sends {named(sent)}"
+    )
+
+
+class _Stage:
+    """What one stage has done so far."""
+
+    def __init__(self, schedule: Schedule, stage: int) -> None:
+        self.schedule = schedule
+        self.stage = stage
+        self.stage_of = schedule.stage_of
+        self.chunks = [chunk for chunk, owner in enumerate(schedule.stage_of) if owner == stage]
+        self.done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
+        """(chunk, micro-batch) by kind of action."""
+        self.gathered: set[int] = set()
+        self.reduced: set[int] = set()
+
+    def check(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            wrong = self._wrong(action)
+            if wrong is not None:
+                raise ScheduleError(f"stage {self.stage}: {action}: {wrong}")
+            if action.micro is not None:
+                self.done[action.kind].add((action.chunk, action.micro))
+        self._check_complete()
+
+    def _wrong(self, action: Action) -> str | None:
+        """Why the action is not possible now."""
+        if action.chunk not in self.chunks:
+            return f"the stage has chunks {self.chunks} only"
+        if action.micro is None:
+            return self._wrong_for_parameters(action)
+        if not 0 <= action.micro < self.schedule.micro_batches:
+            return f"there are {self.schedule.micro_batches} micro-batches"
+        if (action.chunk, action.micro) in self.done[action.kind]:
+            return "done twice"
+        if action.peer is not None:
+            return self._wrong_message(action, action.peer, action.micro)
+        return self._wrong_compute(action, (action.chunk, action.micro))
+
+    def _wrong_for_parameters(self, action: Action) -> str | None:
+        chunk = action.chunk
+        if action.kind is Kind.GATHER:
+            if chunk in self.gathered:
+                return "already gathered"
+            self.gathered.add(chunk)
+        elif action.kind is Kind.RELEASE:
+            if chunk not in self.gathered:
+                return "not gathered"
+            self.gathered.remove(chunk)
+        elif action.kind is Kind.REDUCE:
+            if chunk in self.reduced:
+                return "done twice"
+            missing = self._missing(chunk)
+            if missing is not None:
+                return f"before {missing}"
+            self.reduced.add(chunk)
+        else:
+            return "needs a micro-batch"
+        return None
+
+    def _wrong_message(self, action: Action, peer: int, micro: int) -> str | None:
+        done, chunk = self.done, (action.chunk, micro)
+        ahead = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)  # the other end is the next chunk
+        other = action.chunk + 1 if ahead else action.chunk - 1
+        if not 0 <= other < len(self.stage_of) or self.stage_of[other] != peer or peer == self.stage:
+            return "no such message: the neighbouring chunk is not on that stage"
+        if action.kind is Kind.SEND_ACTIVATION and chunk not in done[Kind.FORWARD]:
+            return "sent before its forward"
+        if action.kind is Kind.SEND_GRADIENT and not self._went_back(chunk):
+            return "sent before its backward"
+        return None
+
+    def _wrong_compute(self, action: Action, chunk: tuple[int, int]) -> str | None:
+        done, kind = self.done, action.kind
+        if action.chunk not in self.gathered:
+            return "outside GATHER and RELEASE of its chunk"
+        if kind is Kind.BACKWARD_WEIGHT:
+            return None if chunk in done[Kind.BACKWARD_INPUT] else "before its backward for the input"
+        message = input_of(action, self.stage_of)
+        if message is not None and chunk not in done[message[0]]:
+            return f"no {message[0]} posted before it"
+        if kind is Kind.FORWARD:
+            local = (action.chunk - 1, chunk[1])
+            ready = message is not None or action.chunk == 0 or local in done[Kind.FORWARD]
+            return None if ready else f"before the forward of chunk {local[0]} on this stage"
+        if chunk not in done[Kind.FORWARD]:
+            return "before its forward"
+        if self._went_back(chunk):
+            return "second backward of the micro-batch"
+        local = (action.chunk + 1, chunk[1])
+        ready = message is not None or local[0] == len(self.stage_of) or self._went_back(local)
+        return None if ready else f"before the backward of chunk {local[0]} on this stage"
+
+    def _went_back(self, chunk: tuple[int, int]) -> bool:
+        return chunk in self.done[Kind.BACKWARD] or chunk in self.done[Kind.BACKWARD_INPUT]
+
+    def _missing(self, chunk: int) -> str | None:
+        """A computation that the chunk's gradients still lack."""
+        done = self.done
+        for micro in range(self.schedule.micro_batches):
+            key = (chunk, micro)
+            if key not in done[Kind.BACKWARD] and key not in done[Kind.BACKWARD_WEIGHT]:
+                kind = Kind.BACKWARD_WEIGHT if key in done[Kind.BACKWARD_INPUT] else Kind.BACKWARD
+                return str(Action(kind if key in done[Kind.FORWARD] else Kind.FORWARD, chunk, micro))
+        return None
+
+    def _check_complete(self) -> None:
+        """Sends are left to the comparison of channels: each is received by a step that is checked to be there."""
+        for chunk in self.chunks:
+            missing = self._missing(chunk)
+            if missing is None and chunk not in self.reduced:
+                missing = str(Action(Kind.REDUCE, chunk))
+            if missing is None and chunk in self.gathered:
+                missing = str(Action(Kind.RELEASE, chunk))
+            if missing is not None:
+                raise ScheduleError(f"stage {self.stage}: {missing}: missing")
