@@ -6,6 +6,7 @@ in order. Messages and parameter actions are added by schedule.py, the same way 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -130,38 +131,69 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("zb_v", virtual=(2, 2), v_shape=True)
 def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """Two chunks per stage in a V, backward split (ZB-V, Qi et al., arXiv 2401.10241; V schedules, arXiv 2405.15362).
+    """Two chunks per stage in a V, backward split, at most 2p chunk activations on any stage, which is what 1F1B's
+    first stage holds (ZB-V, Qi et al., arXiv 2401.10241, 6; V-ZB of arXiv 2405.15362).
 
-    Found by carrying it out in equal ticks: a stage takes the first that is ready of a backward for the input, a
-    forward of its upper chunk, a forward of its lower chunk, a weight gradient; and holds at most 2p chunk
-    activations (what 1F1B's first stage holds), the last of them for the upper chunk only. That never gets stuck: the
-    oldest unfinished micro-batch finds, wherever it goes next, no younger one before it in the same chunk, so at most
-    2p - 1 places are taken. Forwards and backwards of a chunk keep the order of the micro-batches.
+    Forwards and backwards for the input are in the paper's order; the weight gradients are placed by _fill.
     """
-    num_chunks, places = 2 * stages, 2 * stages
-    forwards, inputs, weights = [[0] * num_chunks for _ in range(3)]  # micro-batches done, per chunk
-    orders: list[Order] = [[] for _ in range(stages)]
+    # fewer than 2p - 1 micro-batches are the first of 2p - 1, the others left out
+    rounds = max(2 * stages - 1, micro_batches)
+    orders = []
+    for stage in range(stages):
+        down, up = stage, 2 * stages - 1 - stage
+        pattern = [(F, down)] * (2 * (stages - stage) - 1)
+        pattern += [(F, up), (F, down)] * stage
+        pattern += [(F, up), (I, up)] * (stages - stage)
+        pattern += [(F, down), (I, down), (F, up), (I, up)] * (rounds - 2 * stages + stage + 1)
+        pattern += [(I, down), (F, up), (I, up)] * (stages - stage - 1)
+        pattern += [(I, down), (I, up)] * stage
+        pattern += [(I, down)] * (stages - stage)
+        micros = {step: iter(range(rounds)) for step in pattern}
+        numbered = [(kind, chunk, next(micros[kind, chunk])) for kind, chunk in pattern]
+        orders.append([step for step in numbered if step[2] < micro_batches])
+    return _fill(orders, num_chunks=2 * stages, places=2 * stages)
 
-    def next_step(stage: int) -> Step | None:
-        lower, upper = stage, num_chunks - 1 - stage
-        held = sum(forwards[chunk] - weights[chunk] for chunk in (lower, upper))
-        for chunk in (lower, upper):
-            arrived = forwards[chunk] if chunk == num_chunks - 1 else inputs[chunk + 1]
-            if inputs[chunk] < arrived:
-                return I, chunk, inputs[chunk]
-        for chunk, limit in ((upper, places), (lower, places - 1)):
-            arrived = micro_batches if chunk == 0 else forwards[chunk - 1]
-            if forwards[chunk] < arrived and held < limit:
-                return F, chunk, forwards[chunk]
-        for chunk in (upper, lower):
-            if weights[chunk] < inputs[chunk]:
-                return W, chunk, weights[chunk]
-        return None
 
-    done = {F: forwards, I: inputs, W: weights}
-    while weights[0] < micro_batches or min(weights) < micro_batches:
-        for stage, step in enumerate([next_step(stage) for stage in range(stages)]):
-            if step is not None:
-                done[step[0]][step[1]] += 1
-                orders[stage].append(step)
-    return orders
+def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
+    """Put the weight gradients where a stage would wait for another, or where it needs the place of an activation.
+
+    Found by carrying out the orders in ticks of equal length. It always ends: the orders themselves can be carried out,
+    and a weight gradient holds a stage up for one tick only.
+
+    Args:
+        orders: forwards and backwards for the input, micro-batches of a chunk in ascending order.
+        num_chunks: on all stages.
+        places: most activations that a stage may hold from forward to weight gradient; the orders alone, counted to
+            the backward for the input, must need no more.
+    """
+    done = {(kind, chunk): 0 for kind in (F, I) for chunk in range(num_chunks)}  # micro-batches
+    remaining = [deque(order) for order in orders]
+    owed: list[deque[Step]] = [deque() for _ in orders]  # weight gradients that could be computed
+    held = [0 for _ in orders]
+    filled: list[Order] = [[] for _ in orders]
+
+    def can_go_on(stage: int) -> bool:
+        if not remaining[stage] or (remaining[stage][0][0] is F and held[stage] == places):
+            return False
+        kind, chunk, micro = remaining[stage][0]
+        turn = kind is I and chunk == num_chunks - 1  # the loss: backward follows the chunk's own forward
+        source = (F, chunk) if turn else (kind, chunk - 1 if kind is F else chunk + 1)
+        return source not in done or done[source] > micro
+
+    while any(remaining) or any(owed):
+        tick = [
+            (stage, queue.popleft())
+            for stage in range(len(orders))
+            if (queue := remaining[stage] if can_go_on(stage) else owed[stage])
+        ]
+        for stage, (kind, chunk, micro) in tick:
+            filled[stage].append((kind, chunk, micro))
+            if kind is W:
+                held[stage] -= 1
+                continue
+            done[kind, chunk] += 1
+            if kind is F:
+                held[stage] += 1
+            else:
+                owed[stage].append((W, chunk, micro))
+    return filled
