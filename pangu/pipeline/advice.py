@@ -1,0 +1,107 @@
+"""What a run is told of its pipeline when it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pangu.pipeline.actions import Kind
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.pipeline.simulate import Durations, Timeline, simulate
+
+GOOD_BUBBLE = 0.1
+"""A larger idle share is worth a warning."""
+WORTH_CHANGING = 0.03
+"""Share of the step's computing time that another schedule has to save to be named."""
+
+
+def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[str]:
+    """Lines for the log: bubble and activations of the schedule; warnings where another would pay, with numbers.
+
+    All numbers are simulated. Raises as simulate.
+
+    Args:
+        schedule: what the run uses.
+        durations: of the schedule's chunks.
+        num_layers: of the model; schedules that need more chunks than that are not named.
+    """
+    timeline = simulate(schedule, durations)
+    lines = [f"pipeline: {_described(timeline)}"]
+    if timeline.bubble > GOOD_BUBBLE:
+        more = _more_micro_batches(timeline, durations)
+        lines.append(
+            f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
+            f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
+        )
+    for other in _better_schedules(timeline, durations, num_layers):
+        virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
+        faster = timeline.makespan / other.makespan - 1
+        lines.append(
+            f"warning: parallel.schedule={other.schedule.name}{virtual} would be {faster:.1%} faster: "
+            f"{_described(other)}"
+        )
+    return lines
+
+
+def _described(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
+    held = [f"{live / schedule.virtual:.3g}" for live in timeline.peak_live()]
+    per_stage = f"{held[0]} on each stage" if len(set(held)) == 1 else f"{', '.join(held)} by stage"
+    return (
+        f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches: "
+        f"bubble {timeline.bubble:.1%}, activations of at most so many micro-batches held: {per_stage}"
+    )
+
+
+def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline:
+    """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good.
+
+    Once there are as many micro-batches as stages, more of them add work but (without link times) no idle time.
+    """
+    schedule = timeline.schedule
+    if schedule.micro_batches < schedule.stages:
+        enough = make_schedule(schedule.name, schedule.stages, schedule.virtual, schedule.stages)
+        timeline = simulate(enough, durations)
+    per_bubble = timeline.schedule.micro_batches * timeline.bubble / (1 - timeline.bubble)
+    rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
+    more = make_schedule(schedule.name, schedule.stages, schedule.virtual, max(1, rounds) * schedule.stages)
+    return simulate(more, durations)
+
+
+def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int) -> list[Timeline]:
+    """Of the other schedules, on the same work: the fastest; the fastest that holds no more activations; and the one
+    that holds fewest, if that is half as many or less, without being slower. The first two if they save enough."""
+    found = [simulate(*other) for other in _others(timeline.schedule, durations, num_layers)]
+    found.sort(key=lambda other: (other.makespan, _held(other)))
+    faster = [other for other in found if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
+    frugal = [other for other in faster if _held(other) <= _held(timeline)]
+    lean = [other for other in found if other.makespan <= timeline.makespan and 2 * _held(other) <= _held(timeline)]
+    named = {other.schedule.name: other for other in faster[:1] + frugal[:1] + sorted(lean, key=_held)[:1]}
+    return list(named.values())
+
+
+def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterator[tuple[Schedule, Durations]]:
+    """The other schedules that the layers suffice for, with a stage's time cut evenly over its chunks."""
+    seconds = durations.per_chunk(len(schedule.stage_of))
+    for name, family in SCHEDULES.items():
+        least, most = family.virtual
+        virtual = least if most is not None else max(2, least)
+        if name == schedule.name or schedule.stages * virtual > num_layers:
+            continue
+        other = make_schedule(name, schedule.stages, virtual, schedule.micro_batches)
+
+        def spread(kind: Kind, stage_of: tuple[int, ...] = other.stage_of, virtual: int = virtual) -> list[float]:
+            of_stage = [0.0] * schedule.stages
+            for stage, time in zip(schedule.stage_of, seconds[kind], strict=True):
+                of_stage[stage] += time / virtual
+            return [of_stage[stage] for stage in stage_of]
+
+        forward, to_input, to_weight = spread(Kind.FORWARD), spread(Kind.BACKWARD_INPUT), spread(Kind.BACKWARD_WEIGHT)
+        yield other, Durations(forward, to_input, to_weight, durations.link)
+
+
+def _held(timeline: Timeline) -> float:
+    """Activations of the stage that holds most, in micro-batches."""
+    return max(timeline.peak_live()) / timeline.schedule.virtual
