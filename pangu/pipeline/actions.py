@@ -24,6 +24,10 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
 
 
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+MESSAGES = frozenset({Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT})
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a stage does.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.pipeline.schedule import Schedule
 
 Message = tuple[Kind, int, int]
@@ -103,14 +103,16 @@ class _Stage:
         """Why the action is not possible now."""
         if action.chunk not in self.chunks:
             return f"the stage has chunks {self.chunks} only"
+        if (action.micro is None) == (action.kind in COMPUTE | MESSAGES):
+            return "computations and messages have a micro-batch, all else has none"
         if action.micro is None:
             return self._wrong_for_parameters(action)
         if not 0 <= action.micro < self.schedule.micro_batches:
             return f"there are {self.schedule.micro_batches} micro-batches"
         if (action.chunk, action.micro) in self.done[action.kind]:
             return "done twice"
-        if action.peer is not None:
-            return self._wrong_message(action, action.peer, action.micro)
+        if action.kind in MESSAGES:
+            return self._wrong_message(action, (action.chunk, action.micro))
         return self._wrong_compute(action, (action.chunk, action.micro))
 
     def _wrong_for_parameters(self, action: Action) -> str | None:
@@ -123,24 +125,21 @@ class _Stage:
             if chunk not in self.gathered:
                 return "not gathered"
             self.gathered.remove(chunk)
-        elif action.kind is Kind.REDUCE:
+        else:
             if chunk in self.reduced:
                 return "done twice"
             missing = self._missing(chunk)
             if missing is not None:
                 return f"before {missing}"
             self.reduced.add(chunk)
-        else:
-            return "needs a micro-batch"
         return None
 
-    def _wrong_message(self, action: Action, peer: int, micro: int) -> str | None:
-        done, chunk = self.done, (action.chunk, micro)
+    def _wrong_message(self, action: Action, chunk: tuple[int, int]) -> str | None:
         ahead = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)  # the other end is the next chunk
         other = action.chunk + 1 if ahead else action.chunk - 1
-        if not 0 <= other < len(self.stage_of) or self.stage_of[other] != peer or peer == self.stage:
+        if not 0 <= other < len(self.stage_of) or self.stage_of[other] != action.peer or action.peer == self.stage:
             return "no such message: the neighbouring chunk is not on that stage"
-        if action.kind is Kind.SEND_ACTIVATION and chunk not in done[Kind.FORWARD]:
+        if action.kind is Kind.SEND_ACTIVATION and chunk not in self.done[Kind.FORWARD]:
             return "sent before its forward"
         if action.kind is Kind.SEND_GRADIENT and not self._went_back(chunk):
             return "sent before its backward"

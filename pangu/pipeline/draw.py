@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
 
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
@@ -15,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pangu.config.errors import writing
-from pangu.pipeline.actions import Kind
-from pangu.pipeline.simulate import COMPUTE, Event, Timeline
+from pangu.pipeline.actions import COMPUTE, Kind
+from pangu.pipeline.simulate import Event, Timeline
 from pangu.pipeline.theory import bubble
 
 LOOKS = {
@@ -46,8 +45,8 @@ def draw(timeline: Timeline, stem: Path, says: str, unit: str = "s") -> None:
     Raises UserError if a file cannot be written.
     """
     durations = [event.stop - event.start for events in timeline.computing for event in events]
-    typical = max(median(durations), timeline.makespan * 1e-4)
-    width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / typical))  # inches of the rows
+    short = max(sorted(durations)[len(durations) // 4], timeline.makespan * 1e-4)  # typical of the shortest kind
+    width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / short))  # inches of the rows
     whole, height = width + 1.0, 0.32 * timeline.schedule.stages + 1.3
     figure = Figure(figsize=(whole, height), dpi=150)
     FigureCanvasAgg(figure)  # not pyplot, which keeps every figure and may look for a display
@@ -147,13 +146,13 @@ def write_trace(timeline: Timeline, path: Path) -> None:
         action = event.action
         args = {"chunk": action.chunk, "micro": action.micro, "peer": action.peer}
         micro = "" if action.micro is None else f" {action.micro}"
-        start, stop = ((time - timeline.start) * 1e6 for time in (event.start, event.stop))
+        start, duration = (event.start - timeline.start) * 1e6, (event.stop - event.start) * 1e6
         record = {"name": f"{action.kind}{micro}", "cat": str(action.kind), "pid": 0, "tid": event.stage, "args": args}
         if action.kind in COMPUTE:
-            records.append({**record, "ph": "X", "ts": start, "dur": stop - start})
+            records.append({**record, "ph": "X", "ts": start, "dur": duration})
         else:
             records.append({**record, "ph": "b", "id": number, "ts": start})
-            records.append({**record, "ph": "e", "id": number, "ts": stop})
+            records.append({**record, "ph": "e", "id": number, "ts": start + duration})
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")

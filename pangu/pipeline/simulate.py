@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of
 from pangu.pipeline.schedule import Schedule
-
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
                 stop = clock + seconds[kind][action.chunk]
                 events.append(Event(stage, action, clock, stop))
                 clock = stop
-            elif action.peer is not None:
+            elif kind in MESSAGES:
                 message = message_of(action)
                 if message[0] is kind:
                     posted[message] = clock

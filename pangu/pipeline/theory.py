@@ -18,7 +18,7 @@ def bubble(
 
     - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
     - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)
-    - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F
+    - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F and W <= I
     - zb_v: idle (p-1) F, if F = I = W
 
     With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long
@@ -28,7 +28,7 @@ def bubble(
     whole = forward + backward_input + backward_weight
     if name in ("gpipe", "1f1b", "interleaved", "breadth_first"):
         makespan = ((v - 1) * max(m, p) + m + p - 1) * whole
-    elif name == "zb_h1" and backward_weight <= forward:
+    elif name == "zb_h1" and backward_weight <= min(forward, backward_input):
         makespan = (p + m - 1) * (forward + backward_input) + max(1, m - p + 1) * backward_weight
     elif name == "zb_v" and forward == backward_input == backward_weight:
         makespan = max(4 * p - 1 + 2 * m, 3 * p - 1 + 4 * m, p - 1 + 6 * m) * forward

@@ -1,0 +1,55 @@
+"""The simulator on schedules small enough to do by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import Durations, Event, simulate
+
+
+def test_two_stages_by_hand() -> None:
+    """Stage 0: F 0-1, waits for the gradient, B 10.5-13.5; stage 1: F 1.5-5.5, B 5.5-10; messages take 0.5."""
+    durations = Durations(forward=[1, 4], backward_input=[2, 4], backward_weight=[1, 0.5], link=0.5)
+    timeline = simulate(make_schedule("1f1b", 2, 1, 1), durations)
+    assert sorted(timeline.events, key=lambda event: event.start) == [
+        Event(0, Action(Kind.FORWARD, 0, 0), 0, 1),
+        Event(0, Action(Kind.SEND_ACTIVATION, 0, 0, 1), 1, 1.5),
+        Event(1, Action(Kind.FORWARD, 1, 0), 1.5, 5.5),
+        Event(1, Action(Kind.BACKWARD, 1, 0), 5.5, 10),
+        Event(1, Action(Kind.SEND_GRADIENT, 1, 0, 0), 10, 10.5),
+        Event(0, Action(Kind.BACKWARD, 0, 0), 10.5, 13.5),
+    ]
+    assert timeline.makespan == 13.5
+    assert timeline.stage_bubbles == pytest.approx((9.5 / 13.5, 5 / 13.5))
+    assert timeline.bubble == pytest.approx((9.5 + 5) / 27)
+
+
+def test_a_transfer_begins_when_both_ends_are_ready() -> None:
+    """Stage 1 posts the receive of micro-batch 2 before it begins with 1, at 11, long after it was sent."""
+    timeline = simulate(make_schedule("gpipe", 2, 1, 3), Durations(forward=[1, 10], link=0.5))
+    transfers = [(event.start, event.stop) for event in timeline.events if event.action.kind is Kind.SEND_ACTIVATION]
+    assert transfers == [(1, 1.5), (2, 2.5), (11.5, 12)]
+
+
+def test_activations_kept_for_the_weight_gradient() -> None:
+    """ZB-H1's last stage holds one micro-batch from forward to I, and p of them if W needs all that F kept."""
+    timeline = simulate(make_schedule("zb_h1", 4, 1, 8), Durations())
+    assert timeline.peak_live() == (4, 4, 4, 4)
+    assert timeline.peak_live(kept_for_weight=0) == (4, 3, 2, 1)
+    assert timeline.peak_live(kept_for_weight=0.5) == (4, 3.5, 3, 2.5)
+
+
+def test_a_measured_time_line_may_begin_at_any_time() -> None:
+    timeline = simulate(make_schedule("zb_v", 2, 2, 3), Durations())
+    later = tuple(event._replace(start=event.start + 100, stop=event.stop + 100) for event in timeline.events[::-1])
+    moved = type(timeline)(timeline.schedule, later)
+    assert moved.makespan == timeline.makespan
+    assert moved.bubble == pytest.approx(timeline.bubble)
+    assert moved.peak_live() == timeline.peak_live()
+
+
+def test_durations_for_another_number_of_chunks() -> None:
+    with pytest.raises(ValueError, match="backward_input has 3 entries: needs one per chunk, 2"):
+        simulate(make_schedule("1f1b", 2, 1, 1), Durations(backward_input=[1, 2, 3]))
