@@ -85,21 +85,19 @@ def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int)
 def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterator[tuple[Schedule, Durations]]:
     """The other schedules that the layers suffice for, with a stage's time cut evenly over its chunks."""
     seconds = durations.per_chunk(len(schedule.stage_of))
+    stage_seconds = [[0.0] * schedule.stages for _ in range(3)]
+    for total, kind in zip(stage_seconds, (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), strict=True):
+        for stage, time in zip(schedule.stage_of, seconds[kind], strict=True):
+            total[stage] += time
     for name, family in SCHEDULES.items():
         least, most = family.virtual
         virtual = least if most is not None else max(2, least)
-        if name == schedule.name or schedule.stages * virtual > num_layers:
-            continue
-        other = make_schedule(name, schedule.stages, virtual, schedule.micro_batches)
-
-        def spread(kind: Kind, stage_of: tuple[int, ...] = other.stage_of, virtual: int = virtual) -> list[float]:
-            of_stage = [0.0] * schedule.stages
-            for stage, time in zip(schedule.stage_of, seconds[kind], strict=True):
-                of_stage[stage] += time / virtual
-            return [of_stage[stage] for stage in stage_of]
-
-        forward, to_input, to_weight = spread(Kind.FORWARD), spread(Kind.BACKWARD_INPUT), spread(Kind.BACKWARD_WEIGHT)
-        yield other, Durations(forward, to_input, to_weight, durations.link)
+        if name != schedule.name and schedule.stages * virtual <= num_layers:
+            other = make_schedule(name, schedule.stages, virtual, schedule.micro_batches)
+            forward, to_input, to_weight = (
+                [total[stage] / virtual for stage in other.stage_of] for total in stage_seconds
+            )
+            yield other, Durations(forward, to_input, to_weight, durations.link)
 
 
 def _held(timeline: Timeline) -> float:

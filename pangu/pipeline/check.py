@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import zip_longest
 
 from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.pipeline.schedule import Schedule
@@ -59,22 +60,19 @@ def check(schedule: Schedule) -> None:
                 else:
                     sent[message[0], stage, action.peer].append(message)
     for channel in sent.keys() | received.keys():
-        if sent[channel] != received[channel]:
-            _refuse_channel(*channel, sent[channel], received[channel])
+        _check_channel(*channel, sent[channel], received[channel])
 
 
-def _refuse_channel(kind: Kind, source: int, target: int, sent: list[Message], received: list[Message]) -> None:
-    at = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if pair[0] != pair[1]), None)
-    if at is None:
-        at = min(len(sent), len(received))
+def _check_channel(kind: Kind, source: int, target: int, sent: list[Message], received: list[Message]) -> None:
+    def named(message: Message | None) -> str:
+        return "nothing" if message is None else f"chunk {message[1]}, micro-batch {message[2]}"
 
-    def named(messages: list[Message]) -> str:
-        return f"chunk {messages[at][1]}, micro-batch {messages[at][2]}" if at < len(messages) else "nothing"
-
-    raise ScheduleError(
-        f"stage {target}: {kind} from stage {source}, message {at}: it receives {named(received)}, "
-        f"but stage {source} sends {named(sent)}"
-    )
+    for index, (send, receive) in enumerate(zip_longest(sent, received)):
+        if send != receive:
+            raise ScheduleError(
+                f"stage {target}: {kind} from stage {source}, message {index}: it receives {named(receive)}, "
+                f"but stage {source} sends {named(send)}"
+            )
 
 
 class _Stage:

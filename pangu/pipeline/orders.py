@@ -116,7 +116,7 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 @register("zb_h1")
 def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     """1F1B with the backward split: stage r computes weight gradients r micro-batches late, so that the gradient of the
-    input leaves at once and the weight gradients fill the end (ZB-H1, Qi et al., arXiv 2401.10241, 2.2)."""
+    input leaves at once and the weight gradients fill the end (ZB-H1, Qi et al., arXiv 2401.10241, 2.1)."""
     orders = []
     for stage, one_f_one_b_order in enumerate(one_f_one_b(stages, virtual, micro_batches)):
         order: Order = []
@@ -132,9 +132,9 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 @register("zb_v", virtual=(2, 2), v_shape=True)
 def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     """Two chunks per stage in a V, backward split, at most 2p chunk activations on any stage, which is what 1F1B's
-    first stage holds (ZB-V, Qi et al., arXiv 2401.10241, 6; V-ZB of arXiv 2405.15362).
+    first stage holds (ZB-V, Qi et al., arXiv 2401.10241; V-ZB of arXiv 2405.15362).
 
-    Forwards and backwards for the input are in the paper's order; the weight gradients are placed by _fill.
+    Forwards and backwards for the input are in ZB-V's order; the weight gradients are placed by _fill.
     """
     # fewer than 2p - 1 micro-batches are the first of 2p - 1, the others left out
     rounds = max(2 * stages - 1, micro_batches)

@@ -95,7 +95,7 @@ class Timeline:
 
         One is held from the start of its forward to the end of its backward. Where the backward is split, the share
         `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
-        of arXiv 2401.10241, 2.2. With 0, counted from F to I alone, ZB-H1 holds what 1F1B holds, p - r.
+        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 holds what 1F1B holds, p - r.
         """
         released = {Kind.FORWARD: -1.0, Kind.BACKWARD: 1.0, Kind.BACKWARD_INPUT: 1.0 - kept_for_weight}
         peaks = []
