@@ -13,7 +13,7 @@ from pangu.pipeline.simulate import Durations, Timeline, simulate
 GOOD_BUBBLE = 0.1
 """A larger idle share is worth a warning."""
 WORTH_CHANGING = 0.03
-"""Share of the step's computing time that another schedule has to save to be named."""
+"""Share of the step's computing time that a change has to save to be named."""
 
 
 def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[str]:
@@ -30,10 +30,11 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
     lines = [f"pipeline: {_described(timeline)}"]
     if timeline.bubble > GOOD_BUBBLE:
         more = _more_micro_batches(timeline, durations)
-        lines.append(
-            f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
-            f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
-        )
+        if more.bubble <= timeline.bubble - WORTH_CHANGING:  # not where the stages are uneven
+            lines.append(
+                f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
+                f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
+            )
     for other in _better_schedules(timeline, durations, num_layers):
         virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
         faster = timeline.makespan / other.makespan - 1
@@ -58,7 +59,8 @@ def _described(timeline: Timeline) -> str:
 def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline:
     """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good.
 
-    Once there are as many micro-batches as stages, more of them add work but (without link times) no idle time.
+    Once there are as many micro-batches as stages, more of them add work but no idle time, unless stages are uneven or
+    links slow.
     """
     schedule = timeline.schedule
     if schedule.micro_batches < schedule.stages:

@@ -40,3 +40,10 @@ def test_a_schedule_that_holds_too_much() -> None:
 def test_nothing_to_say_of_a_good_schedule() -> None:
     assert len(advise(make_schedule("zb_v", 4, 2, 32), Durations(), num_layers=64)) == 1
     assert len(advise(make_schedule("1f1b", 1, 1, 1), Durations(), num_layers=64)) == 1
+
+
+def test_more_micro_batches_do_not_mend_uneven_stages() -> None:
+    """The last of 4 stages takes 4 times as long, and the others wait for it: 1 - (7 / 4 * 64) / (3 + 4 * 64)."""
+    lines = advise(make_schedule("1f1b", 4, 1, 64), Durations([1, 1, 1, 4], [1, 1, 1, 4], [1, 1, 1, 4]), num_layers=4)
+    assert "bubble 56.8%" in lines[0]
+    assert not any("micro-batches (" in line for line in lines)

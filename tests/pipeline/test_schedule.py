@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pangu.pipeline import theory
 from pangu.pipeline.actions import COMPUTE, Kind
-from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.orders import SCHEDULES, Family, Order
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import Durations, Timeline, simulate
 
@@ -182,6 +182,18 @@ def test_the_v_turns_without_messages() -> None:
     ends = [(action.chunk, action.peer) for action in schedule.actions[2] if action.peer is not None]
     assert set(ends) == {(2, 1), (3, 1)}
     assert len(ends) == 4 * 4
+
+
+def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One micro-batch after the other: all stages but one are always idle."""
+
+    def one_by_one(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        return [[(kind, stage, micro) for micro in range(micro_batches) for kind in kinds] for stage in range(stages)]
+
+    monkeypatch.setitem(SCHEDULES, "one_by_one", Family(one_by_one, virtual=(1, 1)))
+    assert run("one_by_one", 4, 1, 3, Durations()).bubble == pytest.approx(3 / 4)
+    assert theory.bubble("one_by_one", 4, 1, 3) is None
 
 
 @pytest.mark.parametrize(
