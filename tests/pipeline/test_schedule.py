@@ -101,7 +101,7 @@ def test_bubbles_of_the_papers(p: int, v: int, more: int, fiw: tuple[float, floa
     idle = (p - 1) * (f + i - w)
     assert run("zb_h1", p, 1, m, times).bubble == pytest.approx(idle / (idle + m * (f + i + w)), abs=1e-9)
     assert theory.bubble("zb_h1", p, 1, m, f, i, w) == pytest.approx(idle / (idle + m * (f + i + w)), abs=1e-9)
-    # with F = I = W only the way to the last stage and back to the first, once, is not filled
+    # with F = I = W a stage is idle only as long as a forward takes from the first stage to the last
     assert run("zb_v", p, 2, m, Durations(f, f, f)).bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-9)
 
 
@@ -114,7 +114,7 @@ def test_activations_of_the_papers(p: int, m: int) -> None:
     assert zb_h1.peak_live(kept_for_weight=0) == one_f_one_b
     assert max(zb_h1.peak_live()) == max(one_f_one_b)
     assert max(run("zb_v", p, 2, m, Durations()).peak_live()) / 2 <= p
-    if m % p == 0:  # the first stage of arXiv 2205.05198, 4: p (1 + (p-1)/(p v)) micro-batches' worth
+    if m % p == 0:  # the first stage of arXiv 2205.05198, 4.2.3: p (1 + (p-1)/(p v)) micro-batches' worth
         interleaved = run("interleaved", p, 2, m, Durations())
         assert max(interleaved.peak_live()) / 2 == pytest.approx(min(m, p * (1 + (p - 1) / (2 * p))))
 
@@ -129,8 +129,8 @@ def test_1f1b_as_written() -> None:
 def test_interleaved_as_written() -> None:
     schedule = make_schedule("interleaved", 2, 2, 4)
     assert schedule.stage_of == (0, 1, 0, 1)
-    assert computing(schedule, 0) == ("F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3")
-    assert computing(schedule, 1) == ("F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3")
+    assert computing(schedule, 0) == "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
+    assert computing(schedule, 1) == "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
 
 
 def test_zb_h1_as_written() -> None:
@@ -156,8 +156,8 @@ def test_breadth_first_gathers_a_chunk_twice_and_reduces_it_once() -> None:
 
 
 def test_receives_are_posted_one_computation_ahead_and_sends_follow_theirs() -> None:
-    kinds = [str(action) for action in make_schedule("1f1b", 3, 1, 2).actions[1]]
-    assert kinds == [
+    listed = [str(action) for action in make_schedule("1f1b", 3, 1, 2).actions[1]]
+    assert listed == [
         "GATHER of chunk 1",
         "RECV_ACTIVATION of chunk 1, micro-batch 0, peer stage 0",
         "RECV_ACTIVATION of chunk 1, micro-batch 1, peer stage 0",
