@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AXES = ("pipeline", "data", "tensor")
 """Mesh axes, slowest first. Neighbouring ranks form a tensor group, so its heavy traffic stays inside a node."""
@@ -27,9 +27,11 @@ class Layout:
     zero: int = 0
     sequence: bool = False
     """Sequence parallelism: the tensor-parallel ranks also share what stands between the matrices."""
+    virtual: int = 1
+    """Model chunks per pipeline stage."""
 
     def __post_init__(self) -> None:
-        assert min(self.tensor, self.pipeline, self.data) >= 1, self
+        assert min(self.tensor, self.pipeline, self.data, self.virtual) >= 1, self
 
     @property
     def world(self) -> int:
@@ -51,3 +53,8 @@ class Layout:
     def rank(self, at: Coordinates) -> int:
         """Global rank that stands at these coordinates; the inverse of `coordinates`."""
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+
+    def peers(self, rank: int, axis: str) -> list[int]:
+        """Global ranks along one axis through `rank`, in the order of that coordinate."""
+        at = self.coordinates(rank)
+        return [self.rank(replace(at, **{axis: place})) for place in range(getattr(self, axis))]

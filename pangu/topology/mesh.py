@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from pangu.topology.layout import AXES, Coordinates, Layout
 
@@ -19,20 +20,36 @@ class Mesh:
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Axis name -> the group of this rank along it; axes of size 1 have none. `world` is everybody."""
+    """Axis name -> the group of this rank along it; axes of size 1 have none. `world` is everybody; `ends` the first
+    and the last stage of this rank's pipeline, for the ranks that are on one of them."""
+    timeout_s: float = 600.0
+    """Seconds that a process waits for another one before it gives up."""
 
     @classmethod
-    def connect(cls, layout: Layout, device: torch.device) -> Mesh:
+    def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0) -> Mesh:
         """Join the other processes of the run; a layout of one device needs no process group and makes none."""
         if layout.world == 1:
             return cls(layout, 0, device)
         if not dist.is_initialized():
-            dist.init_process_group(dist.get_default_backend_for_device(device))
-        shape = tuple(getattr(layout, axis) for axis in AXES)
-        live = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        groups = {axis: live.get_group(axis) for axis, size in zip(AXES, shape, strict=True) if size > 1}
+            backend = dist.get_default_backend_for_device(device)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         assert dist.group.WORLD is not None
-        return cls(layout, dist.get_rank(), device, groups | {"world": dist.group.WORLD})
+        mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s)
+        for axis in AXES:
+            if getattr(layout, axis) > 1:
+                mesh.groups[axis] = mesh.new_group(layout.peers(mesh.rank, axis))
+        stages = layout.peers(mesh.rank, "pipeline")
+        if len(stages) > 1 and mesh.rank in (stages[0], stages[-1]):
+            mesh.groups["ends"] = mesh.new_group([stages[0], stages[-1]])
+        return mesh
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """One more group of some global ranks; all of them must ask for it, in the same order as for other groups."""
+        timeout = timedelta(seconds=self.timeout_s)
+        # only the members meet: with the default every process of the run would have to take part in making each group
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert group is not None
+        return group
 
     @property
     def at(self) -> Coordinates:
