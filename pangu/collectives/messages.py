@@ -14,21 +14,20 @@ from pangu.topology.mesh import Mesh
 
 @dataclass(frozen=True)
 class Message:
-    """Tensors on their way. They must stay alive, and must not be changed, until the message is done."""
+    """A tensor on its way. It must stay alive, and must not be changed, until the message is done."""
 
-    tensors: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
+    tensor: Tensor
+    work: dist.Work
 
     @property
     def is_done(self) -> bool:
         """True if waiting would not take time."""
-        return all(work.is_completed() for work in self.works)
+        return self.work.is_completed()
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, sent or received. Raises RuntimeError if the other side is gone or does not answer in time."""
-        for work in self.works:
-            work.wait()
-        return self.tensors
+    def wait(self) -> Tensor:
+        """The tensor, sent or received. Raises RuntimeError if the other side is gone or does not answer in time."""
+        self.work.wait()
+        return self.tensor
 
 
 class Channels:
@@ -51,17 +50,16 @@ class Channels:
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         self._groups = {lane: mesh.new_group(ranks) for lane in sorted(set(lanes))}
 
-    def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Message:
-        """Begin to send tensors to stage `peer`."""
-        group = self._groups[kind, peer > self._stage]
-        kept = tuple(tensor.contiguous() for tensor in tensors)
-        return self._message(kept, [dist.isend(tensor, group=group, group_dst=peer) for tensor in kept])
+    def send(self, kind: str, tensor: Tensor, peer: int) -> Message:
+        """Begin to send a tensor to stage `peer`."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=self._groups[kind, peer > self._stage], group_dst=peer)
+        assert work is not None
+        return Message(tensor, work)
 
-    def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Message:
-        """Begin to receive tensors of the given shapes from stage `peer`."""
-        group = self._groups[kind, peer < self._stage]
-        buffers = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        return self._message(buffers, [dist.irecv(buffer, group=group, group_src=peer) for buffer in buffers])
-
-    def _message(self, tensors: tuple[Tensor, ...], works: Sequence[dist.Work | None]) -> Message:
-        return Message(tensors, tuple(work for work in works if work is not None))
+    def receive(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Message:
+        """Begin to receive a tensor of the given shape from stage `peer`."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        work = dist.irecv(tensor, group=self._groups[kind, peer < self._stage], group_src=peer)
+        assert work is not None
+        return Message(tensor, work)

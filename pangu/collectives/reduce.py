@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,26 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.R
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     """Begin to sum `tensor` in place over `group`; it holds the sum after `wait()` on the result."""
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`."""
+    if group is None:
+        return None
+    return _named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
+    it; valid after `wait()`."""
+    if group is None:
+        return None
+    return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
+
+
+def _named(name: str, before: str) -> Callable[..., dist.Work]:
+    """A function of torch.distributed under the name it has from torch 2.13 on, or under the one it had before."""
+    return getattr(dist, name, None) or getattr(dist, before)
 
 
 def sum_of(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:

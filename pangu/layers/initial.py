@@ -36,10 +36,17 @@ def initial_block(placement: Placement, seed: int, rows: tuple[int, int], column
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, placement: Placement, seed: int) -> None:
-    """Write the first values of this rank's slice into `tensor` (its local shape; any device and float format)."""
+def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
+    """Write first values into `tensor`, a rectangle of a logical tensor on any device and in any float format.
+
+    Args:
+        tensor: where to.
+        placement: of the logical tensor.
+        seed: of the run.
+        offsets: global index of the rectangle's first element; None: that of this rank's slice.
+    """
     matrix = tensor.view(tensor.shape[0], -1)
-    first_row, first_column = (*placement.offsets, 0)[:2]
+    first_row, first_column = (*(offsets or placement.offsets), 0)[:2]
     columns = (first_column, first_column + matrix.shape[1])
     band = 16 * TILE  # bounds the host memory beside the tensor
     for start in range(0, matrix.shape[0], band):

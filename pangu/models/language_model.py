@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from pangu.data.batch import Batch
 from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder, NewTensor
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.gate import Gate
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.recompute import checkpointed
@@ -70,6 +72,7 @@ class LanguageModel(nn.Module, ABC):
         """
         super().__init__()
         self.parts = tuple(parts)
+        self.gate = Gate()
         begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
         shared = "ends" if config.tied_head and begins != ends else None
         self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
@@ -110,12 +113,12 @@ class LanguageModel(nn.Module, ABC):
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
         the global number of targets."""
         assert self.head is not None
-        return self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights)
+        return self.gate.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Scores [sequence, batch, vocab] of every next token, from what the last part returned."""
         assert self.head is not None
-        return self.head.logits(hidden, self._output_matrix)
+        return self.gate.after("head", self.head.logits(hidden, self._output_matrix))
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """`hidden`, then `loss_of`, of a model that was built in one part."""
@@ -156,7 +159,7 @@ class LanguageModel(nn.Module, ABC):
         hidden = received
         if part.first:
             assert self.embedding is not None
-            hidden = self.embedding(tokens, run)
+            hidden = self.gate.after("embedding", self.embedding(self.gate.before("embedding", tokens), run))
         assert hidden is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
@@ -165,11 +168,15 @@ class LanguageModel(nn.Module, ABC):
 
     def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
         """[sequence, batch, hidden] -> the same; `again`: its activations are computed again in backward."""
-        return checkpointed(self.layers[str(number)], hidden, run, on=again)
+        return self._through(number, hidden, run, again=again)
+
+    def _through(self, number: int, hidden: Tensor, *more: Any, again: bool) -> Tensor:
+        hidden = self.gate.before(f"layers.{number}", hidden)
+        return self.gate.after(f"layers.{number}", checkpointed(self.layers[str(number)], hidden, *more, on=again))
 
     def _top(self, hidden: Tensor) -> Tensor:
         """What stands between the last layer and the head."""
-        return self.final_norm(hidden)
+        return self.final_norm(self.gate.before("head", hidden))
 
 
 class GPT(LanguageModel):
@@ -202,11 +209,12 @@ class PanGu(LanguageModel):
     def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
         if number != self.query_layer:
             return super()._layer(number, hidden, run, again)
+        hidden = self.gate.before("head", hidden)
         if self.norm_before_query:
             hidden = self.final_norm(hidden)
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        return checkpointed(self.layers[str(number)], hidden, queries, run, on=again)
+        return self._through(number, hidden, queries, run, again=again)
 
     def _top(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm_before_query else self.final_norm(hidden)

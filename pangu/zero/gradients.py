@@ -2,78 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import all_reduce, start_all_reduce
+from pangu.collectives.reduce import all_reduce, start_all_reduce, start_reduce_scatter
 from pangu.zero.units import Unit
+
+IN_FLIGHT = 2
+"""Whole gradients of a unit that may exist at a time where they are reduced after each micro-batch."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who holds what else; None: nobody."""
+
+    data: dist.ProcessGroup | None = None
+    """All replicas."""
+    shard: dist.ProcessGroup | None = None
+    """Replicas that share a unit's buffer."""
+    copies: dist.ProcessGroup | None = None
+    """Replicas that hold the same share."""
+    tensor: dist.ProcessGroup | None = None
+    """Ranks that share every matrix."""
+    ends: dist.ProcessGroup | None = None
+    """First and last stage of the pipeline, which both hold a tied word embedding."""
+
+
+@dataclass
+class _Sent:
+    unit: Unit
+    part: Tensor
+    """What the collective fills: the gradient of the own share, or of this micro-batch's."""
+    work: dist.Work | None
 
 
 class GradientSum:
-    """Adds each parameter's gradient to its unit's buffer as backward produces it.
+    """Adds each parameter's gradient to its unit's buffer as backward produces it, and reduces complete units.
 
-    In the last micro-batch of a step a unit is sent to be summed over the replicas as soon as it is complete. Units
-    are sent in the reverse of the forward order whatever order they complete in, so that every replica issues the same
-    collectives in the same order.
+    Units of a chunk are sent in the reverse of the forward order whatever order they complete in, so that every replica
+    issues the same collectives in the same order.
     """
 
     def __init__(
-        self, units: Sequence[Unit], group: dist.ProcessGroup | None, tensor_group: dist.ProcessGroup | None = None
+        self, chunks: Mapping[int, Sequence[Unit]], groups: Groups, each_micro_batch: bool, overlap: bool = True
     ) -> None:
         """
         Args:
-            units: in the order of the forward pass.
-            group: the replicas.
-            tensor_group: the ranks that share each matrix; tensors whose gradient comes from a part of the sequence are
-                summed over them.
+            chunks: units of each chunk of this stage, in the order of the forward pass. Those under -1 belong to several
+                chunks and are sent at the end of the step.
+            groups: who takes part.
+            each_micro_batch: reduce after each micro-batch, so that no whole gradients are kept (ZeRO-2 and 3), rather
+                than once per step.
+            overlap: false: wait for each reduction at once.
         """
-        self.units = list(reversed(units))
-        self.group = group
-        self.tensor_group = tensor_group
-        self._partial = [p.master.grad for unit in self.units for p in unit.pieces if p.placement.partial]
-        self._missing: list[int] = []
-        self._sent: list[dist.Work | None] = []
-        for index, unit in enumerate(self.units):
-            for parameter, total in unit.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(index, total))
+        self.units = {chunk: list(reversed(units)) for chunk, units in chunks.items()}
+        self.groups = groups
+        self.each = each_micro_batch
+        self.overlap = overlap
+        everything = [unit for units in self.units.values() for unit in units]
+        pieces = [piece for unit in everything for piece in unit.pieces]
+        self._all = everything
+        self._partial = [p.master.grad for p in pieces if p.placement.partial and p.master.grad is not None]
+        self._shared = [unit for unit in everything if any(p.placement.shared for p in unit.pieces)]
+        self._missing: dict[int, list[int]] = {}
+        """Chunk whose backward is its last before a reduction -> parameters that each unit still waits for."""
+        self._unsent: dict[int, int] = {}
+        """Chunk -> how many of its units have been sent since then."""
+        self._sent: list[_Sent] = []
+        for chunk, units in self.units.items():
+            for index, unit in enumerate(units):
+                for parameter, span in unit.parameters:
+                    parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, unit, span))
 
     def start_step(self) -> None:
         """Forget the gradients of the last step."""
-        torch._foreach_zero_([unit.grad for unit in self.units])
-        self._missing, self._sent = [], []
+        torch._foreach_zero_([unit.grad if unit.total is None else unit.total for unit in self._all])
+        self._missing.clear()
 
-    def start_last_micro_batch(self) -> None:
-        """Say that each unit is complete when the coming backward has reached all its parameters."""
-        self._missing = [len(unit.parameters) for unit in self.units]
+    def expect(self, chunk: int, last: bool) -> None:
+        """Say that a whole backward of a chunk is about to run, and whether it is the last one of the step."""
+        if self.each:
+            self.reduce(chunk)
+        if self.each or last:
+            self._missing[chunk] = [len(unit.parameters) for unit in self.units.get(chunk, ())]
+            self._unsent[chunk] = 0
+
+    def reduce(self, chunk: int) -> None:
+        """Send what is left of a chunk: units with parameters that backward did not reach."""
+        if self.each and chunk not in self._missing:
+            return
+        self._send(chunk, len(self.units.get(chunk, ())))
+        self._missing.pop(chunk, None)
 
     def finish(self) -> None:
-        """Send what is left (units with parameters that this step did not use) and wait for all sums."""
-        self._send(len(self.units))
-        for work in self._sent:
-            if work is not None:
-                work.wait()
-        partial = [gradient for gradient in self._partial if gradient is not None]
-        if partial:
+        """Send what is left, wait for all sums, and add up what several stages or parts of the sequence have."""
+        for chunk in list(self._missing):
+            self.reduce(chunk)
+        self._missing[-1] = []
+        self._unsent[-1] = 0
+        self.reduce(-1)
+        self._reap(0)
+        for unit in self._shared:
+            all_reduce(unit.grad, self.groups.ends)
+        if self._partial:
             # many small tensors: one message
-            joined = all_reduce(torch.cat([gradient.flatten() for gradient in partial]), self.tensor_group)
-            parts = joined.split([gradient.numel() for gradient in partial])
-            torch._foreach_copy_(partial, [part.view_as(g) for part, g in zip(parts, partial, strict=True)])
+            joined = all_reduce(torch.cat(self._partial), self.groups.tensor)
+            parts = joined.split([gradient.numel() for gradient in self._partial])
+            torch._foreach_copy_(self._partial, parts)
 
-    def _hook(self, index: int, total: Tensor):  # type: ignore[no-untyped-def]
+    def _hook(self, chunk: int, index: int, unit: Unit, span: slice) -> Callable[[nn.Parameter], None]:
         def add(parameter: nn.Parameter) -> None:
             assert parameter.grad is not None
-            total.add_(parameter.grad)
+            if unit.total is None:
+                unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
+            unit.total[span].view_as(parameter).add_(parameter.grad)
             parameter.grad = None
-            if self._missing:
-                self._missing[index] -= 1
-                complete = next((i for i, missing in enumerate(self._missing) if missing), len(self._missing))
-                self._send(complete)
+            if chunk in self._missing:
+                missing = self._missing[chunk]
+                missing[index] -= 1
+                self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
 
         return add
 
-    def _send(self, stop: int) -> None:
-        for unit in self.units[len(self._sent) : stop]:
-            self._sent.append(start_all_reduce(unit.grad, self.group))
+    def _send(self, chunk: int, stop: int) -> None:
+        start = self._unsent.get(chunk, 0)
+        for unit in self.units.get(chunk, [])[start:stop]:
+            if self.each:
+                self._reap(IN_FLIGHT - 1)
+            self._sent.append(self._start(unit))
+            if not self.overlap:
+                self._reap(0)
+        self._unsent[chunk] = max(start, stop)
+
+    def _start(self, unit: Unit) -> _Sent:
+        groups = self.groups
+        if unit.sharding.size == 1:
+            return _Sent(unit, unit.grad, start_all_reduce(unit.grad, groups.data))
+        if unit.total is None:  # no parameter of it was used
+            unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
+        part = torch.empty_like(unit.grad) if self.each else unit.grad
+        return _Sent(unit, part, start_reduce_scatter(part, unit.total, groups.shard))
+
+    def _reap(self, leave: int) -> None:
+        """Wait for all but the newest `leave` reductions and put their results where they belong."""
+        while len(self._sent) > leave:
+            sent = self._sent.pop(0)
+            unit, part = sent.unit, sent.part
+            if sent.work is not None:
+                sent.work.wait()
+            if unit.sharding.size > 1:
+                all_reduce(part, self.groups.copies)
+            if part is not unit.grad:
+                unit.grad.add_(part)
+            if unit.sharding.stage >= 2 and unit.sharding.size > 1:
+                unit.total = None

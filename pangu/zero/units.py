@@ -1,28 +1,76 @@
-"""Units: consecutive modules whose parameters, gradients and master weights each lie in one flat buffer.
+"""Units: consecutive layers whose parameters, gradients and master weights each lie in one flat buffer.
 
-A unit is what is communicated at once. Its table of logical tensors serves optimizer, clipping, LAMB and checkpoints
-alike (DESIGN, idea 4). At stage 0, the only one so far, every replica holds every unit whole.
+A unit is what is communicated at once. Its buffer is padded to equal shares, one for each rank that the optimizer's
+state is sharded over, and its table of pieces (logical tensor, first and last element) says what of a share is whose:
+optimizer, clipping, LAMB, checkpoints and offload all read that table (DESIGN, idea 4). The ZeRO stages (Rajbhandari et
+al. 2020, section 5) are switches of it: what is not sharded has one share, the whole buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pangu.layers.initial import fill, logical_view, replace_parameter
+from pangu.layers.initial import fill, replace_parameter
 from pangu.topology.placement import Placement, PlacementTable
+
+ALIGNMENT = 32
+"""Shares begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is dealt to whom."""
+
+    stage: int = 0
+    """ZeRO stage: 1 shards master weights and moments, 2 also the gradients' sums, 3 also the weights."""
+    rank: int = 0
+    """Place of this rank among those that share."""
+    size: int = 1
+    """How many share; 1 at stage 0."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One logical tensor as the optimizer sees it."""
+    """The part of one logical tensor that this rank updates."""
 
     placement: Placement
+    start: int
+    """First element, in this rank's slice of the tensor laid out flat."""
     master: Tensor
-    """Weights in fp32 (fp64 in fp64) of the slice that this rank holds; `master.grad` is the accumulated gradient."""
+    """Weights in fp32 (fp64 in fp64), flat; `master.grad` is the gradient's sum."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is the whole slice."""
+        return self.master.numel() == self.placement.local_numel
+
+    def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """`values`, flat and as long as `master`, cut into at most three rectangles of the logical tensor.
+
+        Yields:
+            Each rectangle, a view, with the global index of its first element.
+        """
+        shape, offsets = self.placement.local_shape, self.placement.offsets
+        if len(shape) == 1 or self.is_whole:
+            first = (offsets[0] + self.start,) if len(shape) == 1 else offsets
+            yield values.view(-1, *shape[1:]), first
+            return
+        rows, width = shape[0], math.prod(shape[1:])
+        assert len(shape) == 2, shape
+        position, stop = self.start, self.start + values.numel()
+        while position < stop:
+            row, column = divmod(position, width)
+            whole_rows = (stop - position) // width if column == 0 else 0
+            length = whole_rows * width if whole_rows else min(width - column, stop - position)
+            assert row < rows
+            part = values[position - self.start : position - self.start + length]
+            yield part.view(max(1, whole_rows), -1), (offsets[0] + row, offsets[1] + column)
+            position += length
 
 
 class Unit:
@@ -36,6 +84,7 @@ class Unit:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
+        sharding: Sharding = Sharding(),
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
 
@@ -46,49 +95,95 @@ class Unit:
             seed: of the first values.
             dtype: format that forward and backward compute in.
             device: where the buffers lie.
+            sharding: what of it this rank keeps.
         """
+        self.sharding = sharding
         stored = [(name, model.get_parameter(name).shape) for name in names]
-        numel = sum(shape.numel() for _, shape in stored)
+        self.numel = sum(shape.numel() for _, shape in stored)
+        """Elements of the parameters, without the padding behind them."""
+        unit = sharding.size * ALIGNMENT if sharding.size > 1 else 1
+        self.padded = -(-self.numel // unit) * unit
+        share = self.padded // sharding.size
+        self.own = slice(sharding.rank * share, (sharding.rank + 1) * share)
+        """This rank's share of the buffer."""
+
         wide = torch.promote_types(dtype, torch.float32)
-        self.master = torch.zeros(numel, dtype=wide, device=device)  # padding of uneven shares stays 0
-        self.grad = torch.zeros(numel, dtype=wide, device=device)
-        self.weights = self.master if dtype == wide else torch.empty(numel, dtype=dtype, device=device)
+        self.weights = torch.zeros(self.padded, dtype=dtype, device=device)
+        """What the model computes with; at stage 3 its storage is empty but for gathered units."""
+        self.share = self.weights[self.own] if sharding.stage < 3 else torch.zeros(share, dtype=dtype, device=device)
+        """Weights of the own share, in the compute format."""
+        self.master = self.share if dtype == wide else torch.zeros(share, dtype=wide, device=device)
+        self.total: Tensor | None = None
+        """Sum of this rank's own gradients of the whole buffer; None while there is none."""
+        if sharding.stage < 2:
+            self.total = torch.zeros(self.padded, dtype=wide, device=device)
+        self.grad = torch.zeros(share, dtype=wide, device=device) if self.total is None else self.total[self.own]
+        """Gradients of the own share, summed over micro-batches and, once reduced, over replicas."""
         self.pieces: list[Piece] = []
-        self.parameters: list[tuple[nn.Parameter, Tensor]] = []
-        """Each parameter of the model with the part of `grad` that its gradient is added to."""
+        self.parameters: list[tuple[nn.Parameter, slice]] = []
+        """Each parameter of the model with its place in the buffer."""
 
         offset = 0
         for name, shape in stored:
             span = slice(offset, offset + shape.numel())
             offset = span.stop
             for placement in table.stored_in(name):
-                master = logical_view(self.master[span], placement)
-                fill(master, placement, seed)
-                master.grad = logical_view(self.grad[span], placement)
-                self.pieces.append(Piece(placement, master))
+                self._add_piece(placement, span.start + placement.offset, seed)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
-            self.parameters.append((parameter, self.grad[span].view(shape)))
+            self.parameters.append((parameter, span))
         self.publish()
+        if sharding.stage == 3:
+            self.release()
+
+    def _add_piece(self, placement: Placement, begin: int, seed: int) -> None:
+        """Enter what this rank updates of a logical tensor whose slice begins at element `begin` of the buffer."""
+        low, high = max(begin, self.own.start), min(begin + placement.local_numel, self.own.stop)
+        if low < high:
+            here = slice(low - self.own.start, high - self.own.start)
+            piece = Piece(placement, low - begin, self.master[here])
+            for part, offsets in piece.rectangles(piece.master):
+                fill(part, placement, seed, offsets)
+            piece.master.grad = self.grad[here]
+            self.pieces.append(piece)
 
     def publish(self) -> None:
-        """Round the master weights into the weights that the model computes with."""
-        if self.weights is not self.master:
-            self.weights.copy_(self.master)
+        """Round the master weights of the own share into the weights that the model computes with."""
+        if self.share is not self.master:
+            self.share.copy_(self.master)
+
+    def hold(self) -> Tensor:
+        """Make room for all weights at stage 3, and return the room, to be filled."""
+        self.weights.untyped_storage().resize_(self.weights.nbytes)
+        return self.weights
+
+    def release(self) -> None:
+        """Give back the room of all weights at stage 3. The parameters stay views of it."""
+        self.weights.untyped_storage().resize_(0)
 
 
 def group_parameters(model: nn.Module, bucket_bytes: float) -> list[list[str]]:
     """Names of the parameters of each unit, units in the order of the forward pass.
 
-    Parameters of one layer stay together; layers are joined until their fp32 gradients fill `bucket_bytes`.
+    Parameters of one layer stay together, and so do those of the embedding and those behind the layers; such groups are
+    joined until their fp32 gradients fill `bucket_bytes`.
     """
+    regions: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        regions.setdefault(region_of(name), []).append(name)
     units: list[list[str]] = []
-    last_module, size = "", 0.0
-    for name, parameter in model.named_parameters():
-        first, _, rest = name.partition(".")
-        module = f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
-        if not units or (module != last_module and size >= bucket_bytes):
+    size = bucket_bytes
+    for names in regions.values():
+        if size >= bucket_bytes:
             units.append([])
             size = 0.0
-        units[-1].append(name)
-        last_module, size = module, size + 4.0 * parameter.numel()
+        units[-1] += names
+        size += sum(4.0 * model.get_parameter(name).numel() for name in names)
     return units
+
+
+def region_of(parameter: str) -> str:
+    """The part of a model that uses a parameter: `embedding`, `layers.NUMBER`, or `head` for all behind the layers."""
+    first, _, rest = parameter.partition(".")
+    if first == "layers":
+        return f"layers.{rest.partition('.')[0]}"
+    return "embedding" if first == "embedding" else "head"

@@ -1,0 +1,18 @@
+"""What a model tells whoever keeps its parameters: which of them it is about to use and which it has used."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Gate:
+    """Stands before and behind every region of a model (`embedding`, `layers.NUMBER`, and `head` for all behind the
+    layers, the query layer inside it included). This one lets everything pass: the parameters are always there."""
+
+    def before(self, region: str, x: Tensor) -> Tensor:
+        """The region's input, about to be used; its gradient, in backward, says that the region is done."""
+        return x
+
+    def after(self, region: str, x: Tensor) -> Tensor:
+        """The region's output; its gradient, in backward, says that the region is about to be used again."""
+        return x

@@ -1,0 +1,290 @@
+"""Carries out a schedule: one stage's list of actions, with autograd inside each chunk and messages between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.collectives.messages import Channels, Message
+from pangu.data.batch import Batch
+from pangu.layers.deferred import WeightGradients
+from pangu.layers.dropout import DropoutKeys
+from pangu.models.language_model import LanguageModel, Part
+from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.schedule import Schedule
+
+Key = tuple[int, int]
+"""Chunk and micro-batch."""
+KINDS = {
+    Kind.SEND_ACTIVATION: "activation",
+    Kind.RECV_ACTIVATION: "activation",
+    Kind.SEND_GRADIENT: "gradient",
+    Kind.RECV_GRADIENT: "gradient",
+}
+"""What a message holds."""
+
+
+class StageError(RuntimeError):
+    """A message between stages did not come through."""
+
+
+class _Leaving(Function):
+    """Stands at the end of a chunk for its output, which is freed as soon as it is sent: backward needs the graph that
+    made it, not its values."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], output: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.gradients.pop()
+
+
+@dataclass
+class _Live:
+    """What is kept of a forward until its backward."""
+
+    received: Tensor | None
+    """The chunk's input, a leaf."""
+    root: Tensor
+    """Where backward begins, a scalar."""
+    gradients: list[Tensor]
+    """Where backward finds the gradient of the chunk's output; empty for the last chunk."""
+
+
+@dataclass
+class Hooks:
+    """What the owner of the parameters does when the schedule says so; all take a chunk."""
+
+    gather: Callable[[int], None] = lambda chunk: None
+    """Its parameters are needed soon."""
+    release: Callable[[int], None] = lambda chunk: None
+    """Its parameters are not needed for a while."""
+    expect: Callable[[int], None] = lambda chunk: None
+    """Its last backward is about to run: what becomes complete may be reduced at once."""
+    reduce: Callable[[int], None] = lambda chunk: None
+    """Its gradients are complete."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """When an action began and ended, in seconds."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass
+class Runner:
+    """One stage of a pipeline; with one stage, the whole model.
+
+    At most the schedule's number of micro-batches is alive at a time. Messages are begun where the schedule says and
+    waited for where their tensors are used; what is sent is kept until it has left and freed then.
+    """
+
+    model: LanguageModel
+    parts: Mapping[int, Part]
+    """Chunk -> the part of the model that it is, for the chunks of this stage."""
+    stage: int
+    channels: Channels | None
+    """None with one stage."""
+    shape: Callable[[Batch], tuple[int, ...]]
+    """Shape of the hidden states between two chunks for a micro-batch."""
+    dtype: torch.dtype
+    later: WeightGradients
+    """Where the model's linear layers put weight gradients aside that a schedule computes later."""
+    hooks: Hooks = field(default_factory=Hooks)
+    events: list[Event] | None = None
+    """Filled with what was done and when, if it is a list."""
+
+    def train(
+        self, schedule: Schedule, batches: Sequence[Batch], keys: Sequence[DropoutKeys], scale: float
+    ) -> Tensor | None:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            schedule: for as many micro-batches.
+            batches: inputs and labels, on the device; every stage has all of them.
+            keys: of the dropout masks of each.
+            scale: gradients are those of the summed loss times this.
+
+        Returns:
+            The sum of all token losses (fp64 scalar) on the stage of the last chunk, None on the others.
+
+        Raises:
+            StageError: naming stage, action, micro-batch and peer, if another stage is gone or stuck.
+        """
+        losses: list[Tensor] = []
+
+        def end(hidden: Tensor, batch: Batch) -> Tensor:
+            loss = self.model.loss_of(hidden, batch)
+            losses.append(loss.detach())
+            return loss * scale
+
+        _Pass(self, schedule, batches, keys, end).run()
+        return torch.stack(losses).double().sum() if losses else None
+
+    @torch.no_grad()
+    def forward(
+        self, schedule: Schedule, batches: Sequence[Batch], end: Callable[[Tensor, Batch], Tensor]
+    ) -> list[Tensor]:
+        """Forward of all micro-batches without dropout.
+
+        Args:
+            schedule: forwards only, for as many micro-batches.
+            batches: as for `train`.
+            end: what to make of the hidden states that the last part returned, e.g. `model.loss_of`.
+
+        Returns:
+            What `end` returned for each micro-batch, on the stage of the last chunk; an empty list on the others.
+        """
+        results: list[Tensor] = []
+
+        def collect(hidden: Tensor, batch: Batch) -> Tensor:
+            results.append(end(hidden, batch))
+            return results[-1]
+
+        _Pass(self, schedule, batches, [None] * len(batches), collect).run()
+        return results
+
+
+class _Pass:
+    """One step: what is alive and what is on its way."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        schedule: Schedule,
+        batches: Sequence[Batch],
+        keys: Sequence[DropoutKeys | None],
+        end: Callable[[Tensor, Batch], Tensor],
+    ) -> None:
+        assert schedule.micro_batches == len(batches)
+        self.runner, self.schedule = runner, schedule
+        self.actions = schedule.actions[runner.stage]
+        self.batches, self.keys, self.end = batches, keys, end
+        self.live: dict[Key, _Live] = {}
+        self.made: dict[tuple[str, int, int], Tensor] = {}
+        """Outputs and input gradients of chunks that are not yet sent or used: kind, chunk that made it, micro-batch."""
+        self.arriving: dict[tuple[str, int, int], tuple[Action, Message]] = {}
+        """Under the chunk that will use it."""
+        self.leaving: list[tuple[Action, Message]] = []
+        places = {(action.kind, action.chunk): place for place, action in enumerate(self.actions)}
+        self.completing = {
+            place for (kind, chunk), place in places.items() if kind is Kind.BACKWARD and (Kind.REDUCE, chunk) in places
+        }
+        """Places of the last backwards of chunks whose gradients come from whole backwards."""
+
+    def run(self) -> None:
+        """Carry out the list."""
+        events = self.runner.events
+        for place, action in enumerate(self.actions):
+            began = self._now()
+            self._carry_out(place, action)
+            if events is not None:
+                events.append(Event(action, began, self._now()))
+            self.leaving = [(sent, message) for sent, message in self.leaving if not message.is_done]
+        for action, message in self.leaving:
+            self._wait(action, message)
+
+    def _carry_out(self, place: int, action: Action) -> None:
+        hooks, chunk = self.runner.hooks, action.chunk
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(action)
+            case Kind.BACKWARD:
+                if place in self.completing:
+                    hooks.expect(chunk)
+                self._backward(action)
+            case Kind.BACKWARD_INPUT:
+                with self.runner.later.held(self._number(action)):
+                    self._backward(action)
+            case Kind.BACKWARD_WEIGHT:
+                self.runner.later.compute(self._number(action))
+            case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
+                self._send(action)
+            case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
+                self._receive(action)
+            case Kind.GATHER:
+                hooks.gather(chunk)
+            case Kind.RELEASE:
+                hooks.release(chunk)
+            case Kind.REDUCE:
+                hooks.reduce(chunk)
+
+    def _forward(self, action: Action) -> None:
+        chunk, micro = _key(action)
+        runner, batch = self.runner, self.batches[micro]
+        part = runner.parts[chunk]
+        training = torch.is_grad_enabled()
+        received = None if part.first else self._take("activation", chunk, chunk - 1, micro).requires_grad_(training)
+        output = runner.model.hidden(part, received, batch, self.keys[micro])
+        gradients: list[Tensor] = []
+        if part.last:
+            root = self.end(output, batch)
+        else:
+            root = _Leaving.apply(gradients, output) if training else output
+            self.made["activation", chunk, micro] = output.detach()
+        if training:
+            self.live[chunk, micro] = _Live(received, root, gradients)
+
+    def _backward(self, action: Action) -> None:
+        chunk, micro = _key(action)
+        live = self.live.pop((chunk, micro))
+        if not self.runner.parts[chunk].last:
+            live.gradients.append(self._take("gradient", chunk, chunk + 1, micro))
+        live.root.backward()
+        if live.received is not None:
+            assert live.received.grad is not None
+            self.made["gradient", chunk, micro] = live.received.grad
+
+    def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Tensor:
+        """What a neighbouring chunk made for `chunk`: from its stage, or from here."""
+        if (kind, neighbour, micro) in self.made:
+            return self.made.pop((kind, neighbour, micro))
+        action, message = self.arriving.pop((kind, chunk, micro))
+        return self._wait(action, message)
+
+    def _send(self, action: Action) -> None:
+        kind = KINDS[action.kind]
+        tensor = self.made.pop((kind, *_key(action)))
+        assert self.runner.channels is not None
+        assert action.peer is not None
+        self.leaving.append((action, self.runner.channels.send(kind, tensor, action.peer)))
+
+    def _receive(self, action: Action) -> None:
+        kind, (chunk, micro) = KINDS[action.kind], _key(action)
+        runner = self.runner
+        assert runner.channels is not None
+        assert action.peer is not None
+        message = runner.channels.receive(kind, runner.shape(self.batches[micro]), runner.dtype, action.peer)
+        self.arriving[kind, chunk, micro] = action, message
+
+    def _wait(self, action: Action, message: Message) -> Tensor:
+        try:
+            return message.wait()
+        except RuntimeError as error:
+            raise StageError(f"stage {self.runner.stage}, {action}: it did not come through ({error})") from error
+
+    def _number(self, action: Action) -> int:
+        chunk, micro = _key(action)
+        return chunk * len(self.batches) + micro
+
+    def _now(self) -> float:
+        if self.runner.events is not None and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _key(action: Action) -> Key:
+    assert action.micro is not None
+    return action.chunk, action.micro

@@ -1,0 +1,163 @@
+"""Gathers the weights of units: after a step what others updated (stages 1 and 2), around each use at stage 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.collectives.reduce import start_all_gather
+from pangu.layers.gate import Gate
+from pangu.zero.units import Unit
+
+
+class _Before(Function):
+    """Opens a region in forward and closes it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
+        ctx.close = lambda: weights.close(region, weights.backward)
+        weights.open(region, weights.forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.close()
+        return grads[0], None, None
+
+
+class _After(Function):
+    """Closes a region in forward and opens it in backward. The head stays open: its backward comes next."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
+        if region == "embedding":
+            weights.close(region, weights.forward)
+            ctx.open = lambda: None
+            return x.view_as(x)
+        stays = region == "head" and ctx.needs_input_grad[0]
+        ctx.open = lambda: weights.open(region, weights.backward, already=stays)
+        if not stays:
+            weights.close(region, weights.forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.open()
+        return grads[0], None, None
+
+
+class Weights(Gate):
+    """Sees to it that weights are there when a model uses them.
+
+    At stage 3 a unit is gathered while the region before it computes and released behind its use, so that at most two
+    units (and a tied word embedding) are whole at a time; backward gathers them again. A chunk that a schedule holds
+    stays gathered from its first use until it is let go.
+    """
+
+    def __init__(
+        self,
+        regions: Mapping[str, Sequence[Unit]],
+        order: Mapping[int, Sequence[str]],
+        group: dist.ProcessGroup | None,
+        overlap: bool = True,
+    ) -> None:
+        """
+        Args:
+            regions: name -> units that it uses.
+            order: chunk -> its regions in the order in which they begin.
+            group: the replicas that share the units.
+            overlap: false: gather a unit when it is needed, not before.
+        """
+        self.regions = regions
+        self.group = group
+        self.overlap = overlap
+        self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
+        self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
+        self.forward = {a: b for names in order.values() for a, b in pairwise(names)}
+        """Region -> the one that opens after it in forward."""
+        self.backward = {a: b for names in order.values() for a, b in pairwise(_backward_order(names))}
+        """The same for backward."""
+        self._works: dict[Unit, dist.Work | None] = {}
+        """Gathers on their way."""
+        self._whole: set[Unit] = set()
+        """Units at stage 3 whose weights are all here."""
+        self._users = dict.fromkeys(self.units, 0)
+        """How many open regions use a unit."""
+        self._held: set[Unit] = set()
+
+    def publish(self) -> None:
+        """Begin to send every rank what the others have updated; whatever was gathered before is out of date."""
+        for unit in self.units:
+            unit.publish()
+            if unit.sharding.stage == 3:
+                self._finish(unit)
+                self._release(unit)
+            elif unit.sharding.size > 1:
+                self._works[unit] = start_all_gather(unit.weights, unit.share, self.group)
+                if not self.overlap:
+                    self._finish(unit)
+
+    def hold(self, chunk: int) -> None:
+        """Keep the units of a chunk, once gathered, until `let_go`."""
+        self._held |= self._of_chunk[chunk]
+
+    def let_go(self, chunk: int) -> None:
+        """End of `hold`."""
+        self._held -= self._of_chunk[chunk]
+        for unit in self._of_chunk[chunk]:
+            self._finish(unit)
+            self._release(unit)
+
+    def before(self, region: str, x: Tensor) -> Tensor:
+        """See `Gate`."""
+        return _Before.apply(x, region, self)
+
+    def after(self, region: str, x: Tensor) -> Tensor:
+        """See `Gate`."""
+        return _After.apply(x, region, self)
+
+    def open(self, region: str, following: Mapping[str, str], already: bool = False) -> None:
+        """Wait for the weights of a region that is about to be used, and begin to gather those of the next one."""
+        for unit in [] if already else self.regions[region]:
+            self._users[unit] += 1
+            self._start(unit)
+            self._finish(unit)
+        for unit in self.regions[following[region]] if self.overlap and region in following else []:
+            self._start(unit)
+
+    def close(self, region: str, following: Mapping[str, str]) -> None:
+        """Release what a region used, unless the next one needs it."""
+        soon = self.regions[following[region]] if region in following else []
+        for unit in self.regions[region]:
+            self._users[unit] -= 1
+            if unit not in soon:
+                self._release(unit)
+
+    def _start(self, unit: Unit) -> None:
+        if unit.sharding.stage == 3 and unit not in self._whole and unit not in self._works:
+            # not through the tensor that autograd knows: what it saved of the unit is still the same weights
+            self._works[unit] = start_all_gather(unit.hold().data, unit.share, self.group)
+
+    def _finish(self, unit: Unit) -> None:
+        if unit in self._works:
+            work = self._works.pop(unit)
+            if work is not None:
+                work.wait()
+            self._whole.add(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.sharding.stage == 3 and unit in self._whole and not self._users[unit] and unit not in self._held:
+            self._whole.discard(unit)
+            unit.release()
+
+
+def _backward_order(names: Sequence[str]) -> list[str]:
+    """In which order backward opens a chunk's regions: the last first, but the head before the query layer, which lies
+    inside it. The embedding is not opened: the gradient of a table does not depend on what is in it."""
+    returning = [name for name in reversed(names) if name not in ("head", "embedding")]
+    return ["head", *returning] if "head" in names else returning
