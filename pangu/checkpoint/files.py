@@ -29,7 +29,7 @@ from torch import Tensor
 from pangu.config.errors import UserError
 
 FORMAT = "pangu-checkpoint"
-VERSION = 1
+VERSION = 2
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
@@ -78,21 +78,21 @@ def write_slices(path: Path, writer: int, slices: Iterable[tuple[str, Slice]]) -
     Args:
         path: final folder of the checkpoint.
         writer: number that no other process of this save uses.
-        slices: (`KIND/NAME`, slice) pairs; no element may be written twice.
+        slices: (`KIND/NAME`, slice) pairs, several for one name if need be; no element may be written twice.
 
     Raises:
         UserError: if the disk refuses.
     """
     written = Written()
     with _saving(path):
-        batch: dict[str, Slice] = {}
+        batch: list[tuple[str, Slice]] = []
         size = 0
-        for name, part in slices:
-            batch[name] = part
-            size += part.tensor.nbytes
+        for named in slices:
+            batch.append(named)
+            size += named[1].tensor.nbytes
             if size >= FILE_BYTES:
                 _write_file(_partial(path), writer, batch, written)
-                batch, size = {}, 0
+                batch, size = [], 0
         if batch:
             _write_file(_partial(path), writer, batch, written)
     return written
@@ -155,38 +155,37 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def load(path: Path, index: Mapping[str, Any], wanted: Mapping[str, Slice]) -> None:
+def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice]]) -> None:
     """Verify the files of a checkpoint that are needed and copy the slices that are asked for, however it was cut.
 
     Args:
         path: the checkpoint.
         index: from `read_index`.
-        wanted: `KIND/NAME` -> the slice to fill.
+        wanted: (`KIND/NAME`, slice to fill) pairs.
 
     Raises:
         UserError: naming every tensor that is missing or has another shape, or the first damaged file.
     """
-    problems = [f"{name}: not in the checkpoint" for name in wanted if name not in index["tensors"]]
-    for name, part in wanted.items():
+    shapes = {name: list(part.shape) for name, part in wanted}
+    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
+    for name, shape in shapes.items():
         entry = index["tensors"].get(name)
-        if entry and entry["shape"] != list(part.shape):
-            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(part.shape)} in the model")
+        if entry and entry["shape"] != shape:
+            problems.append(f"{name}: {entry['shape']} in the checkpoint, {shape} in the model")
     if problems:
         raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
-    by_file: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
-    for name in wanted:
+    needed: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
+    for name, part in wanted:
         for piece in index["tensors"][name]["pieces"]:
-            by_file.setdefault(piece["file"], []).append((name, piece))
-    for file, pieces in by_file.items():
-        needed = [(name, piece, common) for name, piece in pieces if (common := _common(wanted[name], piece))]
-        if not needed:
-            continue
+            if common := _common(part, piece):
+                needed.setdefault(piece["file"], []).append((part, piece, common))
+    for file, pieces in needed.items():
         _verify(path / file, index["files"][file])
         with safe_open(path / file, framework="pt") as opened, torch.no_grad():
-            for name, piece, common in needed:
+            for part, piece, common in pieces:
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
-                here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, wanted[name].offsets, strict=True))
-                wanted[name].tensor[here].copy_(opened.get_slice(name)[there])
+                here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
+                part.tensor[here].copy_(opened.get_slice(piece["key"])[there])
 
 
 def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
@@ -213,15 +212,21 @@ def _saving(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_file(folder: Path, writer: int, batch: Mapping[str, Slice], written: Written) -> None:
+def _write_file(folder: Path, writer: int, batch: Sequence[tuple[str, Slice]], written: Written) -> None:
     file = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
-    save_file({name: part.tensor.detach().cpu().contiguous().numpy() for name, part in batch.items()}, file)
+    keys = [f"{name}@{','.join(map(str, part.offsets))}" for name, part in batch]
+    contents = {
+        key: part.tensor.detach().cpu().contiguous().numpy() for key, (_, part) in zip(keys, batch, strict=True)
+    }
+    assert len(contents) == len(batch), "a slice is written twice"
+    save_file(contents, file)
     _flush(file)
     written.files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-    for name, part in batch.items():
-        piece = {"file": file.name, "offsets": list(part.offsets), "shape": list(part.tensor.shape)}
+    for key, (name, part) in zip(keys, batch, strict=True):
+        piece = {"file": file.name, "key": key, "offsets": list(part.offsets), "shape": list(part.tensor.shape)}
         dtype = str(part.tensor.dtype).removeprefix("torch.")
-        written.tensors[name] = {"shape": list(part.shape), "dtype": dtype, "pieces": [piece]}
+        entry = written.tensors.setdefault(name, {"shape": list(part.shape), "dtype": dtype, "pieces": []})
+        entry["pieces"].append(piece)
 
 
 def _write_bytes(path: Path, content: bytes) -> None:

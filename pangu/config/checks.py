@@ -92,7 +92,8 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     yield from _at_least("parallel.pipeline", parallel.pipeline, 1)
     if parallel.data is not None:
         yield from _at_least("parallel.data", parallel.data, 1)
-    yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
+    if parallel.bucket_mib is not None:
+        yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
     # a number that divides the key heads divides the query heads too
     key = "heads" if config.model.kv_heads is None else "kv_heads"
     heads = getattr(config.model, key)
@@ -143,13 +144,6 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
         works = f"processes that work: {needed}" if parallel.data else _any_of(multiples_near(one_model, world))
         yield Problem(keys, values, rule, works)
-    else:
-        if parallel.pipeline > 1:
-            rule = "this version trains without pipeline parallelism"
-            yield Problem("parallel.pipeline", parallel.pipeline, rule, "1 works, and dry_run=true any value")
-        if parallel.zero > 0:
-            rule = "this version keeps everything whole on every replica"
-            yield Problem("parallel.zero", parallel.zero, rule, "0 works, and dry_run=true any value")
 
 
 def _batch(config: RunConfig, data: int) -> Iterator[Problem]:

@@ -23,6 +23,13 @@ class ParallelConfig:
     """Devices that share every matrix (tensor parallelism)."""
     pipeline: int
     """Stages that the layers are spread over (pipeline parallelism)."""
+    virtual: int
+    """Chunks of layers on each stage (virtual stages), as many as `schedule` allows."""
+    schedule: str
+    """In which order a stage computes its micro-batches: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (with
+    `virtual` chunks per stage), `zb_h1` (weight gradients fill the bubble), `zb_v` (two chunks per stage in a V)."""
+    layers: tuple[int, ...] | None
+    """Layers of each chunk, in model order; null: cut so that all take equal time, the head counted."""
     data: int | None
     """Replicas that share the batch (data parallelism); null means all devices that remain."""
     sequence: bool
@@ -31,8 +38,16 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3]
     """ZeRO stage: what is sharded over the data-parallel replicas. 0 nothing, 1 optimizer state, 2 also gradients,
     3 also parameters."""
-    bucket_mib: float
-    """Gradients are summed over replicas in buckets of about this size, each as soon as it is complete."""
+    zero_group: int | None
+    """Replicas that share optimizer state, gradients and parameters among them, e.g. those of a node (hybrid sharding);
+    a divisor of the data-parallel size. null: all replicas."""
+    bucket_mib: float | None
+    """Layers are joined to buckets of about this many MiB of fp32 gradients; a bucket is what is communicated at once.
+    null: 25 with `zero=0`, otherwise one layer."""
+    overlap: bool
+    """Communication between replicas runs while layers compute; false: one after the other, with the same results."""
+    timeout_s: float
+    """Seconds that a process waits for a message of another one before the run ends with an error."""
 
 
 @dataclass(frozen=True)
@@ -174,5 +189,7 @@ class RunConfig:
     """Trackers."""
     sample: SampleConfig
     """Text sampled at the end."""
+    profile: bool
+    """Record when each stage did what: plots/pipeline.svg, .png and pipeline.json (a Chrome trace) of the last step."""
     dry_run: bool
     """Check the configuration, print what each device would hold and do, and stop."""

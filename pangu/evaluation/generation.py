@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from pangu.collectives.reduce import all_reduce
 from pangu.config.schema import SampleConfig
+from pangu.data.batch import Batch
 from pangu.data.tokenizers import Tokenizer
-from pangu.layers.attention import AttentionMask
-from pangu.models.language_model import LanguageModel
+from pangu.pipeline.runner import Runner
+from pangu.pipeline.schedule import Schedule, forward_only
+from pangu.topology.mesh import Mesh
 from pangu.topology.random import random_key
 
 
@@ -29,9 +34,8 @@ def pick(logits: Tensor, temperature: float, top_k: int, source: torch.Generator
     return int(torch.multinomial(wide.softmax(-1), 1, generator=source))
 
 
-@torch.no_grad()
 def continue_text(
-    model: LanguageModel,
+    scores: Callable[[Tensor, int], Tensor],
     tokenizer: Tokenizer,
     prompt: str,
     config: SampleConfig,
@@ -45,7 +49,7 @@ def continue_text(
     """The prompt and up to `config.tokens` tokens after it; stops at the end-of-document id.
 
     Args:
-        model: trained weights.
+        scores: from tokens [1, sequence] and the place of one of them to the logits [vocab] of the token behind it.
         tokenizer: of the data that it was trained on.
         prompt: beginning of the text; an empty one starts from the end of a document.
         config: number of tokens and how to draw them.
@@ -61,9 +65,29 @@ def continue_text(
     for _ in range(config.tokens):
         seen = ids[-window:]
         tokens = torch.tensor([seen + [0] * (-len(seen) % multiple)], device=device)
-        positions = torch.arange(tokens.shape[1], device=device)[None]
-        logits = model.logits(tokens, positions, AttentionMask(None))
-        ids.append(pick(logits[len(seen) - 1, 0], config.temperature, config.top_k, source))
+        ids.append(pick(scores(tokens, len(seen) - 1), config.temperature, config.top_k, source))
         if ids[-1] == eod:
             break
     return tokenizer.decode([token for token in ids if token != eod])
+
+
+def next_token_scores(runner: Runner, schedule: Schedule, vocab: int, mesh: Mesh) -> Callable[[Tensor, int], Tensor]:
+    """The `scores` of `continue_text` for a model that is spread over ranks; all of them must call it together.
+
+    Args:
+        runner: of this rank's stage.
+        schedule: of training; its stages are used.
+        vocab: number of words.
+        mesh: who else takes part.
+    """
+    forward = forward_only(schedule, 1)
+    wide = torch.promote_types(runner.dtype, torch.float32)
+
+    def scores(tokens: Tensor, place: int) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=mesh.device)[None]
+        batch = Batch(tokens, tokens, torch.zeros_like(tokens, dtype=torch.float32), positions, None, (0,))
+        found = runner.forward(forward, [batch], lambda hidden, _: runner.model.logits_of(hidden)[place, 0].to(wide))
+        logits = found[0] if found else torch.zeros(vocab, dtype=wide, device=mesh.device)
+        return all_reduce(logits.contiguous(), mesh.group("pipeline"))
+
+    return scores

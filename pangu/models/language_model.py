@@ -73,6 +73,8 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.parts = tuple(parts)
         self.gate = Gate()
+        self.region = build.region
+        self.width = config.hidden
         begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
         shared = "ends" if config.tied_head and begins != ends else None
         self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
@@ -94,6 +96,19 @@ class LanguageModel(nn.Module, ABC):
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
         """A layer, built below `layers.NUMBER`."""
 
+    def regions(self, part: Part) -> dict[str, list[str]]:
+        """Regions of a part (see `Gate`) in the order in which forward enters them, and the parameters each uses."""
+        names = [*["embedding"] * part.first, *(f"layers.{number}" for number in part.layers), *["head"] * part.last]
+        uses: dict[str, list[str]] = {name: [] for name in names}
+        for parameter, _ in self.named_parameters():
+            first, rest = parameter.split(".", 1)
+            region = {"layers": f"layers.{rest.split('.')[0]}", "embedding": "embedding"}.get(first, "head")
+            if region in uses:
+                uses[region].append(parameter)
+        if part.last and self.head is not None and self.head.weight is None:
+            uses["head"].append("embedding.word.weight")
+        return uses
+
     def hidden(self, part: Part, received: Tensor | None, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """What one part makes of a micro-batch.
 
@@ -108,6 +123,11 @@ class LanguageModel(nn.Module, ABC):
         """
         run = self._pass(AttentionMask(batch.documents), batch.positions, keys)
         return self._hidden(part, received, batch.tokens, run)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of what `hidden` takes and returns for a micro-batch."""
+        rows, length = batch.tokens.shape
+        return length // (self.region.size if self.region.slices_sequence else 1), rows, self.width
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
@@ -205,6 +225,13 @@ class PanGu(LanguageModel):
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
         kind = QueryBlock if number == config.layers - 1 else Block
         return kind(config, build.at(f"layers.{number}"), options)
+
+    def regions(self, part: Part) -> dict[str, list[str]]:
+        """As for all models; the query layer lies inside the head."""
+        uses = super().regions(part)
+        if part.last:
+            uses[f"layers.{self.query_layer}"] = uses.pop(f"layers.{self.query_layer}")
+        return uses
 
     def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
         if number != self.query_layer:

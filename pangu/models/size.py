@@ -30,14 +30,23 @@ def num_parameters(config: ModelConfig) -> int:
     return (words + positions) * d + config.layers * (matrices + biases + 2 * norm) + norm
 
 
-def training_flops_per_token(config: ModelConfig) -> float:
-    """Model FLOPs of forward and backward for one token, without recompute.
+def layer_flops(config: ModelConfig) -> float:
+    """FLOPs of one layer's forward for one token: 2 for each weight of its matrices, 4·S·d of attention.
 
-    72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden (Narayanan et al. 2021, section 5.1): attention is counted
-    in full although half of it is masked, as everybody counts it. Grouped heads have smaller projections, but every
-    query head still meets every key.
+    Attention is counted in full although half of it is masked, as everybody counts it (Narayanan et al. 2021, section
+    5.1). Grouped heads have smaller projections, but every query head still meets every key.
     """
-    matrices = 2 * _matrices_of_layer(config)
-    attention = 4 * config.sequence * config.hidden
-    head = 2 * config.vocab * config.hidden
-    return 3.0 * (config.layers * (matrices + attention) + head)
+    return 2.0 * _matrices_of_layer(config) + 4.0 * config.sequence * config.hidden
+
+
+def head_flops(config: ModelConfig) -> float:
+    """FLOPs of the head's forward for one token."""
+    return 2.0 * config.vocab * config.hidden
+
+
+def training_flops_per_token(config: ModelConfig) -> float:
+    """Model FLOPs of forward and backward (twice the forward) for one token, without recompute.
+
+    72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden.
+    """
+    return 3.0 * (config.layers * layer_flops(config) + head_flops(config))

@@ -105,9 +105,10 @@ class Lamb(torch.optim.Optimizer):
         ]
         weights = [tensor for tensors, _ in adapting for tensor in tensors]
         directions = [tensor for _, update in adapting for tensor in update]
-        if not weights:
-            return []
-        norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
+        # a rank without a part of any tensor still meets the others
+        norms = torch.zeros(2, 0)
+        if weights:
+            norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
         weight_norm, update_norm = self.sum_norms(norms.square()).sqrt()
         defined = (weight_norm > 0) & (update_norm > 0)
         ratios = weight_norm / update_norm.where(defined, 1.0)

@@ -68,8 +68,8 @@ class Hooks:
     """Its parameters are needed soon."""
     release: Callable[[int], None] = lambda chunk: None
     """Its parameters are not needed for a while."""
-    expect: Callable[[int], None] = lambda chunk: None
-    """Its last backward is about to run: what becomes complete may be reduced at once."""
+    expect: Callable[[int, bool], None] = lambda chunk, last: None
+    """A whole backward of it is about to run, perhaps the last one: what becomes complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
     """Its gradients are complete."""
 
@@ -97,9 +97,8 @@ class Runner:
     stage: int
     channels: Channels | None
     """None with one stage."""
-    shape: Callable[[Batch], tuple[int, ...]]
-    """Shape of the hidden states between two chunks for a micro-batch."""
     dtype: torch.dtype
+    """Format of the hidden states between chunks."""
     later: WeightGradients
     """Where the model's linear layers put weight gradients aside that a schedule computes later."""
     hooks: Hooks = field(default_factory=Hooks)
@@ -174,15 +173,13 @@ class _Pass:
         self.batches, self.keys, self.end = batches, keys, end
         self.live: dict[Key, _Live] = {}
         self.made: dict[tuple[str, int, int], Tensor] = {}
-        """Outputs and input gradients of chunks that are not yet sent or used: kind, chunk that made it, micro-batch."""
+        """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
         self.arriving: dict[tuple[str, int, int], tuple[Action, Message]] = {}
         """Under the chunk that will use it."""
         self.leaving: list[tuple[Action, Message]] = []
-        places = {(action.kind, action.chunk): place for place, action in enumerate(self.actions)}
-        self.completing = {
-            place for (kind, chunk), place in places.items() if kind is Kind.BACKWARD and (Kind.REDUCE, chunk) in places
-        }
-        """Places of the last backwards of chunks whose gradients come from whole backwards."""
+        backwards = {action.chunk: place for place, action in enumerate(self.actions) if action.kind is Kind.BACKWARD}
+        self.last_backwards = set(backwards.values())
+        """Where in the list each chunk's last whole backward stands."""
 
     def run(self) -> None:
         """Carry out the list."""
@@ -202,14 +199,13 @@ class _Pass:
             case Kind.FORWARD:
                 self._forward(action)
             case Kind.BACKWARD:
-                if place in self.completing:
-                    hooks.expect(chunk)
+                hooks.expect(chunk, place in self.last_backwards)
                 self._backward(action)
             case Kind.BACKWARD_INPUT:
-                with self.runner.later.held(self._number(action)):
+                with self.runner.later.held(_key(action)):
                     self._backward(action)
             case Kind.BACKWARD_WEIGHT:
-                self.runner.later.compute(self._number(action))
+                self.runner.later.compute(_key(action))
             case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
                 self._send(action)
             case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
@@ -266,7 +262,9 @@ class _Pass:
         runner = self.runner
         assert runner.channels is not None
         assert action.peer is not None
-        message = runner.channels.receive(kind, runner.shape(self.batches[micro]), runner.dtype, action.peer)
+        message = runner.channels.receive(
+            kind, runner.model.hidden_shape(self.batches[micro]), runner.dtype, action.peer
+        )
         self.arriving[kind, chunk, micro] = action, message
 
     def _wait(self, action: Action, message: Message) -> Tensor:
@@ -274,10 +272,6 @@ class _Pass:
             return message.wait()
         except RuntimeError as error:
             raise StageError(f"stage {self.runner.stage}, {action}: it did not come through ({error})") from error
-
-    def _number(self, action: Action) -> int:
-        chunk, micro = _key(action)
-        return chunk * len(self.batches) + micro
 
     def _now(self) -> float:
         if self.runner.events is not None and torch.accelerator.is_available():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pangu.pipeline.actions import Action, Kind
@@ -25,6 +25,24 @@ class Schedule:
     """Stage of each chunk, in model order."""
     actions: tuple[tuple[Action, ...], ...]
     """One list per stage, carried out from first to last."""
+    two_phases: bool = False
+    """A chunk's parameters are needed in few stretches: all its forwards, then all its backwards."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if weight gradients are computed apart from those of inputs."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    @property
+    def lanes(self) -> list[tuple[str, bool]]:
+        """Kinds of messages that any stage sends, with their direction: true to a later stage."""
+        found = {
+            ("activation" if action.kind is Kind.SEND_ACTIVATION else "gradient", action.peer > stage)
+            for stage, actions in enumerate(self.actions)
+            for action in actions
+            if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) and action.peer is not None
+        }
+        return sorted(found)
 
 
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Schedule:
@@ -48,7 +66,7 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> S
     stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
     orders = family.order(stages, virtual, micro_batches)
     actions = tuple(tuple(_complete(order, stage_of, family.two_phases)) for order in orders)
-    return Schedule(name, stages, virtual, micro_batches, stage_of, actions)
+    return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases)
 
 
 def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool) -> Iterator[Action]:
@@ -115,3 +133,14 @@ def _parameter_uses(order: Order, two_phases: bool) -> tuple[set[int], set[int],
                     release.add(use)
                     gather.add(following)
     return gather, release, last
+
+
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Forwards of `micro_batches` micro-batches through the stages of `schedule`, chunk by chunk."""
+    chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
+    orders = [[(Kind.FORWARD, c, micro) for c in own for micro in range(micro_batches)] for own in chunks]
+    actions = tuple(
+        tuple(action for action in _complete(order, schedule.stage_of, False) if action.kind is not Kind.REDUCE)
+        for order in orders
+    )
+    return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)

@@ -29,6 +29,8 @@ class Layout:
     """Sequence parallelism: the tensor-parallel ranks also share what stands between the matrices."""
     virtual: int = 1
     """Model chunks per pipeline stage."""
+    zero_group: int = 0
+    """Replicas that share what ZeRO shards; 0: all."""
 
     def __post_init__(self) -> None:
         assert min(self.tensor, self.pipeline, self.data, self.virtual) >= 1, self
@@ -54,7 +56,23 @@ class Layout:
         """Global rank that stands at these coordinates; the inverse of `coordinates`."""
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
+    @property
+    def shards(self) -> int:
+        """Replicas that a unit's buffer is dealt to."""
+        return (self.zero_group or self.data) if self.zero else 1
+
     def peers(self, rank: int, axis: str) -> list[int]:
-        """Global ranks along one axis through `rank`, in the order of that coordinate."""
+        """Global ranks along one axis through `rank`, in the order of that coordinate.
+
+        Beside `AXES`: `shard`, the neighbouring replicas that share a unit's buffer; `copies`, the replicas that hold
+        the same share; `ends`, the first and the last stage.
+        """
         at = self.coordinates(rank)
-        return [self.rank(replace(at, **{axis: place})) for place in range(getattr(self, axis))]
+        start = at.data - at.data % self.shards
+        places = {
+            "shard": range(start, start + self.shards),
+            "copies": range(at.data % self.shards, self.data, self.shards),
+            "ends": (0, self.pipeline - 1),
+        }.get(axis)
+        along = {"shard": "data", "copies": "data", "ends": "pipeline"}.get(axis, axis)
+        return [self.rank(replace(at, **{along: p})) for p in places or range(getattr(self, along))]

@@ -20,8 +20,7 @@ class Mesh:
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Axis name -> the group of this rank along it; axes of size 1 have none. `world` is everybody; `ends` the first
-    and the last stage of this rank's pipeline, for the ranks that are on one of them."""
+    """Axis of `Layout.peers` -> the group of this rank along it, if it is one of several; `world` is everybody."""
     timeout_s: float = 600.0
     """Seconds that a process waits for another one before it gives up."""
 
@@ -35,12 +34,10 @@ class Mesh:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         assert dist.group.WORLD is not None
         mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s)
-        for axis in AXES:
-            if getattr(layout, axis) > 1:
-                mesh.groups[axis] = mesh.new_group(layout.peers(mesh.rank, axis))
-        stages = layout.peers(mesh.rank, "pipeline")
-        if len(stages) > 1 and mesh.rank in (stages[0], stages[-1]):
-            mesh.groups["ends"] = mesh.new_group([stages[0], stages[-1]])
+        for axis in (*AXES, "shard", "copies", "ends"):
+            ranks = layout.peers(mesh.rank, axis)
+            if len(set(ranks)) > 1 and mesh.rank in ranks:
+                mesh.groups[axis] = mesh.new_group(ranks)
         return mesh
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -83,7 +83,7 @@ class Loop:
 
     def _validate(self) -> float | None:
         if self.validation is not None:
-            self.last_validation = self.validation.loss(self.trainer.model)
+            self.last_validation = self.validation.loss(self.trainer.runner, self.trainer.stages.schedule)
         return self.last_validation
 
     def _writers(self) -> list[Writer]:

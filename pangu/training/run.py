@@ -12,28 +12,25 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pangu.collectives.regions import TensorRegion
 from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
-from pangu.evaluation.generation import continue_text
-from pangu.layers.attention import choose_attention
-from pangu.layers.builder import Builder
+from pangu.evaluation.generation import continue_text, next_token_scores
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
-from pangu.models.language_model import Options, build_model
+from pangu.models.size import num_parameters
 from pangu.planning.report import describe
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.topology.placement import PlacementTable
+from pangu.training.assemble import assemble
 from pangu.training.closing import closing_words
 from pangu.training.loop import Loop
 from pangu.training.saving import find_checkpoint, load_checkpoint
-from pangu.training.step import DTYPES, Trainer
+from pangu.training.step import Trainer
 from pangu.training.together import together
 from pangu.training.validation import Validation
 
@@ -54,12 +51,20 @@ def run(values: Mapping[str, Any]) -> None:
     config = build(RunConfig, values)
     data = check(config, launch.world)
     parallel = config.parallel
-    layout = Layout(parallel.tensor, parallel.pipeline, data, parallel.zero, parallel.sequence)
+    layout = Layout(
+        parallel.tensor,
+        parallel.pipeline,
+        data,
+        parallel.zero,
+        parallel.sequence,
+        parallel.virtual,
+        parallel.zero_group or 0,
+    )
     log.info(describe(config, layout))
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
-    mesh = Mesh.connect(layout, device)
+    mesh = Mesh.connect(layout, device, parallel.timeout_s)
     try:
         _train(config, mesh, launch)
     finally:
@@ -71,7 +76,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
     together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config)
-    trainer = _trainer(config, mesh)
+    trainer = assemble(config, mesh)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
@@ -110,19 +115,8 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     return open_sources(config.data, config.model, config.train.seed)
 
 
-def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
-    dtype = DTYPES[config.precision.compute]
-    kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
-    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
-    options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
-    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
-    return Trainer(config, mesh, model, table)
-
-
 def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, seconds: float) -> None:
-    """Summary, plot, sampled text and closing words, by the first process; its whole replica draws the text."""
-    if trainer.mesh.at.data != 0:
-        return
+    """Summary, plot, sampled text and closing words, by the first process; all of them draw the text together."""
     texts = [_sample(config, trainer, sources, prompt) for prompt in config.sample.prompts if config.sample.tokens]
     if not trainer.mesh.is_first:
         return
@@ -131,7 +125,7 @@ def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, s
         "steps": trainer.step,
         "skipped": trainer.skipped,
         "tokens": loop.samples * config.model.sequence,
-        "parameters": sum(piece.placement.numel for piece in trainer.pieces),
+        "parameters": num_parameters(config.model),
         "devices": trainer.mesh.layout.world,
         "loss": loop.last_loss,
         "validation_loss": loop.last_validation,
@@ -151,7 +145,7 @@ def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, s
 def _sample(config: RunConfig, trainer: Trainer, sources: Sources, prompt: str) -> str:
     assert sources.tokenizer is not None
     return continue_text(
-        trainer.model,
+        next_token_scores(trainer.runner, trainer.stages.schedule, config.model.vocab, trainer.mesh),
         sources.tokenizer,
         prompt,
         config.sample,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
-    """Write the state of a run; each element is written once, by a rank of the first replica, and all wait."""
+    """Write the state of a run; each element is written once, by one of the ranks that hold it, and all wait."""
     folder = Path(config.train.output) / "checkpoints"
     path = checkpoint_path(folder, trainer.step)
     mesh = trainer.mesh
@@ -70,7 +70,9 @@ def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
     try:
         together(mesh, lambda: start(path), here=mesh.is_first)
         write = partial(write_slices, path, mesh.rank, _slices(trainer))
-        parts = [part for part in together(mesh, write, here=mesh.at.data == 0) if part is not None]
+        # the other replicas hold copies
+        writes = mesh.at.data < mesh.layout.shards
+        parts = [part for part in together(mesh, write, here=writes) if part is not None]
         together(mesh, lambda: commit(path, parts, facts), here=mesh.is_first)
     except UserError:
         if mesh.is_first:
@@ -92,36 +94,47 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
     updates = index["step"] - index["skipped"]
-    wanted = {f"weight/{piece.placement.name}": _slice(piece, piece.master) for piece in trainer.pieces}
+    wanted = [(f"weight/{name}", part) for name, part in _of(trainer, lambda piece: piece.master)]
     for piece in trainer.pieces if updates else []:
-        state = {moment: torch.zeros_like(piece.master) for moment in MOMENTS}
-        wanted |= {f"{moment}/{piece.placement.name}": _slice(piece, tensor) for moment, tensor in state.items()}
         # torch's fused Adam wants its step count beside the weights; LAMB reads it on the host
         where = piece.master.device if config.optimizer.name == "adam" else "cpu"
+        state = {moment: torch.zeros_like(piece.master) for moment in MOMENTS}
         trainer.optimizer.state[piece.master] = {"step": torch.tensor(float(updates), device=where), **state}
+    for moment in MOMENTS if updates else ():
+        wanted += [(f"{moment}/{name}", part) for name, part in _of(trainer, _moment(trainer, moment))]
     load(path, index, wanted)
-    for unit in trainer.units:
-        unit.publish()
+    trainer.parameters.weights.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     trainer.loss_scale.scale = index["loss_scale"]["scale"]
     trainer.loss_scale.clean_steps = index["loss_scale"]["clean_steps"]
     return index["samples"]
 
 
-def _slice(piece: Piece, tensor: Tensor) -> Slice:
-    return Slice(tensor, piece.placement.shape, piece.placement.offsets)
+def _of(trainer: Trainer, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:
+    """Names of logical tensors with the rectangles of them that this rank has; `values` of a piece are flat."""
+    for piece in trainer.pieces:
+        for part, offsets in piece.rectangles(values(piece)):
+            yield piece.placement.name, Slice(part, piece.placement.shape, offsets)
+
+
+def _moment(trainer: Trainer, kind: str) -> Callable[[Piece], Tensor]:
+    return lambda piece: trainer.optimizer.state[piece.master][kind]
 
 
 def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
-    """What this rank writes; tensors that all tensor-parallel ranks hold are written by the first."""
-    for piece in trainer.pieces:
-        if piece.placement.cut_dim is None and trainer.mesh.at.tensor != 0:
-            continue
-        yield f"weight/{piece.placement.name}", _slice(piece, piece.master)
-        state = trainer.optimizer.state.get(piece.master, {})
-        for moment in MOMENTS:
-            if moment in state:
-                yield f"{moment}/{piece.placement.name}", _slice(piece, state[moment])
+    """What this rank writes. Tensors that all tensor-parallel ranks hold are written by the first, copies of a tied
+    embedding by the first stage."""
+    at = trainer.mesh.at
+    skipped = {
+        piece.placement.name
+        for piece in trainer.pieces
+        if (piece.placement.cut_dim is None and at.tensor != 0) or (piece.placement.shared and at.pipeline != 0)
+    }
+    kinds: dict[str, Callable[[Piece], Tensor]] = {"weight": lambda piece: piece.master}
+    if trainer.optimizer.state:
+        kinds |= {kind: _moment(trainer, kind) for kind in MOMENTS}
+    for kind, values in kinds.items():
+        yield from ((f"{kind}/{name}", part) for name, part in _of(trainer, values) if name not in skipped)
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

@@ -9,20 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import all_reduce, sum_of
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
+from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
 from pangu.models.language_model import LanguageModel
 from pangu.optim.build import make_optimizer
 from pangu.optim.clip import clip_factor
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
+from pangu.pipeline.runner import Hooks, Runner
+from pangu.pipeline.stages import Stages
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable
-from pangu.zero.gradients import GradientSum
-from pangu.zero.norms import global_norm, squares_over_ranks
-from pangu.zero.units import Piece, Unit, group_parameters
+from pangu.zero.sharded import Policy, ShardedParameters
+from pangu.zero.units import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -41,39 +44,68 @@ class StepResult:
 
 
 class Trainer:
-    """Model, gradient buffers and optimizer of this rank, and the step that joins them."""
+    """This rank's part of the model, its gradient buffers and optimizer, and the step that joins them."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, model: LanguageModel, table: PlacementTable) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        model: LanguageModel,
+        table: PlacementTable,
+        stages: Stages,
+        later: WeightGradients | None = None,
+    ) -> None:
         """
         Args:
             config: the run.
             mesh: live groups and device.
             model: on the meta device; gets its storage and first values here.
             table: its logical tensors.
+            stages: the chunks of all stages and the schedule.
+            later: where the layers of `model` put weight gradients aside; schedules that split backward need it.
         """
         self.config = config
         self.mesh = mesh
         self.model = model
-        dtype = DTYPES[config.precision.compute]
-        groups = group_parameters(model, config.parallel.bucket_mib * 2**20)
-        self.units = [Unit(model, names, table, config.train.seed, dtype, mesh.device) for names in groups]
-        self.gradients = GradientSum(self.units, mesh.group("data"), mesh.group("tensor"))
+        self.stages = stages
+        chunks = stages.of(mesh.at.pipeline)
+        bucket = config.parallel.bucket_mib
+        if bucket is None:
+            bucket = 0.0 if config.parallel.zero else 25.0
+        policy = Policy(
+            seed=config.train.seed,
+            dtype=DTYPES[config.precision.compute],
+            bucket_bytes=bucket * 2**20,
+            overlap=config.parallel.overlap,
+            by_chunk=stages.schedule.two_phases,
+            split_backward=stages.schedule.splits_backward,
+        )
+        self.parameters = ShardedParameters(model, table, chunks, mesh, policy)
 
         def over_ranks(placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
-            return squares_over_ranks(placements, mesh.group("tensor"), mesh.device)
+            return lambda squares: self.parameters.squares.same(placements, squares)
 
-        self.squares_over_ranks = over_ranks([piece.placement for piece in self.pieces])
         owned = [(piece.placement, piece.master) for piece in self.pieces]
         self.optimizer = make_optimizer(config.optimizer, owned, over_ranks)
         self.loss_scale = LossScale(config.precision.loss_scale)
         self.step = 0
         """Steps made, skipped ones included."""
         self.skipped = 0
+        gradients = self.parameters.gradients
+        self.runner = Runner(
+            model,
+            chunks,
+            mesh.at.pipeline,
+            Channels(mesh, stages.schedule.lanes) if mesh.layout.pipeline > 1 else None,
+            policy.dtype,
+            later or WeightGradients(),
+            Hooks(self.parameters.gather, self.parameters.release, gradients.expect, gradients.reduce),
+        )
 
     @property
     def pieces(self) -> list[Piece]:
-        """All logical tensors."""
-        return [piece for unit in self.units for piece in unit.pieces]
+        """What this rank updates: pieces of logical tensors."""
+        return self.parameters.pieces
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Forward and backward over this rank's micro-batches, one reduction, one update.
@@ -85,24 +117,21 @@ class Trainer:
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         targets = sum_of(sum(float(batch.weights.sum()) for batch in micro_batches), group, self.mesh.device)
         per_token = 1.0 / max(targets, 1.0)
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self.gradients.start_step()
-        for index, batch in enumerate(batches):
-            if index == len(batches) - 1:
-                self.gradients.start_last_micro_batch()
-            keys = DropoutKeys(self.config.train.seed, self.step, batch.samples)
-            loss = self.model.loss(batch, keys)
-            (loss * (per_token * self.loss_scale.scale)).backward()
-            total += loss.detach()
-        self.gradients.finish()
-        loss_sum = float(all_reduce(total, group))
-        return self._update(loss_sum * per_token)
+        keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
+        self.parameters.gradients.start_step()
+        loss = self.runner.train(self.stages.schedule, batches, keys, per_token * self.loss_scale.scale)
+        self.parameters.gradients.finish()
+        return self._update(self._over_replicas(loss) * per_token)
+
+    def _over_replicas(self, loss: Tensor | None) -> float:
+        """Sum over replicas of what their last stage has, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if loss is None else loss
+        return float(all_reduce(all_reduce(total, self.mesh.group("data")), self.mesh.group("pipeline")))
 
     def _update(self, loss: float) -> StepResult:
         """Unscale, clip, step, then adjust the scale; skip the step if the gradient is not finite."""
         scale = self.loss_scale.scale
-        gradients = [piece.master.grad for piece in self.pieces if piece.master.grad is not None]
-        norm = float(global_norm(gradients, self.squares_over_ranks)) / scale
+        norm = float(self.parameters.gradient_norm()) / scale
         rate = learning_rate(
             self.config.lr_schedule, self.config.optimizer.lr, self.config.train.steps, self.step - self.skipped
         )
@@ -110,12 +139,11 @@ class Trainer:
         if not skipped:
             factor = clip_factor(norm, self.config.optimizer.clip) / scale
             if factor != 1.0:
-                torch._foreach_mul_([unit.grad for unit in self.units], factor)
+                self.parameters.scale_gradients(factor)
             for param_group in self.optimizer.param_groups:
                 param_group["lr"] = rate
             self.optimizer.step()
-            for unit in self.units:
-                unit.publish()
+            self.parameters.weights.publish()
         self.loss_scale.update(overflow=skipped)
         self.step += 1
         self.skipped += skipped

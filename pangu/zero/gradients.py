@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pangu.collectives.reduce import all_reduce, start_all_reduce, start_reduce_scatter
+from pangu.topology.mesh import Mesh
 from pangu.zero.units import Unit
 
 IN_FLIGHT = 2
@@ -30,6 +31,11 @@ class Groups:
     """Ranks that share every matrix."""
     ends: dist.ProcessGroup | None = None
     """First and last stage of the pipeline, which both hold a tied word embedding."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Groups:
+        """Those of a live mesh."""
+        return cls(*(mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends")))
 
 
 @dataclass
@@ -52,8 +58,8 @@ class GradientSum:
     ) -> None:
         """
         Args:
-            chunks: units of each chunk of this stage, in the order of the forward pass. Those under -1 belong to several
-                chunks and are sent at the end of the step.
+            chunks: units of each chunk of this stage, in the order of the forward pass. Those under -1 belong to
+                several chunks and are sent at the end of the step.
             groups: who takes part.
             each_micro_batch: reduce after each micro-batch, so that no whole gradients are kept (ZeRO-2 and 3), rather
                 than once per step.

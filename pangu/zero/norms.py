@@ -11,6 +11,7 @@ from torch import Tensor
 from pangu.collectives.reduce import all_reduce
 from pangu.topology.placement import Placement
 from pangu.zero.gradients import Groups
+from pangu.zero.units import Piece
 
 
 class Squares:
@@ -46,22 +47,17 @@ class Squares:
 
 
 def global_norm(
-    placements: Sequence[Placement],
-    gradients: Sequence[Tensor],
-    squares: Squares,
-    counts: Tensor,
-    pipeline: dist.ProcessGroup | None,
+    pieces: Sequence[Piece], squares: Squares, counted: Tensor, pipeline: dist.ProcessGroup | None
 ) -> Tensor:
-    """Euclidean norm over all elements of the model, a scalar; not finite if any element is not.
+    """Euclidean norm of the gradient over all elements of the model, a scalar; not finite if any element is not.
 
     Args:
-        placements: tensors that this rank holds a part of.
-        gradients: those parts.
+        pieces: what this rank updates, with gradients.
         squares: of the stage.
-        counts: for every tensor of the stage 1, or 0 where another stage counts it.
+        counted: for every tensor of the stage, whether this stage counts it.
         pipeline: the stages.
     """
-    own = torch.stack(torch._foreach_norm(list(gradients))).square() if gradients else counts.new_zeros(0)
-    # not by a product: 0 x inf would hide which stage is not finite
-    total = torch.where(counts > 0, squares.whole(placements, own), 0.0).sum()
-    return all_reduce(total, pipeline).sqrt()
+    gradients = [piece.master.grad for piece in pieces if piece.master.grad is not None]
+    own = torch.stack(torch._foreach_norm(gradients)).square() if gradients else torch.zeros(0, device=counted.device)
+    whole = squares.whole([piece.placement for piece in pieces], own)
+    return all_reduce(whole.where(counted, 0.0).sum(), pipeline).sqrt()

@@ -159,31 +159,3 @@ class Unit:
     def release(self) -> None:
         """Give back the room of all weights at stage 3. The parameters stay views of it."""
         self.weights.untyped_storage().resize_(0)
-
-
-def group_parameters(model: nn.Module, bucket_bytes: float) -> list[list[str]]:
-    """Names of the parameters of each unit, units in the order of the forward pass.
-
-    Parameters of one layer stay together, and so do those of the embedding and those behind the layers; such groups are
-    joined until their fp32 gradients fill `bucket_bytes`.
-    """
-    regions: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        regions.setdefault(region_of(name), []).append(name)
-    units: list[list[str]] = []
-    size = bucket_bytes
-    for names in regions.values():
-        if size >= bucket_bytes:
-            units.append([])
-            size = 0.0
-        units[-1] += names
-        size += sum(4.0 * model.get_parameter(name).numel() for name in names)
-    return units
-
-
-def region_of(parameter: str) -> str:
-    """The part of a model that uses a parameter: `embedding`, `layers.NUMBER`, or `head` for all behind the layers."""
-    first, _, rest = parameter.partition(".")
-    if first == "layers":
-        return f"layers.{rest.partition('.')[0]}"
-    return "embedding" if first == "embedding" else "head"

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from pangu.config.schema import SampleConfig
-from pangu.evaluation.generation import continue_text, pick
+from pangu.evaluation.generation import continue_text, next_token_scores, pick
+from pangu.layers.deferred import WeightGradients
+from pangu.pipeline.runner import Runner
+from pangu.pipeline.schedule import make_schedule
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
 from tests.models.helpers import TINY, make
 
 CPU = torch.device("cpu")
@@ -31,7 +36,10 @@ def draw(
     model, _ = make(seed=5)
     config = SampleConfig(tokens, (), temperature, top_k)
     arguments = {"seed": seed, "window": TINY.sequence, "eod": 9, "device": CPU, "multiple": multiple}
-    return continue_text(model, Numbers(), prompt, config, **arguments)
+    schedule = make_schedule("1f1b", 1, 1, 1)
+    runner = Runner(model, {0: model.parts[0]}, 0, None, torch.float32, WeightGradients())
+    scores = next_token_scores(runner, schedule, TINY.vocab, Mesh(Layout(), 0, CPU))
+    return continue_text(scores, Numbers(), prompt, config, **arguments)
 
 
 def test_the_same_seed_draws_the_same_text_and_another_another() -> None:

@@ -7,85 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.collectives.reduce import gather_objects
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.models.language_model import Options, build_model
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
-from pangu.training.step import Trainer
 from tests.configs import tiny
+from tests.parallel.harness import OVERRIDES, compare, train_layout
 from tests.spawn import Pool
 
 # (processes, sequences in a micro-batch): all see 8 sequences a step, in 1 to 8 micro-batches
 LAYOUTS = [(1, 8), (1, 2), (2, 2), (2, 1), (4, 2), (4, 1)]
 
-# Padding in the tokens makes the number of target tokens differ between micro-batches, dropout makes the masks matter,
-# and small buckets make several reductions overlap with backward.
-OVERRIDES = (
-    "model.dropout=0.1",
-    "model.attention_dropout=0.1",
-    "model.attention=reference",
-    "data.packing.eod=3",
-    "data.packing.pad=5",
-    "data.packing.reset_mask=true",
-    "data.packing.reset_positions=true",
-    "parallel.bucket_mib=0.02",
-    "lr_schedule.warmup_steps=2",
-    "optimizer.lr=0.01",
-)
-
-
-class RaggedStream:
-    """Random tokens of which a different share of each sample is padding; some end a document."""
-
-    num_samples = None
-
-    def __getitem__(self, index: int) -> Any:
-        from pangu.topology.random import generator
-
-        source = generator("ragged", index)
-        tokens = source.integers(3, 101, size=17)
-        tokens[17 - index % 7 :] = 5
-        return tokens
-
 
 def train(rank: int, world: int, micro_size: int, steps: int, *overrides: str) -> dict[str, Any]:
-    """Train a few steps; what this rank saw and holds afterwards."""
-    torch.manual_seed(rank)  # nothing may depend on torch's own state
-    config = tiny(*OVERRIDES, *overrides, f"batch.micro_size={micro_size}", f"parallel.data={world}")
-    mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
-    model, table = build_model(
-        config.model, Options("reference", config.memory.recomputed_layers, config.memory.recomputed_parts)
-    )
-    trainer = Trainer(config, mesh, model, table)
-    first = {piece.placement.name: piece.master.clone() for piece in trainer.pieces}
-    results, gradients = [], []
-    stream = RaggedStream()
-    with Loader(stream, config.data.packing, config.batch.global_size, micro_size, mesh.at.data, world) as loader:
-        for step in range(steps):
-            results.append(trainer.train_step(loader.micro_batches(8 * step)))
-            gradients.append({piece.placement.name: piece.master.grad.clone() for piece in trainer.pieces})
-    weights = {piece.placement.name: piece.master.clone() for piece in trainer.pieces}
-    everybody = gather_objects({name: w.double().sum().item() for name, w in weights.items()}, mesh.group("world"))
-    assert all(other == everybody[0] for other in everybody), "replicas differ"
-    return {"first": first, "results": results, "gradients": gradients, "weights": weights, "units": len(trainer.units)}
-
-
-def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
-    """Initial weights bit for bit; losses, norms, every gradient of every step and the final weights to rounding."""
-    assert all(torch.equal(ours["first"][name], weight) for name, weight in one["first"].items())
-    for mine, reference in zip(ours["results"], one["results"], strict=True):
-        assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
-        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
-    for mine, reference in zip(ours["gradients"], one["gradients"], strict=True):
-        for name, gradient in reference.items():
-            # a key's bias has gradient 0 in exact arithmetic: the terms that cancel give the scale of rounding
-            scale = max(float(gradient.abs().max()), 0.01)
-            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=100 * tolerance * scale, msg=name)
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1000 * tolerance, msg=name)
-        assert not torch.equal(weight, one["first"][name]), f"{name} did not move"
+    """Train a few steps on `world` replicas."""
+    layout = Layout(data=world)
+    return train_layout(rank, world, layout, steps, *OVERRIDES, f"batch.micro_size={micro_size}", *overrides)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])

@@ -1,0 +1,37 @@
+"""Puts a trainer together from a configuration and a mesh."""
+
+from __future__ import annotations
+
+import logging
+
+from pangu.collectives.regions import TensorRegion
+from pangu.config.schema import RunConfig
+from pangu.layers.attention import choose_attention
+from pangu.layers.builder import Builder
+from pangu.layers.deferred import WeightGradients
+from pangu.models.language_model import Options, build_model
+from pangu.pipeline.stages import plan_stages
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import PlacementTable
+from pangu.training.step import DTYPES, Trainer
+
+log = logging.getLogger("pangu")
+
+
+def assemble(config: RunConfig, mesh: Mesh) -> Trainer:
+    """The trainer of this rank: its chunks of the model with their first values, and a fresh optimizer.
+
+    Raises:
+        ConfigError: if the pipeline's schedule does not allow the layout or the batch.
+    """
+    kernel = choose_attention(
+        config.model.attention, mesh.device, DTYPES[config.precision.compute], config.model.attention_dropout
+    )
+    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
+    stages = plan_stages(config, mesh.layout)
+    options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
+    later = WeightGradients() if stages.schedule.splits_backward else None
+    build = Builder(PlacementTable(), region=TensorRegion.of(mesh))
+    parts = list(stages.of(mesh.at.pipeline).values())
+    model, table = build_model(config.model, options, build, parts)
+    return Trainer(config, mesh, model, table, stages, later)

@@ -1,0 +1,143 @@
+"""Trains small models on any layout and compares every number of the run with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.collectives.reduce import gather_objects
+from pangu.data.batch import make_batch
+from pangu.data.loader import Loader
+from pangu.evaluation.generation import next_token_scores
+from pangu.evaluation.perplexity import mean_loss
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.assemble import assemble
+from pangu.training.step import Trainer
+from pangu.zero.units import Piece
+from tests.configs import tiny
+
+# Padding in the tokens makes the number of target tokens differ between micro-batches, dropout makes the masks matter,
+# and small buckets make several reductions overlap with backward.
+OVERRIDES = (
+    "model.dropout=0.1",
+    "model.attention_dropout=0.1",
+    "model.attention=reference",
+    "data.packing.eod=3",
+    "data.packing.pad=5",
+    "data.packing.reset_mask=true",
+    "data.packing.reset_positions=true",
+    "parallel.bucket_mib=0.01",
+    "lr_schedule.warmup_steps=2",
+    "optimizer.lr=0.01",
+)
+
+
+class RaggedStream:
+    """Random tokens of which a different share of each sample is padding; some end a document."""
+
+    num_samples = None
+
+    def __getitem__(self, index: int) -> Any:
+        from pangu.topology.random import generator
+
+        source = generator("ragged", index)
+        tokens = source.integers(3, 101, size=17)
+        tokens[17 - index % 7 :] = 5
+        return tokens
+
+
+def parallel_keys(layout: Layout) -> tuple[str, ...]:
+    """The keys that ask for a layout."""
+    sequence = "true" if layout.sequence else "false"
+    return (
+        f"parallel.tensor={layout.tensor}",
+        f"parallel.pipeline={layout.pipeline}",
+        f"parallel.virtual={layout.virtual}",
+        f"parallel.data={layout.data}",
+        f"parallel.sequence={sequence}",
+        f"parallel.zero={layout.zero}",
+        f"parallel.zero_group={layout.zero_group or 'null'}",
+    )
+
+
+def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[str, Any, Any, Tensor]]:
+    """Name, global shape, global offsets and values of everything that a rank holds."""
+    return [
+        (piece.placement.name, piece.placement.shape, offsets, part.clone())
+        for piece in pieces
+        for part, offsets in piece.rectangles(values[piece.placement.name])
+    ]
+
+
+def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
+    """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
+    values = {p.placement.name: p.master.grad if of_gradients else p.master for p in trainer.pieces}
+    together: dict[str, Tensor] = {}
+    for held in gather_objects(rectangles(trainer.pieces, values), trainer.mesh.group("world")):
+        for name, shape, offsets, part in held:
+            tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
+            place = tuple(slice(o, o + size) for o, size in zip(offsets, part.shape, strict=True))
+            here = tensor[place]
+            assert bool((here.isnan() | (here == part) | part.isnan()).all()), f"{name} differs between ranks"
+            tensor[place] = part
+    assert not any(bool(tensor.isnan().any()) for tensor in together.values())
+    return together
+
+
+def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: str) -> dict[str, Any]:
+    """Train a few steps on one rank of a layout.
+
+    Returns:
+        First weights, results and gradients of every step, weights, held-out loss, all put together from all ranks;
+        numbers of elements held.
+    """
+    torch.manual_seed(rank)  # nothing may depend on torch's own state
+    config = tiny(*overrides, *parallel_keys(layout))
+    mesh = Mesh.connect(layout, torch.device("cpu"))
+    trainer = assemble(config, mesh)
+    first = whole(trainer, of_gradients=False)
+    results, gradients = [], []
+    size, packing = config.batch.global_size, config.data.packing
+    with Loader(RaggedStream(), packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
+        for step in range(steps):
+            results.append(trainer.train_step(loader.micro_batches(size * step)))
+            gradients.append(whole(trainer, of_gradients=True))
+    held_out = np.stack([RaggedStream()[1000 + i] for i in range(4)])
+    batches = [make_batch(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
+    scores = next_token_scores(trainer.runner, trainer.stages.schedule, config.model.vocab, mesh)
+    return {
+        "logits": scores(torch.arange(16)[None], 7),
+        "first": first,
+        "results": results,
+        "gradients": gradients,
+        "weights": whole(trainer, of_gradients=False),
+        "validation": mean_loss(trainer.runner, trainer.stages.schedule, batches, mesh),
+        "units": len(trainer.parameters.units),
+        "elements": sum(unit.numel for unit in trainer.parameters.units),
+        "masters": sum(unit.master.numel() for unit in trainer.parameters.units),
+    }
+
+
+def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
+    """Initial weights bit for bit; losses, norms, every gradient of every step and the final weights to rounding."""
+    assert ours["first"].keys() == one["first"].keys()
+    assert all(torch.equal(ours["first"][name], weight) for name, weight in one["first"].items())
+    for mine, reference in zip(ours["results"], one["results"], strict=True):
+        assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
+        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
+    for mine, reference in zip(ours["gradients"], one["gradients"], strict=True):
+        for name, gradient in reference.items():
+            # a key's bias has gradient 0 in exact arithmetic: the terms that cancel give the scale of rounding
+            scale = max(float(gradient.abs().max()), 0.01)
+            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=100 * tolerance * scale, msg=name)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1000 * tolerance, msg=name)
+        assert not torch.equal(weight, one["first"][name]), f"{name} did not move"
+    torch.testing.assert_close(ours["logits"], one["logits"], rtol=0, atol=1000 * tolerance)
+    assert ours["validation"] == pytest.approx(one["validation"], rel=1000 * tolerance)
