@@ -128,21 +128,26 @@ def pangu_step(precision: str, vocab: int, micro: int, chunk: int | None = None)
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from pangu.layers.attention import choose_attention
-    from pangu.models.language_model import Options, build_model
     from pangu.topology.layout import Layout
     from pangu.topology.mesh import Mesh
-    from pangu.training.step import DTYPES, Trainer
+    from pangu.training.assemble import assemble
 
     folder = str(Path(__file__).resolve().parent.parent / "configs")
     with initialize_config_dir(folder, version_base="1.3"):
         overrides = [f"model.{key}={value}" for key, value in SHAPE.items()]
         fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
-        composed = compose("base", overrides=[*fixed, *overrides, f"model.vocab={vocab}", f"precision={precision}"])
+        composed = compose(
+            "base",
+            overrides=[
+                *fixed,
+                *overrides,
+                f"model.vocab={vocab}",
+                f"precision={precision}",
+                f"loss.chunk={chunk or 'null'}",
+            ],
+        )
     config = build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
-    kernel = choose_attention("auto", torch.device("cpu"), DTYPES[precision], 0.0)
-    model, table = build_model(config.model, Options(kernel, loss_chunk=chunk))
-    trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")), model, table)
+    trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
     packing = PackingConfig(None, None, False, False)
 
     def step(samples: Tensor) -> float:

@@ -119,9 +119,15 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         yield Problem("memory.selective", "[]", "names no part to compute again", "[attention, activation] works")
     if config.loss.chunk is not None:
         yield from _at_least("loss.chunk", config.loss.chunk, 1)
-    if parallel.pipeline > config.model.layers > 0:
-        rule = f"each stage needs at least one of model.layers = {config.model.layers}"
-        yield Problem("parallel.pipeline", parallel.pipeline, rule, f"1 to {config.model.layers} work")
+    chunks, layers = parallel.pipeline * parallel.virtual, config.model.layers
+    if chunks > layers > 0:
+        key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
+        yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
+    yield from _at_least("parallel.virtual", parallel.virtual, 1)
+    yield from _positive("parallel.timeout_s", parallel.timeout_s)
+    if parallel.zero_group is not None and parallel.zero == 0:
+        rule = "parallel.zero = 0 shards nothing"
+        yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
 
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -147,7 +153,10 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _batch(config: RunConfig, data: int) -> Iterator[Problem]:
-    batch = config.batch
+    batch, group = config.batch, config.parallel.zero_group
+    if group is not None and (group < 1 or data % group):
+        near = _any_of(divisors_near(data, group))
+        yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}", near)
     wrong = [*_at_least("batch.global_size", batch.global_size, 1), *_at_least("batch.micro_size", batch.micro_size, 1)]
     yield from wrong
     if not wrong and batch.global_size % (batch.micro_size * data):

@@ -45,7 +45,7 @@ def write(folder: Path, step: int = 3) -> Path:
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     wanted = {name: torch.full_like(tensor, -1.0) for name, tensor in TENSORS.items()}
-    load(path, read_index(path), {name: whole(tensor) for name, tensor in wanted.items()})
+    load(path, read_index(path), [(name, whole(tensor)) for name, tensor in wanted.items()])
     return wanted
 
 
@@ -70,7 +70,7 @@ def test_any_cut_can_be_read_by_any_other(rows: int, columns: int, data: st.Data
         commit(path, parts, {})
         top, left = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
         wanted = torch.full((rows - top, columns - left), -1.0)
-        load(path, read_index(path), {"weight/a": Slice(wanted, (rows, columns), (top, left))})
+        load(path, read_index(path), [("weight/a", Slice(wanted, (rows, columns), (top, left)))])
         assert torch.equal(wanted, tensor[top:, left:])
 
 
@@ -150,6 +150,6 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     wanted = {"weight/a": torch.empty(3, 2), "weight/b": torch.empty(4), "weight/c": torch.empty(1)}
     with pytest.raises(UserError) as caught:
-        load(path, read_index(path), {name: whole(tensor) for name, tensor in wanted.items()})
+        load(path, read_index(path), [(name, whole(tensor)) for name, tensor in wanted.items()])
     assert "weight/a: [2, 3] in the checkpoint, [3, 2] in the model" in str(caught.value)
     assert "weight/c: not in the checkpoint" in str(caught.value)

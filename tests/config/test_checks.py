@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pangu.config.checks import check, divisors_near, multiples_near
 from pangu.config.errors import ConfigError
-from tests.configs import RECIPES, config
+from tests.configs import config
 
 
 def problems(*overrides: str, world: int = 1) -> str:
@@ -133,13 +133,20 @@ def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
     assert check(config("model.kv_heads=2", "parallel.tensor=2"), 2) == 1
 
 
-def test_degrees_that_this_version_does_not_train_with_are_refused() -> None:
-    text = problems("parallel.pipeline=2", "parallel.zero=1", world=2)
-    assert "parallel.pipeline = 2: this version trains without pipeline parallelism" in text
-    assert "parallel.zero = 1: this version keeps everything whole" in text
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["parallel.virtual=0"], "parallel.virtual = 0: must be at least 1"),
+        (["parallel.pipeline=2", "parallel.virtual=9"], "parallel.pipeline x parallel.virtual = 18: each chunk needs"),
+        (["parallel.zero_group=2"], "parallel.zero_group = 2: parallel.zero = 0 shards nothing"),
+        (["parallel.zero=1", "parallel.zero_group=3", "parallel.data=4"], "must divide the data-parallel size 4"),
+        (["parallel.timeout_s=0"], "parallel.timeout_s = 0.0: must be above 0"),
+    ],
+)
+def test_keys_of_pipeline_and_zero(overrides: list[str], says: str) -> None:
+    assert says in problems(*overrides, world=4)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
     assert check(config(f"+config={recipe}", "dry_run=true"), 1) == 1
 

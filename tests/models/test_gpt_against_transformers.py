@@ -157,13 +157,11 @@ def test_a_20_step_adamw_run_tracks_it() -> None:
 
 def trainer_with_weights(config, weights):
     """A trainer on one process whose model starts from the given logical weights."""
-    from pangu.models.language_model import Options, build_model
     from pangu.topology.layout import Layout
     from pangu.topology.mesh import Mesh
-    from pangu.training.step import Trainer
+    from pangu.training.assemble import assemble
 
-    model, table = build_model(config.model, Options("sdpa"))
-    trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")), model, table)
+    trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
     with torch.no_grad():
         for piece in trainer.pieces:
             piece.master.copy_(weights[piece.placement.name])

@@ -8,9 +8,9 @@ import torch
 from pangu.data.batch import Batch
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.models.language_model import build_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training.assemble import assemble
 from pangu.training.step import Trainer
 from tests.configs import tiny
 
@@ -19,8 +19,7 @@ QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_ste
 
 def trainer_of(*overrides: str) -> Trainer:
     config = tiny(*QUIET, *overrides)
-    model, table = build_model(config.model)
-    return Trainer(config, Mesh(Layout(), 0, torch.device("cpu")), model, table)
+    return assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
 
 
 def batches(trainer: Trainer, step: int) -> list[Batch]:
