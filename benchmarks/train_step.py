@@ -128,11 +128,11 @@ def pangu_step(precision: str, vocab: int, micro: int, chunk: int | None = None)
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from pangu.layers.attention import choose_attention
+    from pangu.layers.kernels import choose_attention
     from pangu.models.language_model import Options, build_model
     from pangu.topology.layout import Layout
     from pangu.topology.mesh import Mesh
-    from pangu.training.step import DTYPES, Trainer
+    from pangu.training.step import Trainer
 
     folder = str(Path(__file__).resolve().parent.parent / "configs")
     with initialize_config_dir(folder, version_base="1.3"):
@@ -140,7 +140,7 @@ def pangu_step(precision: str, vocab: int, micro: int, chunk: int | None = None)
         fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
         composed = compose("base", overrides=[*fixed, *overrides, f"model.vocab={vocab}", f"precision={precision}"])
     config = build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
-    kernel = choose_attention("auto", torch.device("cpu"), DTYPES[precision], 0.0)
+    kernel = choose_attention(config.model, precision, torch.device("cpu"))
     model, table = build_model(config.model, Options(kernel, loss_chunk=chunk))
     trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")), model, table)
     packing = PackingConfig(None, None, False, False)

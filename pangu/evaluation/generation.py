@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pangu.config.schema import SampleConfig
 from pangu.data.tokenizers import Tokenizer
-from pangu.layers.attention import AttentionMask
+from pangu.layers.masks import AttentionMask
 from pangu.models.language_model import LanguageModel
 from pangu.topology.random import random_key
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
-from pangu.layers.attention import AttentionMask
+from pangu.layers.biases import Alibi, RelativeBias
 from pangu.layers.builder import Builder, NewTensor
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.kernels import KERNELS, Terms
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
+from pangu.layers.masks import AttentionMask
 from pangu.layers.recompute import checkpointed
 from pangu.layers.rotary import Rotation
-from pangu.models.block import Block, Options, Pass, QueryBlock
+from pangu.models.block import Block, Carried, Options, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
 
 
 class TokenEmbedding(nn.Module):
-    """Word vector + learned position vector (none with rotary positions), then dropout."""
+    """Word vector + learned position vector (if positions are learned), then dropout."""
 
     def __init__(self, config: ModelConfig, build: Builder, shared: str | None) -> None:
         super().__init__()
@@ -57,6 +59,16 @@ class Part:
         return cls(range(config.layers), first=True, last=True)
 
 
+def _make_bias(config: ModelConfig, build: Builder, shared: str | None) -> Alibi | RelativeBias | None:
+    """What tells attention of positions, if its scores do."""
+    if config.positions == "alibi":
+        return Alibi(build, config.heads)
+    if config.positions == "relative":
+        buckets, furthest = config.num_relative_buckets, config.furthest_relative
+        return RelativeBias(build, "position_bias", config.heads, buckets, furthest, config.init_std, shared)
+    return None
+
+
 class LanguageModel(nn.Module, ABC):
     """Embedding, layers and head, or those of them that some parts need; what GPT and PanGu-α have in common."""
 
@@ -73,6 +85,7 @@ class LanguageModel(nn.Module, ABC):
         begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
         shared = "ends" if config.tied_head and begins != ends else None
         self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
+        self.position_bias = _make_bias(config, build, None if begins and ends else "stages")
         self.layers = nn.ModuleDict(
             {str(number): self._make_layer(config, build, number, options) for part in parts for number in part.layers}
         )
@@ -85,13 +98,14 @@ class LanguageModel(nn.Module, ABC):
                 matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
             self.head = Head(build, config.vocab, options.loss_chunk, matrix)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
+        self.kernel, self.window = KERNELS[options.kernel], config.window
         self.recomputed_layers = options.recompute
 
     @abstractmethod
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
         """A layer, built below `layers.NUMBER`."""
 
-    def hidden(self, part: Part, received: Tensor | None, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
+    def hidden(self, part: Part, received: Carried | None, batch: Batch, keys: DropoutKeys | None = None) -> Carried:
         """What one part makes of a micro-batch.
 
         Args:
@@ -101,7 +115,7 @@ class LanguageModel(nn.Module, ABC):
             keys: keys of the dropout masks; None drops nothing.
 
         Returns:
-            [sequence (/ ranks with sequence parallelism), batch, hidden]; of the last part: ready for the head.
+            What the next part receives; the hidden states of the last part are ready for the head.
         """
         run = self._pass(AttentionMask(batch.documents), batch.positions, keys)
         return self._hidden(part, received, batch.tokens, run)
@@ -119,7 +133,7 @@ class LanguageModel(nn.Module, ABC):
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """`hidden`, then `loss_of`, of a model that was built in one part."""
-        return self.loss_of(self.hidden(self._only_part, None, batch, keys), batch)
+        return self.loss_of(self.hidden(self._only_part, None, batch, keys).hidden, batch)
 
     def logits(self, tokens: Tensor, positions: Tensor, mask: AttentionMask, keys: DropoutKeys | None = None) -> Tensor:
         """Scores of every next token by a model that was built in one part.
@@ -127,13 +141,14 @@ class LanguageModel(nn.Module, ABC):
         Args:
             tokens: int64 [batch, sequence].
             positions: int64 [batch, sequence].
-            mask: who sees whom.
+            mask: who sees whom; the model's own window is put on top.
             keys: keys of the dropout masks; None drops nothing.
 
         Returns:
             [sequence, batch, vocab].
         """
-        return self.logits_of(self._hidden(self._only_part, None, tokens, self._pass(mask, positions, keys)))
+        run = self._pass(mask, positions, keys)
+        return self.logits_of(self._hidden(self._only_part, None, tokens, run).hidden)
 
     @property
     def _only_part(self) -> Part:
@@ -150,22 +165,27 @@ class LanguageModel(nn.Module, ABC):
 
     def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
         dtype = next(self.parameters()).dtype
-        return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
+        length, device = positions.shape[1], positions.device
+        bias = None if self.position_bias is None else self.position_bias(length, dtype, device)
+        # made here, outside of what is recomputed, as all layers share it
+        kernel = self.kernel(Terms(replace(mask, window=self.window), bias, length, dtype, device))
+        return Pass(kernel, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
 
-    def _hidden(self, part: Part, received: Tensor | None, tokens: Tensor, run: Pass) -> Tensor:
-        hidden = received
+    def _hidden(self, part: Part, received: Carried | None, tokens: Tensor, run: Pass) -> Carried:
+        carried = received
         if part.first:
             assert self.embedding is not None
-            hidden = self.embedding(tokens, run)
-        assert hidden is not None
+            carried = Carried(self.embedding(tokens, run), None)
+        assert carried is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
-            hidden = self._layer(number, hidden, run, again)
-        return self._top(hidden) if part.last else hidden
+            carried = self._layer(number, carried, run, again)
+        return Carried(self._top(carried.hidden), None) if part.last else carried
 
-    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
-        """[sequence, batch, hidden] -> the same; `again`: its activations are computed again in backward."""
-        return checkpointed(self.layers[str(number)], hidden, run, on=again)
+    def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
+        """From what the layer below hands over to what this one does; `again`: its activations are computed again in
+        backward."""
+        return checkpointed(self.layers[str(number)], carried, run, on=again)
 
     def _top(self, hidden: Tensor) -> Tensor:
         """What stands between the last layer and the head."""
@@ -199,14 +219,14 @@ class PanGu(LanguageModel):
         kind = QueryBlock if number == config.layers - 1 else Block
         return kind(config, build.at(f"layers.{number}"), options)
 
-    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
+    def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
         if number != self.query_layer:
-            return super()._layer(number, hidden, run, again)
+            return super()._layer(number, carried, run, again)
         if self.norm_before_query:
-            hidden = self.final_norm(hidden)
+            carried = carried._replace(hidden=self.final_norm(carried.hidden))
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        return checkpointed(self.layers[str(number)], hidden, queries, run, on=again)
+        return checkpointed(self.layers[str(number)], carried, queries, run, on=again)
 
     def _top(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm_before_query else self.final_norm(hidden)

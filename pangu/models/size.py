@@ -27,7 +27,8 @@ def num_parameters(config: ModelConfig) -> int:
     norm = 2 * d if config.norm == "layernorm" else d
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
-    return (words + positions) * d + config.layers * (matrices + biases + 2 * norm) + norm
+    bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
+    return (words + positions) * d + bias + config.layers * (matrices + biases + 2 * norm) + norm
 
 
 def training_flops_per_token(config: ModelConfig) -> float:

@@ -19,8 +19,8 @@ from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text
-from pangu.layers.attention import choose_attention
 from pangu.layers.builder import Builder
+from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
@@ -33,7 +33,7 @@ from pangu.topology.placement import PlacementTable
 from pangu.training.closing import closing_words
 from pangu.training.loop import Loop
 from pangu.training.saving import find_checkpoint, load_checkpoint
-from pangu.training.step import DTYPES, Trainer
+from pangu.training.step import Trainer
 from pangu.training.together import together
 from pangu.training.validation import Validation
 
@@ -59,19 +59,21 @@ def run(values: Mapping[str, Any]) -> None:
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
+    kernel = choose_attention(config.model, config.precision.compute, device)
+    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
     mesh = Mesh.connect(layout, device)
     try:
-        _train(config, mesh, launch)
+        _train(config, mesh, launch, kernel)
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, kernel: str) -> None:
     output = Path(config.train.output)
     together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config)
-    trainer = _trainer(config, mesh)
+    trainer = _trainer(config, mesh, kernel)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
@@ -110,10 +112,7 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     return open_sources(config.data, config.model, config.train.seed)
 
 
-def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
-    dtype = DTYPES[config.precision.compute]
-    kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
-    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
+def _trainer(config: RunConfig, mesh: Mesh, kernel: str) -> Trainer:
     options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
     model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
     return Trainer(config, mesh, model, table)

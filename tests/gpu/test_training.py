@@ -7,13 +7,13 @@ import torch
 
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.layers.attention import choose_attention
+from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.models.language_model import Options, build_model
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import DTYPES, Trainer
+from pangu.training.step import Trainer
 from tests.configs import tiny
 
 pytestmark = [
@@ -26,7 +26,7 @@ QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_ste
 def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]:
     """Losses of a few steps on one device."""
     config = tiny(*QUIET, *overrides)
-    kernel = choose_attention(config.model.attention, device, DTYPES[config.precision.compute], 0.0)
+    kernel = choose_attention(config.model, config.precision.compute, device)
     model, table = build_model(
         config.model, Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts)
     )

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
+from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
 from pangu.models.language_model import build_model
 from pangu.models.size import num_parameters, training_flops_per_token

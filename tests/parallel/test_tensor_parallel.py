@@ -65,7 +65,7 @@ def train(
             results.append(trainer.train_step(loader.micro_batches(size * step)))
             gradients.append(collect(True))
     tokens = torch.arange(32).view(2, 16)
-    from pangu.layers.attention import AttentionMask
+    from pangu.layers.masks import AttentionMask
 
     with torch.no_grad():
         logits = model.logits(tokens, torch.arange(16).expand(2, -1), AttentionMask(None))

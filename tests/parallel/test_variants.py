@@ -17,6 +17,10 @@ VARIANTS = [
     "model.kv_heads=4",
     "model.positions=rope",
     "model.norm_placement=post",
+    "model.window=5",
+    "model.positions=alibi",
+    "model.positions=relative model.relative_buckets=6 model.relative_distance=9",
+    "model.residual_scores=true",
 ]
 
 
