@@ -43,6 +43,7 @@ class AttentionCore(nn.Module):
         self, heads: Heads, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         output, scores = kernel(heads, self.dropout, keys, below)
+        assert scores is not None or not self.residual_scores
         return output, scores if self.residual_scores else None
 
 
