@@ -35,8 +35,8 @@ def training_flops_per_token(config: ModelConfig) -> float:
     """Model FLOPs of forward and backward for one token, without recompute.
 
     72·L·d²·(1 + S/(6d) + V/(12·L·d)) for ffn = 4 x hidden (Narayanan et al. 2021, section 5.1): attention is counted
-    in full although half of it is masked, or more by a window, as everybody counts it. Grouped heads have smaller projections, but every
-    query head still meets every key.
+    in full although half of it is masked, and more by a window, as everybody counts it. Grouped heads have smaller
+    projections, but every query head still meets every key.
     """
     matrices = 2 * _matrices_of_layer(config)
     attention = 4 * config.sequence * config.hidden
