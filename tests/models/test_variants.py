@@ -18,7 +18,7 @@ from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
 from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
-from pangu.models.language_model import build_model
+from pangu.models.language_model import Options, Part, build_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
@@ -192,6 +192,20 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
     expected.backward()
     for name, gradient in logical_gradients(model, table).items():
         torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
+    config = variant(kind=kind, residual_scores=True, positions="relative")
+    whole, _ = make(config)
+    parts = [Part(range(1), first=True), Part(range(1, 3), last=True)]
+    halves, _ = build_model(config, Options(), parts=parts)
+    halves.load_state_dict(whole.state_dict(), assign=True)
+    batch = batch_of(config)
+    received = halves.hidden(parts[0], None, batch)
+    assert received.scores is not None
+    loss = halves.loss_of(halves.hidden(parts[1], received, batch).hidden, batch)
+    assert torch.equal(loss, whole.loss(batch))
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
