@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pangu.config.attention import obstacles
 from pangu.config.data import IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.optimizer import LambConfig
@@ -73,9 +74,24 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
     if model.rope_base is not None:
         yield from _positive("model.rope_base", model.rope_base)
-        if model.positions == "learned":
-            rule = "learned positions do not turn"
+        if model.positions != "rope":
+            rule = f"{model.positions} positions do not turn"
             yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
+    for key in ("relative_buckets", "relative_distance"):
+        value = getattr(model, key)
+        if value is not None and model.positions != "relative":
+            rule = f"{model.positions} positions have no buckets"
+            yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
+    if model.positions == "relative":
+        buckets, furthest = model.num_relative_buckets, model.furthest_relative
+        yield from _at_least("model.relative_buckets", buckets, 2)
+        if furthest <= buckets // 2:
+            rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
+            yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
+    if model.window is not None:
+        yield from _at_least("model.window", model.window, 1)
+    if model.attention != "auto" and model.heads > 0:
+        yield from obstacles(model.attention, model, config.precision.compute)
     if model.kind == "pangu" and model.layers == 1:
         yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
     if model.kind == "gpt" and model.final_norm == "after_query":

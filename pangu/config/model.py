@@ -39,12 +39,24 @@ class ModelConfig:
     kv_heads: int | None
     """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
     attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
-    positions: Literal["learned", "rope"]
-    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions and
-    there is no such table. PanGu-α's query layer keeps its own table either way."""
+    positions: Literal["learned", "rope", "alibi", "relative"]
+    """`learned`: a table of position vectors; `rope` (Su et al. 2021): queries and keys turn by their positions;
+    `alibi` (Press et al. 2022): scores fall linearly with the distance, by a slope of each head; `relative` (T5, Raffel
+    et al. 2020): each head learns a bias for each bucket of distances, in one table for all layers. Only `learned` has
+    position vectors; PanGu-α's query layer keeps its own table whatever this says."""
     rope_base: float | None
     """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
-    with `learned`."""
+    with other positions."""
+    relative_buckets: int | None
+    """With `relative`, number of buckets; null means 32. Must be null with other positions."""
+    relative_distance: int | None
+    """With `relative`, distance in tokens from which on all share the last bucket; null means 128. Must be null with
+    other positions."""
+    window: int | None
+    """Sliding window: a query sees so many latest keys, its own among them; null: all."""
+    residual_scores: bool
+    """RealFormer (He et al. 2021): each layer adds the attention scores of the layer below, before bias and mask, to
+    its own. Needs `attention=reference`, which `auto` takes then."""
     dropout: float
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
     attention_dropout: float
@@ -56,9 +68,10 @@ class ModelConfig:
     final_norm: Literal["before_query", "after_query"]
     """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
-    attention: Literal["auto", "reference", "sdpa"]
+    attention: Literal["auto", "reference", "sdpa", "flex", "flash_attn"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
-    `auto`: the faster of the two for the device and precision, named in the log."""
+    `flex`: torch's FlexAttention, on GPUs, without attention dropout; `flash_attn`: the package flash-attn, on GPUs in
+    bf16 and fp16; `auto`: the faster of the first two for the device and precision, named in the log."""
 
     @property
     def ffn_size(self) -> int:
@@ -74,6 +87,16 @@ class ModelConfig:
     def rotary_base(self) -> float:
         """Base of the rotary angles with the paper's default filled in."""
         return self.rope_base if self.rope_base is not None else 10000.0
+
+    @property
+    def num_relative_buckets(self) -> int:
+        """Buckets of distances with T5's default filled in."""
+        return self.relative_buckets if self.relative_buckets is not None else 32
+
+    @property
+    def furthest_relative(self) -> int:
+        """Distance of the last bucket with T5's default filled in."""
+        return self.relative_distance if self.relative_distance is not None else 128
 
     @property
     def kv_size(self) -> int:

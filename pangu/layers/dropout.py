@@ -59,6 +59,13 @@ class Dropout(nn.Module):
         dropped = torch.stack([self._mask(x, keys, sample) for sample in keys.samples], self.batch_dim)
         return x.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.probability))
 
+    def in_kernel(self, keys: DropoutKeys | None) -> float:
+        """The probability, for a fused kernel that drops by itself, whose generator is seeded; 0 without keys."""
+        if keys is None or self.probability == 0.0:
+            return 0.0
+        keys.seed_kernel(f"{self.place}, rank {self.region.rank}")
+        return self.probability
+
     def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:
         """Which elements of one sample are dropped."""
         shape = list(x.shape)

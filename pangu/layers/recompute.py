@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+Result = TypeVar("Result")
 
-def checkpointed(compute: Callable[..., Tensor], *arguments: Any, on: bool = True) -> Tensor:
+
+def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
     """`compute(*arguments)`, keeping nothing but its inputs for backward if `on`.
 
     The second computation ends with the last tensor that backward needs, so a product at the end is not repeated.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pangu.config.model import ModelConfig
-from pangu.layers.attention import AttentionCore, AttentionMask, merge_heads, split_heads
+from pangu.layers.attention import AttentionCore, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.kernels import Heads, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import checkpointed
 from pangu.layers.rotary import Rotation
@@ -24,7 +26,7 @@ class Options:
     """How a model is computed; none of it changes what it computes."""
 
     kernel: str = "reference"
-    """Attention kernel, `reference` or `sdpa`."""
+    """Attention kernel, a key of `KERNELS`."""
     recompute: int | None = 0
     """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
     recompute_parts: tuple[str, ...] = ()
@@ -38,18 +40,28 @@ class Options:
 class Pass:
     """What one pass over a micro-batch carries beside the hidden states."""
 
-    mask: AttentionMask
-    """Who sees whom."""
+    kernel: Kernel
+    """Computes attention, with the mask and the bias of this micro-batch."""
     positions: Tensor
     """int64 [batch, sequence], position of each token in its document."""
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
     rotation: Rotation | None = None
-    """Turns queries and keys by their positions; None with learned position vectors."""
+    """Turns queries and keys by their positions; None if positions enter otherwise."""
 
     def turned(self, heads: Tensor) -> Tensor:
         """Queries or keys [batch, heads, sequence, size], turned if the model does that."""
         return heads if self.rotation is None else self.rotation(heads)
+
+
+class Carried(NamedTuple):
+    """All that one layer hands to the next."""
+
+    hidden: Tensor
+    """[sequence (/ ranks with sequence parallelism), batch, hidden]."""
+    scores: Tensor | None
+    """[batch, heads / ranks, sequence, sequence], attention scores to which those of the next layer are added, before
+    bias and mask (He et al. 2021, section 3); None in the first layer, and without `model.residual_scores`."""
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -83,12 +95,14 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
         again = "attention" in options.recompute_parts
-        self.core = AttentionCore(build, options.kernel, config.attention_dropout, again)
+        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
-        """[sequence, batch, hidden] -> the same."""
+    def forward(self, x: Tensor, run: Pass, below: Tensor | None) -> Carried:
+        """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on."""
         query, key, value = (split_heads(part, self.head_size) for part in self.qkv.projections(x))
-        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
+        heads = Heads(run.turned(query), run.turned(key), value)
+        context, scores = self.core(heads, run.kernel, run.keys, below)
+        return Carried(self.output(merge_heads(context)), scores)
 
 
 class QueryAttention(nn.Module):
@@ -104,13 +118,15 @@ class QueryAttention(nn.Module):
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
         again = "attention" in options.recompute_parts
-        self.core = AttentionCore(build, options.kernel, config.attention_dropout, again)
+        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
-    def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
-        """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
+    def forward(self, x: Tensor, position_vectors: Tensor, run: Pass, below: Tensor | None) -> Carried:
+        """x, position_vectors: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on."""
         query = split_heads(self.query(position_vectors), self.head_size)
         key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
-        return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
+        heads = Heads(run.turned(query), run.turned(key), value)
+        context, scores = self.core(heads, run.kernel, run.keys, below)
+        return Carried(self.output(merge_heads(context)), scores)
 
 
 class FeedForward(nn.Module):
@@ -152,31 +168,35 @@ class Block(nn.Module):
     def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
         return SelfAttention(config, build, options)
 
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
-        """[sequence, batch, hidden] -> the same."""
-        return self._both(x, lambda inputs: self.attention(inputs, run), run)
+    def forward(self, carried: Carried, run: Pass) -> Carried:
+        """What the layer below hands over -> what this one does."""
+        return self._both(carried, lambda x: self.attention(x, run, carried.scores), run)
 
-    def _both(self, x: Tensor, attend: Callable[[Tensor], Tensor], run: Pass) -> Tensor:
-        x = self._add(x, attend, self.attention_norm, self.attention_dropout, run)
-        return self._add(x, self.mlp, self.mlp_norm, self.mlp_dropout, run)
+    def _both(self, carried: Carried, attend: Callable[[Tensor], Carried], run: Pass) -> Carried:
+        x = carried.hidden
+        attended, scores = attend(self._entering(x, self.attention_norm))
+        x = self._added(x, attended, self.attention_norm, self.attention_dropout, run)
+        fed = self.mlp(self._entering(x, self.mlp_norm))
+        return Carried(self._added(x, fed, self.mlp_norm, self.mlp_dropout, run), scores)
 
-    def _add(
-        self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module, dropout: nn.Module, run: Pass
-    ) -> Tensor:
-        if self.post_norm:
-            return norm(x + dropout(sublayer(x), run.keys))
-        return x + dropout(sublayer(norm(x)), run.keys)
+    def _entering(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return x if self.post_norm else norm(x)
+
+    def _added(self, x: Tensor, output: Tensor, norm: nn.Module, dropout: nn.Module, run: Pass) -> Tensor:
+        total = x + dropout(output, run.keys)
+        return norm(total) if self.post_norm else total
 
 
 class QueryBlock(Block):
     """PanGu-α's top layer: a block whose queries are position vectors, neither normed nor dropped.
 
-    The residual stream is still the layer's input, not the query (PanGu-α's released code).
+    The residual stream is still the layer's input, not the query (PanGu-α's released code). Position bias, mask and
+    residual scores are those of the other layers (ours: the released models have none of the three options).
     """
 
     def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
         return QueryAttention(config, build, options)
 
-    def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:  # type: ignore[override]
-        """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
-        return self._both(x, lambda inputs: self.attention(inputs, position_vectors, run), run)
+    def forward(self, carried: Carried, position_vectors: Tensor, run: Pass) -> Carried:  # type: ignore[override]
+        """position_vectors: [sequence, batch, hidden]; otherwise as `Block`."""
+        return self._both(carried, lambda x: self.attention(x, position_vectors, run, carried.scores), run)

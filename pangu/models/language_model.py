@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
-from pangu.layers.attention import AttentionMask
+from pangu.layers.biases import Alibi, RelativeBias
 from pangu.layers.builder import Builder, NewTensor
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.gate import Gate
+from pangu.layers.kernels import KERNELS, Terms
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
+from pangu.layers.masks import AttentionMask
 from pangu.layers.recompute import checkpointed
 from pangu.layers.rotary import Rotation
-from pangu.models.block import Block, Options, Pass, QueryBlock
+from pangu.models.block import Block, Carried, Options, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
 
 
 class TokenEmbedding(nn.Module):
-    """Word vector + learned position vector (none with rotary positions), then dropout."""
+    """Word vector + learned position vector (if positions are learned), then dropout."""
 
     def __init__(self, config: ModelConfig, build: Builder, shared: str | None) -> None:
         super().__init__()
@@ -59,6 +61,16 @@ class Part:
         return cls(range(config.layers), first=True, last=True)
 
 
+def _make_bias(config: ModelConfig, build: Builder, shared: str | None) -> Alibi | RelativeBias | None:
+    """What tells attention of positions, if its scores do."""
+    if config.positions == "alibi":
+        return Alibi(build, config.heads)
+    if config.positions == "relative":
+        buckets, furthest = config.num_relative_buckets, config.furthest_relative
+        return RelativeBias(build, "position_bias", config.heads, buckets, furthest, config.init_std, shared)
+    return None
+
+
 class LanguageModel(nn.Module, ABC):
     """Embedding, layers and head, or those of them that some parts need; what GPT and PanGu-α have in common."""
 
@@ -75,9 +87,13 @@ class LanguageModel(nn.Module, ABC):
         self.gate = Gate()
         self.region = build.region
         self.width = config.hidden
+        self.local_heads = config.heads // build.region.size
+        self.carries_scores = config.residual_scores
         begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
         shared = "ends" if config.tied_head and begins != ends else None
         self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
+        complete = sum(len(part.layers) for part in parts) == config.layers
+        self.position_bias = _make_bias(config, build, None if complete else "stages")
         self.layers = nn.ModuleDict(
             {str(number): self._make_layer(config, build, number, options) for part in parts for number in part.layers}
         )
@@ -90,6 +106,7 @@ class LanguageModel(nn.Module, ABC):
                 matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
             self.head = Head(build, config.vocab, options.loss_chunk, matrix)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
+        self.kernel, self.window = KERNELS[options.kernel], config.window
         self.recomputed_layers = options.recompute
 
     @abstractmethod
@@ -98,18 +115,19 @@ class LanguageModel(nn.Module, ABC):
 
     def regions(self, part: Part) -> dict[str, list[str]]:
         """Regions of a part (see `Gate`) in the order in which forward enters them, and the parameters each uses."""
-        names = [*["embedding"] * part.first, *(f"layers.{number}" for number in part.layers), *["head"] * part.last]
-        uses: dict[str, list[str]] = {name: [] for name in names}
+        names = [*(f"layers.{number}" for number in part.layers), *["head"] * part.last]
+        uses: dict[str, list[str]] = {name: [] for name in ["position_bias", *["embedding"] * part.first, *names]}
         for parameter, _ in self.named_parameters():
             first, rest = parameter.split(".", 1)
-            region = {"layers": f"layers.{rest.split('.')[0]}", "embedding": "embedding"}.get(first, "head")
+            region = f"layers.{rest.split('.')[0]}" if first == "layers" else first
+            region = region if first in ("layers", "embedding", "position_bias") else "head"
             if region in uses:
                 uses[region].append(parameter)
         if part.last and self.head is not None and self.head.weight is None:
             uses["head"].append("embedding.word.weight")
-        return uses
+        return {name: parameters for name, parameters in uses.items() if parameters}
 
-    def hidden(self, part: Part, received: Tensor | None, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
+    def hidden(self, part: Part, received: Carried | None, batch: Batch, keys: DropoutKeys | None = None) -> Carried:
         """What one part makes of a micro-batch.
 
         Args:
@@ -119,15 +137,16 @@ class LanguageModel(nn.Module, ABC):
             keys: keys of the dropout masks; None drops nothing.
 
         Returns:
-            [sequence (/ ranks with sequence parallelism), batch, hidden]; of the last part: ready for the head.
+            What the next part receives; the hidden states of the last part are ready for the head.
         """
         run = self._pass(AttentionMask(batch.documents), batch.positions, keys)
         return self._hidden(part, received, batch.tokens, run)
 
-    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what `hidden` takes and returns for a micro-batch."""
+    def carried_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Shapes of the tensors that one part hands to the next for a micro-batch."""
         rows, length = batch.tokens.shape
-        return length // (self.region.size if self.region.slices_sequence else 1), rows, self.width
+        hidden = (length // (self.region.size if self.region.slices_sequence else 1), rows, self.width)
+        return [hidden, (rows, self.local_heads, length, length)] if self.carries_scores else [hidden]
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
@@ -142,7 +161,7 @@ class LanguageModel(nn.Module, ABC):
 
     def loss(self, batch: Batch, keys: DropoutKeys | None = None) -> Tensor:
         """`hidden`, then `loss_of`, of a model that was built in one part."""
-        return self.loss_of(self.hidden(self._only_part, None, batch, keys), batch)
+        return self.loss_of(self.hidden(self._only_part, None, batch, keys).hidden, batch)
 
     def logits(self, tokens: Tensor, positions: Tensor, mask: AttentionMask, keys: DropoutKeys | None = None) -> Tensor:
         """Scores of every next token by a model that was built in one part.
@@ -150,13 +169,14 @@ class LanguageModel(nn.Module, ABC):
         Args:
             tokens: int64 [batch, sequence].
             positions: int64 [batch, sequence].
-            mask: who sees whom.
+            mask: who sees whom; the model's own window is put on top.
             keys: keys of the dropout masks; None drops nothing.
 
         Returns:
             [sequence, batch, vocab].
         """
-        return self.logits_of(self._hidden(self._only_part, None, tokens, self._pass(mask, positions, keys)))
+        run = self._pass(mask, positions, keys)
+        return self.logits_of(self._hidden(self._only_part, None, tokens, run).hidden)
 
     @property
     def _only_part(self) -> Part:
@@ -173,26 +193,38 @@ class LanguageModel(nn.Module, ABC):
 
     def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
         dtype = next(self.parameters()).dtype
-        return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
+        length, device = positions.shape[1], positions.device
+        bias = None
+        if self.position_bias is not None:
+            self.gate.before("position_bias", positions)
+            bias = self.position_bias(length, dtype, device)
+            self.gate.after("position_bias", positions)
+        # made here, outside of what is recomputed, as all layers share it
+        kernel = self.kernel(Terms(replace(mask, window=self.window), bias, length, dtype, device))
+        return Pass(kernel, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
 
-    def _hidden(self, part: Part, received: Tensor | None, tokens: Tensor, run: Pass) -> Tensor:
-        hidden = received
+    def _hidden(self, part: Part, received: Carried | None, tokens: Tensor, run: Pass) -> Carried:
+        carried = received
         if part.first:
             assert self.embedding is not None
-            hidden = self.gate.after("embedding", self.embedding(self.gate.before("embedding", tokens), run))
-        assert hidden is not None
+            tokens = self.gate.before("embedding", tokens)
+            carried = Carried(self.gate.after("embedding", self.embedding(tokens, run)), None)
+        assert carried is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
-            hidden = self._layer(number, hidden, run, again)
-        return self._top(hidden) if part.last else hidden
+            carried = self._layer(number, carried, run, again)
+        return Carried(self._top(carried.hidden), None) if part.last else carried
 
-    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
-        """[sequence, batch, hidden] -> the same; `again`: its activations are computed again in backward."""
-        return self._through(number, hidden, run, again=again)
+    def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
+        """From what the layer below hands over to what this one does; `again`: its activations are computed again in
+        backward."""
+        return self._through(number, carried, run, again=again)
 
-    def _through(self, number: int, hidden: Tensor, *more: Any, again: bool) -> Tensor:
-        hidden = self.gate.before(f"layers.{number}", hidden)
-        return self.gate.after(f"layers.{number}", checkpointed(self.layers[str(number)], hidden, *more, on=again))
+    def _through(self, number: int, carried: Carried, *more: Any, again: bool) -> Carried:
+        region = f"layers.{number}"
+        carried = carried._replace(hidden=self.gate.before(region, carried.hidden))
+        carried = checkpointed(self.layers[str(number)], carried, *more, on=again)
+        return carried._replace(hidden=self.gate.after(region, carried.hidden))
 
     def _top(self, hidden: Tensor) -> Tensor:
         """What stands between the last layer and the head."""
@@ -233,15 +265,15 @@ class PanGu(LanguageModel):
             uses[f"layers.{self.query_layer}"] = uses.pop(f"layers.{self.query_layer}")
         return uses
 
-    def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:
+    def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
         if number != self.query_layer:
-            return super()._layer(number, hidden, run, again)
-        hidden = self.gate.before("head", hidden)
+            return super()._layer(number, carried, run, again)
+        carried = carried._replace(hidden=self.gate.before("head", carried.hidden))
         if self.norm_before_query:
-            hidden = self.final_norm(hidden)
+            carried = carried._replace(hidden=self.final_norm(carried.hidden))
         # the row of a token's own position asks for the token after it; no shift of the index
         queries = self.query_embedding(run.positions)
-        return self._through(number, hidden, queries, run, again=again)
+        return self._through(number, carried, queries, run, again=again)
 
     def _top(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm_before_query else self.final_norm(hidden)

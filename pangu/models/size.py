@@ -27,14 +27,15 @@ def num_parameters(config: ModelConfig) -> int:
     norm = 2 * d if config.norm == "layernorm" else d
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
-    return (words + positions) * d + config.layers * (matrices + biases + 2 * norm) + norm
+    bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
+    return (words + positions) * d + bias + config.layers * (matrices + biases + 2 * norm) + norm
 
 
 def layer_flops(config: ModelConfig) -> float:
     """FLOPs of one layer's forward for one token: 2 for each weight of its matrices, 4·S·d of attention.
 
-    Attention is counted in full although half of it is masked, as everybody counts it (Narayanan et al. 2021, section
-    5.1). Grouped heads have smaller projections, but every query head still meets every key.
+    Attention is counted in full although half of it is masked, and more by a window, as everybody counts it (Narayanan
+    et al. 2021, section 5.1). Grouped heads have smaller projections, but every query head still meets every key.
     """
     return 2.0 * _matrices_of_layer(config) + 4.0 * config.sequence * config.hidden
 

@@ -19,6 +19,7 @@ from torch import nn
 from pangu.collectives.regions import TensorRegion
 from pangu.config.optimizer import LambConfig
 from pangu.config.schema import RunConfig
+from pangu.layers.biases import RelativeBias
 from pangu.layers.builder import Builder
 from pangu.layers.linear import (
     ColumnParallelLinear,
@@ -77,6 +78,7 @@ _KINDS: dict[type[nn.Module], str] = {
     PositionEmbedding: "positions",
     LayerNorm: "norm",
     RMSNorm: "rms norm",
+    RelativeBias: "bias",
 }
 
 
@@ -226,13 +228,16 @@ def _part(
     if name.startswith("layers.") and _is_recomputed(config, int(name.removeprefix("layers."))):
         messages += _recomputed(config, messages)
     hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
+    takes, gives = ("ids [s, b]" if "embedding" in name else hidden), hidden
+    if name == "position_bias":
+        takes, gives = "distances [s]", "[heads/t, s, s]"
     return Part(
         name=name,
         count=1,
         weights=tuple(_weight(config, entry, kinds[owners[entry.name]], name, region) for entry in entries),
         messages=tuple(messages),
-        takes="ids [s, b]" if "embedding" in name else hidden,
-        gives=hidden,
+        takes=takes,
+        gives=gives,
     )
 
 
@@ -306,6 +311,7 @@ def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorR
         "columns": ([*outside, columns], [*whole, rows]),
         "rows": ([*whole, columns], [*outside, rows]),
         "head": ([*outside, columns], [sequence * batch, rows]),
+        "bias": ([sequence], [columns, sequence, sequence]),
     }.get(kind, (whole if kind == "words" else outside, [*outside, columns]))
     return f"{before} -> {after}"
 
@@ -314,7 +320,7 @@ def _cut(entry: Placement, kind: str, ranks: int) -> str:
     """Shoeybi's words speak of A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
     if entry.cut_dim is None or ranks == 1:
         return "whole"
-    words = {"columns": "columns (outputs)", "rows": "rows (inputs)"}
+    words = {"columns": "columns (outputs)", "rows": "rows (inputs)", "bias": "columns (heads)"}
     return f"{words.get(kind, 'words')} over {ranks} ranks"
 
 
@@ -332,6 +338,7 @@ def _operator(kind: str, is_vector: bool, region: TensorRegion) -> str:
         ("words", False): f"Gather ((mp,1),(dp,1)){summed}",
         ("head", False): f"{entered}MatMul transpose_b ((dp,1),(mp,1))",
         ("positions", False): f"Gather ((1,1),(dp,{'mp' if sliced else '1'}))",
+        ("bias", False): "Gather ((1,mp),(1,))",
         ("rms norm", True): f"RMSNorm (({tokens},1),(1,))",
         ("norm", True): f"LayerNorm (({tokens},1),(1,),(1,))",
     }.get((kind, is_vector), "")

@@ -40,7 +40,7 @@ class Placement:
     be summed over the tensor-parallel ranks."""
     shared: str | None = None
     """Group of pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first and the
-    last stage). None: it lives on one stage."""
+    last stage), `stages` (all). None: it lives on one stage."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

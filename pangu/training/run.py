@@ -18,6 +18,7 @@ from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text, next_token_scores
+from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
@@ -64,19 +65,21 @@ def run(values: Mapping[str, Any]) -> None:
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
+    kernel = choose_attention(config.model, config.precision.compute, device)
+    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
     mesh = Mesh.connect(layout, device, parallel.timeout_s)
     try:
-        _train(config, mesh, launch)
+        _train(config, mesh, launch, kernel)
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, kernel: str) -> None:
     output = Path(config.train.output)
     together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config)
-    trainer = assemble(config, mesh)
+    trainer = assemble(config, mesh, kernel)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)

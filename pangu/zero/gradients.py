@@ -31,11 +31,13 @@ class Groups:
     """Ranks that share every matrix."""
     ends: dist.ProcessGroup | None = None
     """First and last stage of the pipeline, which both hold a tied word embedding."""
+    stages: dist.ProcessGroup | None = None
+    """All stages, which all hold a table of position biases."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> Groups:
         """Those of a live mesh."""
-        return cls(*(mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends")))
+        return cls(*(mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends", "pipeline")))
 
 
 @dataclass
@@ -73,7 +75,8 @@ class GradientSum:
         pieces = [piece for unit in everything for piece in unit.pieces]
         self._all = everything
         self._partial = [p.master.grad for p in pieces if p.placement.partial and p.master.grad is not None]
-        self._shared = [unit for unit in everything if any(p.placement.shared for p in unit.pieces)]
+        shared = {unit: {p.placement.shared for p in unit.pieces} - {None} for unit in everything}
+        self._shared = [(unit, getattr(groups, name)) for unit, names in shared.items() for name in names if name]
         self._missing: dict[int, list[int]] = {}
         """Chunk whose backward is its last before a reduction -> parameters that each unit still waits for."""
         self._unsent: dict[int, int] = {}
@@ -112,8 +115,8 @@ class GradientSum:
         self._unsent[-1] = 0
         self.reduce(-1)
         self._reap(0)
-        for unit in self._shared:
-            all_reduce(unit.grad, self.groups.ends)
+        for unit, group in self._shared:
+            all_reduce(unit.grad, group)
         if self._partial:
             # many small tensors: one message
             joined = all_reduce(torch.cat(self._partial), self.groups.tensor)

@@ -15,6 +15,10 @@ from pangu.layers.gate import Gate
 from pangu.zero.units import Unit
 
 
+TABLES = ("embedding", "position_bias")
+"""Regions that only look rows up."""
+
+
 class _Before(Function):
     """Opens a region in forward and closes it in backward."""
 
@@ -35,7 +39,7 @@ class _After(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
-        if region == "embedding":
+        if region in TABLES:
             weights.close(region, weights.forward)
             ctx.open = lambda: None
             return x.view_as(x)
@@ -123,7 +127,7 @@ class Weights(Gate):
 
     def open(self, region: str, following: Mapping[str, str], already: bool = False) -> None:
         """Wait for the weights of a region that is about to be used, and begin to gather those of the next one."""
-        for unit in [] if already else self.regions[region]:
+        for unit in [] if already else self.regions.get(region, ()):
             self._users[unit] += 1
             self._start(unit)
             self._finish(unit)
@@ -133,7 +137,7 @@ class Weights(Gate):
     def close(self, region: str, following: Mapping[str, str]) -> None:
         """Release what a region used, unless the next one needs it."""
         soon = self.regions[following[region]] if region in following else []
-        for unit in self.regions[region]:
+        for unit in self.regions.get(region, ()):
             self._users[unit] -= 1
             if unit not in soon:
                 self._release(unit)
@@ -158,6 +162,6 @@ class Weights(Gate):
 
 def _backward_order(names: Sequence[str]) -> list[str]:
     """In which order backward opens a chunk's regions: the last first, but the head before the query layer, which lies
-    inside it. The embedding is not opened: the gradient of a table does not depend on what is in it."""
-    returning = [name for name in reversed(names) if name not in ("head", "embedding")]
+    inside it. Tables are not opened: their gradient does not depend on what is in them."""
+    returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
     return ["head", *returning] if "head" in names else returning

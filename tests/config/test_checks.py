@@ -25,6 +25,41 @@ def problems(*overrides: str, world: int = 1) -> str:
             ["model.rope_base=500"],
             "model.rope_base = 500.0: learned positions do not turn; null works, or model.positions=rope",
         ),
+        (["model.positions=alibi", "model.rope_base=500"], "model.rope_base = 500.0: alibi positions do not turn"),
+        (
+            ["model.relative_buckets=8"],
+            "model.relative_buckets = 8: learned positions have no buckets; null works, or model.positions=relative",
+        ),
+        (["model.relative_distance=8"], "model.relative_distance = 8: learned positions have no buckets"),
+        (["model.positions=relative", "model.relative_buckets=1"], "model.relative_buckets = 1: must be at least 2"),
+        (
+            ["model.positions=relative", "model.relative_distance=16"],
+            "model.relative_distance = 16: must be above 16: half of model.relative_buckets = 32 hold one distance "
+            "each; 128 works",
+        ),
+        (["model.window=0"], "model.window = 0: must be at least 1"),
+        (
+            ["model.attention=sdpa", "model.residual_scores=true"],
+            "model.attention = sdpa: never holds the scores that model.residual_scores=true passes on; reference "
+            "works, or model.attention=auto works",
+        ),
+        (
+            ["model.attention=flex", "model.attention_dropout=0.1"],
+            "model.attention = flex: cannot drop probabilities (model.attention_dropout = 0.1); "
+            "model.attention_dropout=0 works, or model.attention=auto works",
+        ),
+        (
+            ["model.attention=flex", "model.heads=16"],
+            "model.attention = flex: takes heads of 16 to 256 columns, and model.hidden / model.heads = 8",
+        ),
+        (
+            ["model.attention=flash_attn"],
+            "model.attention = flash_attn: has no kernel for precision.compute = fp32; precision=bf16 or fp16 works",
+        ),
+        (
+            ["model.attention=flash_attn", "precision=bf16", "model.positions=relative"],
+            "model.attention = flash_attn: cannot add the bias of model.positions = relative to its scores",
+        ),
         (["model.positions=rope", "model.rope_base=0"], "model.rope_base = 0.0: must be above 0"),
         (
             ["model.positions=rope", "model.heads=128"],

@@ -46,6 +46,24 @@ def test_16_bit_formats_stay_near_fp32(precision: str, tolerance: float) -> None
     assert losses(device, f"precision={precision}") == pytest.approx(losses(device), abs=tolerance)
 
 
+KERNELS = [
+    *(("flex", "fp32", positions, 1e-4) for positions in ("learned", "alibi", "relative")),
+    *(("flash_attn", "bf16", positions, 0.1) for positions in ("learned", "alibi")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "precision", "positions", "tolerance"), KERNELS)
+@pytest.mark.parametrize("mask", ["data.packing.reset_mask=false", "data.packing.reset_mask=true", "model.window=5"])
+def test_kernels_equal_reference(kernel: str, precision: str, positions: str, tolerance: float, mask: str) -> None:
+    """Tolerances as above."""
+    if kernel == "flash_attn":
+        pytest.importorskip("flash_attn")
+    device = choose_device("auto", Launch())
+    common = (f"precision={precision}", f"model.positions={positions}", "model.heads=2", "data.packing.eod=3", mask)
+    expected = losses(device, *common, "model.attention=reference")
+    assert losses(device, *common, f"model.attention={kernel}") == pytest.approx(expected, abs=tolerance)
+
+
 def test_peak_memory_is_measured() -> None:
     device = choose_device("auto", Launch())
     losses(device)

@@ -7,7 +7,7 @@ import torch
 
 from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
-from pangu.layers.attention import AttentionMask
+from pangu.layers.masks import AttentionMask
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 
 transformers = pytest.importorskip("transformers")

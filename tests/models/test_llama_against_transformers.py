@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.layers.attention import AttentionMask
+from pangu.layers.masks import AttentionMask
 from tests.models.helpers import logical_weights, make, variant
 
 transformers = pytest.importorskip("transformers")

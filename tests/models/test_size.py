@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pangu.layers.attention import AttentionMask
+from pangu.layers.masks import AttentionMask
 from pangu.models.language_model import build_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from tests.configs import RECIPES, config

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.layers.attention import AttentionMask
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
+from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
-from pangu.models.language_model import build_model
+from pangu.models.language_model import Options, Part, build_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
@@ -34,6 +35,11 @@ VARIANTS: list[dict[str, object]] = [
     {"kv_heads": 1},
     {"positions": "rope"},
     {"positions": "rope", "rope_base": 50.0},
+    {"positions": "alibi"},
+    {"positions": "relative"},
+    {"positions": "relative", "relative_buckets": 6, "relative_distance": 9},
+    {"window": 5},
+    {"residual_scores": True},
     {"norm_placement": "post"},
     {"norm_placement": "post", "final_norm": "after_query"},
     {
@@ -45,6 +51,7 @@ VARIANTS: list[dict[str, object]] = [
         "kv_heads": 2,
         "positions": "rope",
     },
+    {"kv_heads": 2, "positions": "relative", "window": 9, "residual_scores": True},
 ]
 
 
@@ -62,6 +69,7 @@ class Plain:
 
     def __init__(self, weights: dict[str, Tensor], config: ModelConfig) -> None:
         self.w, self.c = weights, config
+        self.below: list[Tensor] = []
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.w[f"{name}.weight"].T
@@ -78,19 +86,37 @@ class Plain:
     def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
         q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
         size = self.c.hidden // self.c.heads
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        places = torch.arange(x.shape[1])
+        distance = places[:, None] - places
+        seen = (distance >= 0) & (distance < (self.c.window or len(places)))
         if batch.documents is not None:
             seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
         if self.c.positions == "rope":
             q, k = self.turn(q, size, batch.positions), self.turn(k, size, batch.positions)
         group = self.c.heads // (self.c.kv_heads or self.c.heads)
-        results = []
+        results, passed = [], []
         for head in range(self.c.heads):
             own = slice(head * size, (head + 1) * size)
             shared = slice(head // group * size, (head // group + 1) * size)
             scores = q[..., own] @ k[..., shared].transpose(1, 2) / math.sqrt(size)
+            if self.below:
+                scores = scores + self.below[head]
+            passed.append(scores)
+            scores = scores + self.bias(head, distance.clamp(min=0))
             results.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[..., shared])
+        if self.c.residual_scores:
+            self.below = passed
         return self.linear(torch.cat(results, -1), f"{name}.output")
+
+    def bias(self, head: int, distance: Tensor) -> Tensor:
+        """What a head adds to the score at each distance."""
+        if self.c.positions == "alibi":
+            return -(2.0 ** (-8 * (head + 1) / self.c.heads)) * distance
+        if self.c.positions == "relative":
+            buckets, furthest = self.c.relative_buckets or 32, self.c.relative_distance or 128
+            bucket = T5Attention._relative_position_bucket(-distance, False, buckets, furthest)
+            return self.w["position_bias.weight"][bucket, head]
+        return torch.zeros(())
 
     def turn(self, x: Tensor, size: int, positions: Tensor) -> Tensor:
         """Each pair (i, i + size / 2) of each head as a complex number times e^(i m θ)."""
@@ -144,8 +170,16 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
-@pytest.mark.parametrize(("kernel", "resets"), [("reference", True), ("sdpa", True), ("sdpa", False)])
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "resets", "changes"),
+    [
+        (kernel, resets, changes)
+        for kernel, resets in (("reference", True), ("sdpa", True), ("sdpa", False))
+        for changes in VARIANTS
+        if kernel == "reference" or not changes.get("residual_scores")  # only explicit scores can be passed on
+    ],
+    ids=str,
+)
 def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: dict[str, object]) -> None:
     """fp64; 1e-10: sums of at most 128 products in another order through three layers."""
     config = variant(kind=kind, **changes)
@@ -158,6 +192,20 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
     expected.backward()
     for name, gradient in logical_gradients(model, table).items():
         torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
+    config = variant(kind=kind, residual_scores=True, positions="relative")
+    whole, _ = make(config)
+    parts = [Part(range(1), first=True), Part(range(1, 3), last=True)]
+    halves, _ = build_model(config, Options(), parts=parts)
+    halves.load_state_dict(whole.state_dict(), assign=True)
+    batch = batch_of(config)
+    received = halves.hidden(parts[0], None, batch)
+    assert received.scores is not None
+    loss = halves.loss_of(halves.hidden(parts[1], received, batch).hidden, batch)
+    assert torch.equal(loss, whole.loss(batch))
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
@@ -180,7 +228,7 @@ FIELDS: dict[str, list[object]] = {
     "ffn": [None, 40],
     "tied_head": [True, False],
     "kv_heads": [None, 2],
-    "positions": ["learned", "rope"],
+    "positions": ["learned", "rope", "alibi", "relative"],
 }
 
 

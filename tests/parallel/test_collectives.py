@@ -174,6 +174,7 @@ def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) 
         ("memory.recompute=full", "model.dropout=0"),
         ("model.tied_head=false", "model.norm=rmsnorm", "model.activation=swiglu", "model.biases=false"),
         ("model.positions=rope", "model.kv_heads=4", "model.norm_placement=post", "model.tied_head=false"),
+        ("model.positions=relative", "model.residual_scores=true", "model.window=5", "memory.recompute=2"),
     ],
     ids=str,
 )

@@ -17,15 +17,27 @@ VARIANTS = [
     "model.kv_heads=4",
     "model.positions=rope",
     "model.norm_placement=post",
+    "model.window=5",
+    "model.positions=alibi",
+    "model.positions=relative model.relative_buckets=6 model.relative_distance=9",
+    "model.residual_scores=true",
+]
+CARRIED = "model.positions=relative model.residual_scores=true"
+"""What a layer takes beside the hidden states."""
+TOGETHER = [
+    " ".join([*VARIANTS, "memory.recompute=full", "loss.chunk=5"]),
+    f"{CARRIED} memory.recompute=selective",
+    f"{CARRIED} memory.recompute=1",
 ]
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, " ".join([*VARIANTS, "memory.recompute=full", "loss.chunk=5"])])
+@pytest.mark.parametrize("variant", [*VARIANTS, *TOGETHER])
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
 def test_every_variant_gives_the_same_run_in_float64(pool: Pool, kind: str, variant: str) -> None:
-    """3 steps; initial weights bit for bit, the rest to 1e-12 relative, as for the standard architecture. The last
-    case is all of them at once, recomputed and with the loss in chunks (the later activation wins)."""
+    """3 steps; initial weights bit for bit, the rest to 1e-12 relative, as for the standard architecture. All of
+    them at once have the loss in chunks (the later activation and positions win); one process recomputes nothing."""
     overrides = (*FP64, *variant.split(), f"model.kind={kind}")
-    one = train(0, 1, 1, False, 3, "reference", *overrides)
+    kept = [key for key in overrides if not key.startswith("memory.recompute")]
+    one = train(0, 1, 1, False, 3, "reference", *kept)
     for sequence in (False, True):
         compare(pool.run(2, train, 2, sequence, 3, "reference", *overrides)[0], one, 1e-12)

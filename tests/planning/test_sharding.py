@@ -124,6 +124,16 @@ def test_the_outer_parts(plain: dict[str, Part], sliced: dict[str, Part]) -> Non
     assert (plain["layers.39"].takes, sliced["layers.39"].takes) == ("[s, b, h]", "[s/t, b, h]")
 
 
+def test_the_relative_bias_is_cut_by_heads() -> None:
+    chosen = config("+config=pangu_13b", "model.positions=relative")
+    part = parts_of(chosen, Layout(tensor=8, sequence=True))["position_bias"]
+    (weight,) = part.weights
+    assert (weight.shape, weight.local_shape, weight.cut) == ((32, 40), (32, 5), "columns (heads) over 8 ranks")
+    assert weight.activations == "[1024] -> [5, 1024, 1024]"
+    assert not weight.partial
+    assert part.messages == ()
+
+
 def test_messages_of_a_layer_in_bytes(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
     """Shoeybi et al. 2019 and Korthikanti et al. 2022; the recipe recomputes every layer."""
     block = plain["layers.0-38"].messages

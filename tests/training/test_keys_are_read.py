@@ -46,7 +46,7 @@ PASSED_ON = {
 def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """`Class.field` of every configuration field that is read, but for building, checking, copying and saving it."""
     seen: set[str] = set()
-    bystanders = ("config/build.py", "config/checks.py", "dataclasses.py", "copy.py")
+    bystanders = ("config/build.py", "config/checks.py", "config/attention.py", "dataclasses.py", "copy.py")
 
     def watch(cls: type) -> None:
         fields = {field.name for field in dataclasses.fields(cls)}
@@ -80,6 +80,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "corpus", 600) as writer:
         writer.add(list(range(10, 500)))
     rope = ("model.positions=rope", "model.rope_base=500")
+    relative = ("model.positions=relative", "model.relative_buckets=8", "model.relative_distance=20", "model.window=7")
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
     runs = [
         ("validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline"),
@@ -92,7 +93,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
             *rope,
             *quiet,
         ),
-        ("data=synthetic", "precision=fp16", *quiet),
+        ("data=synthetic", "precision=fp16", *relative, *quiet),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", *quiet),
     ]
     for number, overrides in enumerate(runs):

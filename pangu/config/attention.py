@@ -1,0 +1,73 @@
+"""What each attention kernel can compute, as data, and what stands in the way of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pangu.config.errors import Problem
+from pangu.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """Limits of a kernel. Every one knows causal, document and sliding-window masks and grouped heads."""
+
+    devices: tuple[str, ...] | None = None
+    """Kinds of device on which it has a forward and a backward pass; None: all."""
+    precisions: tuple[str, ...] | None = None
+    """Formats of `precision.compute`; None: all."""
+    head_sizes: tuple[int, int] | None = None
+    """Smallest and largest width of a head; None: all."""
+    dropout: bool = True
+    """Drops probabilities."""
+    positions: tuple[str, ...] = ("learned", "rope", "alibi", "relative")
+    """Values of `model.positions`."""
+    scores: bool = False
+    """Gives its scores away."""
+
+
+ABILITIES = {
+    "reference": Abilities(scores=True),
+    "sdpa": Abilities(),
+    # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
+    "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),
+    "flash_attn": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi")),
+}
+"""By the values of `model.attention`."""
+
+
+def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | None = None) -> Iterator[Problem]:
+    """Why a kernel cannot train a model.
+
+    Args:
+        kernel: a key of `ABILITIES`.
+        model: the architecture.
+        precision: `precision.compute`.
+        device: kind of device; None: not known yet.
+    """
+    can = ABILITIES[kernel]
+
+    def problem(rule: str, works: str = "") -> Problem:
+        other = "model.attention=auto works"
+        return Problem("model.attention", kernel, rule, f"{works}, or {other}" if works else other)
+
+    if can.devices is not None and device is not None and device not in can.devices:
+        yield problem(f"trains on {_either(can.devices)} only, and this run's device is {device}")
+    if can.precisions is not None and precision not in can.precisions:
+        rule = f"has no kernel for precision.compute = {precision}"
+        yield problem(rule, f"precision={_either(can.precisions)} works")
+    if can.head_sizes is not None and not can.head_sizes[0] <= model.head_size <= can.head_sizes[1]:
+        low, high = can.head_sizes
+        yield problem(f"takes heads of {low} to {high} columns, and model.hidden / model.heads = {model.head_size}")
+    if model.attention_dropout > 0 and not can.dropout:
+        rule = f"cannot drop probabilities (model.attention_dropout = {model.attention_dropout:g})"
+        yield problem(rule, "model.attention_dropout=0 works")
+    if model.positions not in can.positions:
+        yield problem(f"cannot add the bias of model.positions = {model.positions} to its scores")
+    if model.residual_scores and not can.scores:
+        yield problem("never holds the scores that model.residual_scores=true passes on", "reference works")
+
+
+def _either(values: tuple[str, ...]) -> str:
+    return " or ".join(values)

@@ -1,0 +1,114 @@
+"""Positions as a bias that is added to the attention scores and depends on the head and the distance of two tokens.
+
+Distances are counted in tokens. Inside a document that is the difference of the positions, wherever they begin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pangu.layers.builder import Builder, NewTensor
+
+
+@dataclass(frozen=True)
+class Bias:
+    """The bias of one pass over a micro-batch, shared by all layers."""
+
+    by_distance: Tensor
+    """[sequence, heads / ranks], what is added to the score of a key so many tokens back; fp32 (fp64 in fp64)."""
+    slopes: Tensor | None = None
+    """fp32 [heads / ranks], where the bias is -slope x distance."""
+
+    def dense(self) -> Tensor:
+        """[heads / ranks, sequence, sequence], rows are queries; what stands above the diagonal is for no one."""
+        places = torch.arange(self.by_distance.shape[0], device=self.by_distance.device)
+        distances = (places[:, None] - places).abs()
+        return F.embedding(distances, self.by_distance).permute(2, 0, 1)
+
+    def added(self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """One score and its bias: FlexAttention's `score_mod`."""
+        return score + self.by_distance[(query - key).abs(), head]
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slope of every head: 2^(-8 i / heads), i = 1, 2, ...; where `heads` is no power of two, the slopes of the next
+    lower power, then every other one of the next higher (Press et al. 2022, section 3 and released code)."""
+    lower = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    return slopes + [2.0 ** (-4 * i / lower) for i in range(1, 2 * (heads - lower), 2)]
+
+
+class Alibi(nn.Module):
+    """Attention with linear biases (Press et al. 2022, section 3): -slope x distance. Has no parameters."""
+
+    def __init__(self, build: Builder, heads: int) -> None:
+        """
+        Args:
+            build: names the ranks that share the heads.
+            heads: number of query heads on all ranks.
+        """
+        super().__init__()
+        start, stop = build.region.bounds(heads)
+        self.slopes = alibi_slopes(heads)[start:stop]
+
+    def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
+        """The bias between `length` tokens of a model of format `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        slopes = torch.tensor(self.slopes, dtype=wide, device=device)
+        distances = torch.arange(length, dtype=wide, device=device)
+        return Bias(-distances[:, None] * slopes, slopes.float())
+
+
+def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:
+    """int64 [length], the bucket of each distance 0, 1, ... (Raffel et al. 2020, section 2.1, released code, causal).
+
+    The first half of the buckets holds one distance each; the others grow in proportion to the distance, and the last
+    one takes all from `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike.
+    """
+    exact = buckets // 2
+    distances = torch.arange(length)
+    share = (distances.clamp(min=1).float() / exact).log() / math.log(furthest / exact)
+    coarse = exact + (share * (buckets - exact)).long()
+    return torch.where(distances < exact, distances, coarse.clamp(max=buckets - 1))
+
+
+class RelativeBias(nn.Module):
+    """A learned bias for each head and bucket of distances, one table for all layers (Raffel et al. 2020, section 2.1).
+
+    Heads are dealt to the ranks, so each has the whole gradient of its columns.
+    """
+
+    def __init__(
+        self,
+        build: Builder,
+        name: str,
+        heads: int,
+        buckets: int,
+        furthest: int,
+        std: float,
+        shared: str | None = None,
+    ) -> None:
+        """
+        Args:
+            build: stands at the parent of this layer.
+            name: attribute of the parent that holds this layer.
+            heads: number of query heads on all ranks.
+            buckets: number of buckets of distances.
+            furthest: distance from which on all share the last bucket.
+            std: standard deviation of the first values.
+            shared: pipeline stages that hold a copy, as in `Placement`.
+        """
+        super().__init__()
+        self.buckets, self.furthest = buckets, furthest
+        table = NewTensor(f"{name}.weight", (buckets, heads), std, cut_dim=1, shared=shared)
+        self.weight = build.parameter(f"{name}.weight", [table])
+
+    def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
+        """The bias between `length` tokens of a model of format `dtype`."""
+        bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
+        return Bias(F.embedding(bucket, self.weight.to(torch.promote_types(dtype, torch.float32))))

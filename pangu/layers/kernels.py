@@ -1,0 +1,221 @@
+"""The attention kernels, and the choice among them.
+
+A kernel is made for one pass over a micro-batch, from the mask and the bias, and called by every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from pangu.config.attention import obstacles
+from pangu.config.errors import ConfigError, Problem
+from pangu.config.model import ModelConfig
+from pangu.layers.biases import Bias
+from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.masks import AttentionMask
+
+
+class Heads(NamedTuple):
+    """What a layer attends with."""
+
+    query: Tensor
+    """[batch, heads, sequence, head size]."""
+    key: Tensor
+    """The same, or fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023)."""
+    value: Tensor
+    """As `key`."""
+
+    @property
+    def grouped(self) -> bool:
+        """True if several query heads share a key head."""
+        return self.query.shape[1] != self.key.shape[1]
+
+    def ungrouped(self) -> Heads:
+        """The same with keys and values repeated, so that every query head has its own."""
+        if not self.grouped:
+            return self
+        repeats = self.query.shape[1] // self.key.shape[1]
+        return Heads(self.query, *(part.repeat_interleave(repeats, dim=1) for part in (self.key, self.value)))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the scores of one pass over a micro-batch are subject to."""
+
+    mask: AttentionMask
+    bias: Bias | None
+    length: int
+    """Of the sequence."""
+    dtype: torch.dtype
+    """Format of queries, keys and values."""
+    device: torch.device
+
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """[batch or 1, heads / ranks or 1, sequence, sequence]: the bias, and -inf where the mask forbids."""
+        bias = torch.zeros((), device=self.device) if self.bias is None else self.bias.dense()
+        return torch.where(self.mask.allowed(self.length, self.device), bias.to(dtype), -math.inf)
+
+
+class Kernel(Protocol):
+    """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows."""
+
+    def __init__(self, terms: Terms) -> None:
+        """Compute what all layers share."""
+
+    def __call__(
+        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            heads: queries, keys and values.
+            dropout: of the probabilities.
+            keys: of its masks; None drops nothing.
+            below: [batch, heads, sequence, sequence], scores of the layer below, which are added; None: nothing. Only
+                a kernel with the ability `scores` is given any.
+
+        Returns:
+            The shape of `query`, and the scores before bias and mask; None from a kernel that never holds them.
+        """
+
+
+class Reference:
+    """Explicit scores and a softmax in fp32 (fp64 in fp64)."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.added = terms.added(torch.promote_types(terms.dtype, torch.float32))
+
+    def __call__(
+        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = heads.ungrouped()
+        scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
+        if below is not None:
+            scores = scores + below
+        probabilities = (scores + self.added).softmax(-1).to(query.dtype)
+        return dropout(probabilities, keys) @ value, scores
+
+
+class Sdpa:
+    """torch's scaled_dot_product_attention."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.mask: Tensor | None = None
+        if terms.bias is not None:
+            self.mask = terms.added(terms.dtype)
+        elif not terms.mask.is_plain_causal:
+            self.mask = terms.mask.allowed(terms.length, terms.device)
+
+    def __call__(
+        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        # with a mask, no fused kernel reads grouped heads as they are
+        parts = heads if self.mask is None else heads.ungrouped()
+        output = F.scaled_dot_product_attention(
+            *parts,
+            attn_mask=self.mask,
+            dropout_p=dropout.in_kernel(keys),
+            is_causal=self.mask is None,
+            enable_gqa=parts.grouped,
+        )
+        return output, None
+
+
+class Flex:
+    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids.
+
+    It cannot drop probabilities, and on a CPU it has no backward pass.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        mask, length = terms.mask, terms.length
+        rows = None if mask.documents is None else mask.documents.shape[0]
+        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
+        self.score = None if terms.bias is None else terms.bias.added
+        self.compute = _flex(compiled=terms.device.type != "cpu")
+
+    def __call__(
+        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.compute(*heads, self.score, self.blocks, enable_gqa=heads.grouped), None
+
+
+@functools.cache
+def _flex(compiled: bool) -> Callable[..., Any]:
+    """FlexAttention; only its compiled form is a fused kernel, which on a CPU needs a C++ compiler."""
+    if compiled:
+        return torch.compile(flex_attention)
+    return flex_attention
+
+
+class FlashAttn:
+    """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of their own lengths."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.package = _flash_attn()
+        self.segments = terms.mask.segments()
+        # keys to the left and to the right of a query; -1: all
+        self.window = (-1, -1) if terms.mask.window is None else (terms.mask.window - 1, 0)
+        self.slopes = None if terms.bias is None else terms.bias.slopes
+
+    def __call__(
+        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {
+            "dropout_p": dropout.in_kernel(keys),
+            "causal": True,
+            "window_size": self.window,
+            "alibi_slopes": self.slopes,
+        }
+        # the package wants [batch, sequence, heads, head size]
+        parts = [part.transpose(1, 2) for part in heads]
+        if self.segments is None:
+            return self.package.flash_attn_func(*parts, **options).transpose(1, 2), None
+        bounds, longest = self.segments
+        flat = (part.flatten(0, 1) for part in parts)
+        result = self.package.flash_attn_varlen_func(*flat, bounds, bounds, longest, longest, **options)
+        return result.view(parts[0].shape).transpose(1, 2), None
+
+
+def _flash_attn() -> ModuleType:
+    try:
+        return importlib.import_module("flash_attn")
+    except ImportError as error:
+        rule = f"the package flash-attn cannot be imported ({error})"
+        works = "installing flash-attn 2.4 or later helps, or model.attention=auto works"
+        raise ConfigError([Problem("model.attention", "flash_attn", rule, works)]) from error
+
+
+KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa, "flex": Flex, "flash_attn": FlashAttn}
+"""By the values of `model.attention`; what each can do stands in `pangu.config.attention`."""
+
+
+def choose_attention(model: ModelConfig, precision: str, device: torch.device) -> str:
+    """The kernel that a model is trained with: `model.attention`, or what `auto` stands for.
+
+    On a CPU, torch's fused kernel is the faster one in fp32 and fp64 but 2 to 3 times slower than explicit scores in
+    16-bit formats, and it cannot drop probabilities.
+
+    Raises:
+        UserError: if the requested kernel cannot train this model on this device.
+    """
+    if model.attention != "auto":
+        problems = list(obstacles(model.attention, model, precision, device.type))
+        if problems:
+            raise ConfigError(problems)
+        if model.attention == "flash_attn":
+            _flash_attn()
+        return model.attention
+    slow = device.type == "cpu" and (model.attention_dropout > 0 or precision in ("bf16", "fp16"))
+    order = ("reference",) if slow else ("sdpa", "reference")
+    return next(kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type)))

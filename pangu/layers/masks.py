@@ -1,0 +1,57 @@
+"""Which keys a query may see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """A query sees the keys at or before it that lie in its own document and in the window that ends with it."""
+
+    documents: Tensor | None = None
+    """int64 [batch, sequence], number of the document that each token belongs to; a document is one run of neighbours.
+    None: all one."""
+    window: int | None = None
+    """Number of keys in the window (Beltagy et al. 2020, section 3.1, to one side); None: all."""
+
+    @property
+    def is_plain_causal(self) -> bool:
+        """True if nothing but the order of tokens decides."""
+        return self.documents is None and self.window is None
+
+    def rule(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
+        """A function (row of the batch, head, number of the query, number of the key) -> whether it is seen, of int64
+        tensors that broadcast; all heads see the same. FlexAttention calls this a `mask_mod`."""
+
+        def sees(batch: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+            seen = key <= query
+            if self.window is not None:
+                seen = seen & (query - key < self.window)
+            if self.documents is not None:
+                seen = seen & (self.documents[batch, query] == self.documents[batch, key])
+            return seen
+
+        return sees
+
+    def allowed(self, length: int, device: torch.device) -> Tensor:
+        """bool [batch or 1, 1, sequence, sequence], true where row (query) sees column (key)."""
+        rows = 1 if self.documents is None else self.documents.shape[0]
+        batch = torch.arange(rows, device=device)[:, None, None, None]
+        places = torch.arange(length, device=device)
+        return self.rule()(batch, None, places[:, None], places).expand(rows, 1, length, length)
+
+    def segments(self) -> tuple[Tensor, int] | None:
+        """Documents as bounds in the flattened batch, int32 [documents + 1] from 0 to batch x sequence, and the length
+        of the longest; no document goes on in the next row. None if all is one document."""
+        if self.documents is None:
+            return None
+        begins = torch.ones_like(self.documents, dtype=torch.bool)
+        begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        end = begins.new_ones(1)
+        bounds = torch.cat([begins.flatten(), end]).nonzero()[:, 0].int()
+        return bounds, int(bounds.diff().max())

@@ -1,0 +1,198 @@
+"""Every kernel computes the reference's function of its masks and biases, and is refused where it cannot run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.config.errors import UserError
+from pangu.layers.attention import AttentionCore
+from pangu.layers.biases import Alibi, Bias
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import DropoutKeys
+from pangu.layers.kernels import KERNELS, Heads, Terms, choose_attention
+from pangu.layers.masks import AttentionMask
+from pangu.topology.placement import PlacementTable
+from tests.models.helpers import variant
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LENGTH, HEADS = 12, 6
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+CASES = list(
+    itertools.product([None, DOCUMENTS], [None, 1, 4], ["none", "alibi", "relative"], [HEADS, HEADS // 2])
+)  # documents, window, bias, key heads
+
+
+def heads(groups: int, dtype: torch.dtype) -> Heads:
+    source = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, n, LENGTH, 16, dtype=dtype, generator=source) for n in (HEADS, groups, groups)]
+    return Heads(*parts)
+
+
+def bias_of(kind: str, dtype: torch.dtype) -> Bias | None:
+    if kind == "alibi":
+        return Alibi(Builder(PlacementTable()), HEADS)(LENGTH, dtype, CPU)
+    values = torch.randn(LENGTH, HEADS, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    return Bias(values) if kind == "relative" else None
+
+
+def attend(kernel: str, given: Heads, mask: AttentionMask, bias: Bias | None) -> Tensor:
+    core = AttentionCore(Builder(PlacementTable()), 0.0)
+    return core(given, KERNELS[kernel](Terms(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
+
+
+def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
+    """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
+    documents, window, kind, groups = case
+    given = Heads(*(part.requires_grad_() for part in heads(groups, torch.float64)))
+    bias = bias_of(kind, torch.float64)
+    inputs: list[Tensor] = list(given)
+    if kind == "relative":
+        assert bias is not None
+        inputs.append(bias.by_distance.requires_grad_())
+    output = attend(kernel, given, AttentionMask(documents, window), bias)
+    return [output, *torch.autograd.grad(output.pow(2).sum(), inputs)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sdpa_equals_reference(case: tuple[Any, ...]) -> None:
+    """fp64; 1e-13: sums of at most 16 products in another order, 1.1e-16 each."""
+    for mine, theirs in zip(results("sdpa", case), results("reference", case), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flex_equals_reference_forward(case: tuple[Any, ...]) -> None:
+    """fp32, 1e-6: sums of 16 products, 6e-8 each. Torch has no backward of it on a CPU: tests/gpu goes on from here."""
+    documents, window, kind, groups = case
+    given, bias = heads(groups, torch.float32), bias_of(kind, torch.float32)
+    mine, theirs = (attend(kernel, given, AttentionMask(documents, window), bias) for kernel in ("flex", "reference"))
+    torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
+
+
+class FakeFlashAttn(ModuleType):
+    """What flash-attn's documentation says of its arguments, in plain lines. [batch, sequence, heads, size]."""
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        assert dropout_p == 0.0
+        assert causal
+        left = window_size[0] if window_size[0] >= 0 else math.inf
+        outputs = []
+        for head in range(q.shape[2]):
+            own = head * k.shape[2] // q.shape[2]
+            scores = q[:, :, head] @ k[:, :, own].mT / math.sqrt(q.shape[-1])
+            for i, j in itertools.product(range(q.shape[1]), repeat=2):
+                if j > i or i - j > left:
+                    scores[:, i, j] = -math.inf
+                elif alibi_slopes is not None:
+                    scores[:, i, j] -= alibi_slopes[head] * abs(i - j)
+            outputs.append(scores.softmax(-1) @ v[:, :, own])
+        return torch.stack(outputs, 2)
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        **options: Any,
+    ) -> Tensor:
+        assert cu_seqlens_q.dtype == torch.int32
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        lengths = cu_seqlens_q.diff().tolist()
+        assert max_seqlen_q == max_seqlen_k == max(lengths)
+        rows = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
+        return torch.cat([self.flash_attn_func(*(part[None] for part in row), **options)[0] for row in rows])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != "relative"], ids=str)
+def test_flash_attn_is_called_as_its_documentation_says(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp64; slopes are fp32 but those of 6 heads are powers of two."""
+    monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
+    for mine, theirs in zip(results("flash_attn", case), results("reference", case), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
+
+
+def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
+    """He et al. 2021: the layer's own scores plus those below; the bias is not added up from layer to layer."""
+    given = heads(HEADS, torch.float64)
+    below = torch.randn(2, HEADS, LENGTH, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    bias = bias_of("alibi", torch.float64)
+    assert bias is not None
+    core = AttentionCore(Builder(PlacementTable()), 0.0, residual_scores=True)
+    output, scores = core(
+        given, KERNELS["reference"](Terms(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
+    )
+    expected = torch.einsum("bhqd,bhkd->bhqk", given.query, given.key) / 4 + below
+    torch.testing.assert_close(scores, expected)
+    hidden = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    probabilities = (expected + bias.dense()).masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(output, probabilities @ given.value)
+
+
+def test_the_fused_kernel_draws_the_same_mask_again() -> None:
+    given = heads(HEADS, torch.float32)
+    core = AttentionCore(Builder(PlacementTable()), 0.5)
+    kernel = KERNELS["sdpa"](Terms(AttentionMask(), None, LENGTH, torch.float32, CPU))
+    keys = DropoutKeys(1, 2, (3, 4))
+    first, _ = core(given, kernel, keys)
+    torch.rand(17)
+    assert torch.equal(first, core(given, kernel, keys)[0])
+    assert not torch.equal(first, core(given, kernel, DropoutKeys(1, 3, (3, 4)))[0])
+
+
+def test_auto_takes_explicit_scores_where_the_cpu_kernel_is_slow_or_cannot_drop() -> None:
+    drops = variant(attention_dropout=0.1)
+    assert choose_attention(variant(), "fp32", CPU) == "sdpa"
+    assert choose_attention(drops, "fp32", CPU) == "reference"
+    assert choose_attention(variant(), "bf16", CPU) == "reference"
+    assert choose_attention(drops, "bf16", CUDA) == "sdpa"
+    assert choose_attention(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == "sdpa"
+
+
+def test_auto_takes_explicit_scores_where_they_are_passed_on() -> None:
+    assert choose_attention(variant(residual_scores=True), "bf16", CUDA) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "device", "expected"),
+    [
+        ({"attention": "flex"}, "fp32", CPU, "flex: trains on cuda only, and this run's device is cpu"),
+        ({"attention": "flash_attn"}, "bf16", CPU, "flash_attn: trains on cuda only, and this run's device is cpu"),
+        ({"attention": "flash_attn"}, "bf16", CUDA, "flash_attn: the package flash-attn cannot be imported"),
+    ],
+)
+def test_a_kernel_that_cannot_run_here_is_refused(
+    changes: dict[str, object], precision: str, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed, wherever this runs
+    with pytest.raises(UserError) as caught:
+        choose_attention(variant(hidden=64, **changes), precision, device)
+    assert str(caught.value).startswith("1 problem")
+    assert f"model.attention = {expected}" in str(caught.value)
+    assert str(caught.value).endswith("model.attention=auto works")
+
+
+def test_flash_attn_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
+    assert choose_attention(variant(attention="flash_attn"), "bf16", CUDA) == "flash_attn"
