@@ -99,7 +99,7 @@ class QueryAttention(nn.Module):
         width = config.hidden
         self.head_size = config.head_size
         std, biases = config.init_std, config.biases
-        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases)
+        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases, from_table=True)
         projections = {"key": config.kv_size, "value": config.kv_size}
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
@@ -107,7 +107,7 @@ class QueryAttention(nn.Module):
         self.core = AttentionCore(build, options.kernel, config.attention_dropout, again)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:
-        """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
+        """x, position_vectors (of all positions): [sequence, batch, hidden]; returns the shape of x."""
         query = split_heads(self.query(position_vectors), self.head_size)
         key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
         return self.output(merge_heads(self.core(run.turned(query), run.turned(key), value, run.mask, run.keys)))
@@ -178,5 +178,5 @@ class QueryBlock(Block):
         return QueryAttention(config, build, options)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass) -> Tensor:  # type: ignore[override]
-        """x, position_vectors: [sequence, batch, hidden]; returns the same shape."""
+        """x, position_vectors (of all positions): [sequence, batch, hidden]; returns the shape of x."""
         return self._both(x, lambda inputs: self.attention(inputs, position_vectors, run), run)

@@ -115,7 +115,8 @@ def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
     kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
     options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
-    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
+    region = TensorRegion.of(mesh, config.parallel.overlap_chunks)
+    model, table = build_model(config.model, options, Builder(PlacementTable(), region=region))
     return Trainer(config, mesh, model, table)
 
 

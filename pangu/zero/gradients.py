@@ -27,8 +27,8 @@ class GradientSum:
         Args:
             units: in the order of the forward pass.
             group: the replicas.
-            tensor_group: the ranks that share each matrix; tensors whose gradient comes from a part of the sequence are
-                summed over them.
+            tensor_group: the ranks that share each matrix; tensors of which each has a part of the gradient are summed
+                over them.
         """
         self.units = list(reversed(units))
         self.group = group

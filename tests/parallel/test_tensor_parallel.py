@@ -46,7 +46,7 @@ def train(
     layout = Layout(tensor=tensor, data=world // tensor, sequence=sequence)
     mesh = Mesh.connect(layout, torch.device("cpu"))
     options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
-    build = Builder(PlacementTable(), region=TensorRegion.of(mesh))
+    build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks))
     model, table = build_model(config.model, options, build)
     trainer = Trainer(config, mesh, model, table)
 
