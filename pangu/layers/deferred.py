@@ -7,7 +7,7 @@ et al. 2024, arXiv 2401.10241, section 2: backward is split into B, for the inpu
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, deque[_Work]] = {}
+        self._held: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
 
     @property
@@ -49,11 +49,11 @@ class WeightGradients:
         return self._open is not None
 
     @contextmanager
-    def held(self, micro_batch: int) -> Iterator[None]:
-        """Within the block, backward puts its weight gradients aside under this number."""
+    def held(self, key: Hashable) -> Iterator[None]:
+        """Within the block, backward puts its weight gradients aside under this key."""
         assert self._open is None
-        assert micro_batch not in self._held, f"micro-batch {micro_batch} waits for compute()"
-        self._open = self._held[micro_batch] = deque()
+        assert key not in self._held, f"{key} waits for compute()"
+        self._open = self._held[key] = deque()
         try:
             yield
         finally:
@@ -72,10 +72,10 @@ class WeightGradients:
         self._open.append(_Work(parameter, part.detach(), region, gradient))
 
     @torch.no_grad()
-    def compute(self, micro_batch: int) -> None:
+    def compute(self, key: Hashable) -> None:
         """Do the work in the order in which it was put aside, and hand each parameter its gradient as backward would:
         added to `grad`, hooks called. What is gathered comes while the gradient before it is computed."""
-        work = self._held.pop(micro_batch)
+        work = self._held.pop(key)
         missing = Counter(item.parameter for item in work)
         sums: dict[Tensor, Tensor] = {}
         ahead = work[0].start() if work else None

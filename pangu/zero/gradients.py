@@ -64,7 +64,8 @@ class GradientSum:
 
     def _hook(self, index: int, total: Tensor):  # type: ignore[no-untyped-def]
         def add(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                return  # backward put the work for it aside, see `layers.deferred`
             total.add_(parameter.grad)
             parameter.grad = None
             if self._missing:
