@@ -42,6 +42,11 @@ class TensorRegion:
         """True if hidden states between the matrices are slices of the sequence."""
         return self.sequence and self.size > 1
 
+    @property
+    def num_slices(self) -> int:
+        """Slices that hidden states between the matrices are cut into; 1 without sequence parallelism."""
+        return self.size if self.slices_sequence else 1
+
     def bounds(self, length: int) -> tuple[int, int]:
         """This rank's [start, stop) of `length` items dealt in equal shares; the last shares may be short or empty."""
         share = -(-length // self.size)

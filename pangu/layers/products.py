@@ -44,7 +44,7 @@ def column_product(
     """
     if region.size == 1 and later is None:
         return F.linear(x, weight, bias)
-    backward = _ColumnBackward.apply(x, weight, bias, region, later)
+    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, later)
     return _Value.apply(backward, lambda: _in_order(_gathered_products(x, weight, bias, region)[1], region))
 
 
@@ -70,7 +70,8 @@ def row_product(
         total = _complete(_started_sums(x, weight, region))
         return total if bias is None else total.add_(bias)
 
-    return _Value.apply(_RowBackward.apply(x, weight, bias, region, later), value)
+    rows = x.shape[0] // region.num_slices
+    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, later), value)
 
 
 def lookup(ids: Tensor, table: Tensor, later: WeightGradients | None) -> Tensor:
@@ -106,7 +107,7 @@ def _started_sums(x: Tensor, weight: Tensor, region: TensorRegion) -> list[Pendi
 
     A chunk holds the same rows of every rank's slice, so that what a rank keeps of its sum is a chunk of its own slice.
     """
-    slices = x.unflatten(0, (region.size if region.slices_sequence else 1, -1))
+    slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(_count(slices.shape[1], region), dim=1)
     return [start_sum(F.linear(chunk.flatten(0, 1), weight), region) for chunk in chunks]
 
@@ -124,7 +125,7 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
     """The whole sequence from chunks that each hold the same rows of every rank's slice."""
     if len(chunks) == 1:
         return chunks[0]
-    return torch.cat([chunk.unflatten(0, (region.size, -1)) for chunk in chunks], dim=1).flatten(0, 1)
+    return torch.cat([chunk.unflatten(0, (region.num_slices, -1)) for chunk in chunks], dim=1).flatten(0, 1)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -147,14 +148,26 @@ class _Value(Function):
         return grads[0], None
 
 
-class _ColumnBackward(Function):
-    """The node that does backward for `column_product`."""
+class _Backward(Function):
+    """Does backward. What it returns stands for the product in the graph: its shape without its memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        region: TensorRegion = others[1]
-        return _stand_in(ctx, x.shape[0] * (region.size if region.slices_sequence else 1), x, weight, *others)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        region: TensorRegion,
+        later: WeightGradients | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
+        ctx.weight, ctx.bias, ctx.region, ctx.later = weight, bias, region, later
+        return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
+
+class _ColumnBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -163,21 +176,14 @@ class _ColumnBackward(Function):
         if _holding(ctx):
             sums = _started_sums(grad, weight.t(), region)
             _put_aside(ctx, x, region, grad, grad)
-            return _complete(sums), None, None, None, None
+            return _complete(sums), *[None] * 5
         whole = start_gather(x, region)
         sums = _started_sums(grad, weight.t(), region)
         grad_weight = _weight_gradient(grad, whole.wait())
-        return _complete(sums), grad_weight, None if ctx.bias is None else _bias_gradient(grad), None, None
+        return _complete(sums), grad_weight, None if ctx.bias is None else _bias_gradient(grad), None, None, None
 
 
-class _RowBackward(Function):
-    """The node that does backward for `row_product`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        region: TensorRegion = others[1]
-        return _stand_in(ctx, x.shape[0] // (region.size if region.slices_sequence else 1), x, weight, *others)
-
+class _RowBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -186,24 +192,8 @@ class _RowBackward(Function):
         whole, grad_x = _in_order(wholes, ctx.region), _in_order(products, ctx.region)
         if _holding(ctx):
             _put_aside(ctx, x, ALONE, whole, grad)
-            return grad_x, None, None, None, None
-        return grad_x, _weight_gradient(whole, x), None if ctx.bias is None else _bias_gradient(grad), None, None
-
-
-def _stand_in(
-    ctx: Any,
-    rows: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    region: TensorRegion,
-    later: WeightGradients | None,
-) -> Tensor:
-    """Keep what backward needs; returns what stands for the product in the graph: its shape without its memory."""
-    ctx.save_for_backward(x, weight)
-    # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-    ctx.weight, ctx.bias, ctx.region, ctx.later = weight, bias, region, later
-    return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
+            return grad_x, *[None] * 5
+        return grad_x, _weight_gradient(whole, x), None if ctx.bias is None else _bias_gradient(grad), None, None, None
 
 
 def _holding(ctx: Any) -> bool:

@@ -268,7 +268,7 @@ def _product(config: RunConfig, region: TensorRegion, kind: str, place: str, wid
     sequence = config.model.sequence
     numbers = sequence * config.batch.micro_size * width
     size = BYTES[config.precision.compute]
-    chunks = min(region.chunks, sequence // region.size if region.sequence else sequence)
+    chunks = min(region.chunks, sequence // region.num_slices)
     return [
         Message(place, rule.collective, rule.phase, rule.why, chunks if rule.chunked else 1, numbers, size)
         for rule in rules
@@ -321,7 +321,7 @@ def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: T
 def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorRegion) -> str:
     """`[128, 4, 5120] -> [1024, 4, 640]`: the input as it lies before any gather, the output after any sum."""
     sequence, batch = config.model.sequence, config.batch.micro_size
-    whole, outside = [sequence, batch], [sequence // region.size if region.slices_sequence else sequence, batch]
+    whole, outside = [sequence, batch], [sequence // region.num_slices, batch]
     rows, columns = entry.local_shape
     before, after = {
         "columns": ([*outside, columns], [*whole, rows]),
