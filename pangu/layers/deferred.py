@@ -37,6 +37,8 @@ class WeightGradients:
         later.compute(micro_batch)  # those of matrices
 
     A matrix gets its gradient of a micro-batch in one piece however often it was used, as it does from one backward.
+    (Torch calls its hooks in the held backward too, with a gradient of None.) What waits is each product's input and
+    its output's gradient; for the head that is the gradient of all logits, even where the loss is computed in chunks.
     """
 
     def __init__(self) -> None:

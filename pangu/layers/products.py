@@ -24,6 +24,7 @@ from pangu.collectives.regions import Pending, TensorRegion, start_gather, start
 from pangu.layers.deferred import WeightGradients
 
 ALONE = TensorRegion()
+"""One rank: nothing to communicate."""
 
 
 def column_product(

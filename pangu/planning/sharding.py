@@ -187,8 +187,8 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
     biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors always are: a rank used
-    them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020),
-    need the squares of whole tensors: one number each, and two.
+    them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020), need the squares of whole tensors:
+    one number each, and two.
     """
     if ranks == 1:
         return []
