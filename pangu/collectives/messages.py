@@ -14,20 +14,21 @@ from pangu.topology.mesh import Mesh
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor on its way. It must stay alive, and must not be changed, until the message is done."""
+    """Tensors on their way. They must stay alive, and must not be changed, until the message is done."""
 
-    tensor: Tensor
-    work: dist.Work
+    tensors: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...]
 
     @property
     def is_done(self) -> bool:
         """True if waiting would not take time."""
-        return self.work.is_completed()
+        return all(work.is_completed() for work in self.works)
 
-    def wait(self) -> Tensor:
-        """The tensor, sent or received. Raises RuntimeError if the other side is gone or does not answer in time."""
-        self.work.wait()
-        return self.tensor
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, sent or received. Raises RuntimeError if the other side is gone or does not answer in time."""
+        for work in self.works:
+            work.wait()
+        return self.tensors
 
 
 class Channels:
@@ -50,16 +51,18 @@ class Channels:
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         self._groups = {lane: mesh.new_group(ranks) for lane in sorted(set(lanes))}
 
-    def send(self, kind: str, tensor: Tensor, peer: int) -> Message:
-        """Begin to send a tensor to stage `peer`."""
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._groups[kind, peer > self._stage], group_dst=peer)
-        assert work is not None
-        return Message(tensor, work)
+    def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Message:
+        """Begin to send tensors to stage `peer`."""
+        group = self._groups[kind, peer > self._stage]
+        kept = tuple(tensor.contiguous() for tensor in tensors)
+        return _message(kept, [dist.isend(tensor, group=group, group_dst=peer) for tensor in kept])
 
-    def receive(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Message:
-        """Begin to receive a tensor of the given shape from stage `peer`."""
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(tensor, group=self._groups[kind, peer < self._stage], group_src=peer)
-        assert work is not None
-        return Message(tensor, work)
+    def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Message:
+        """Begin to receive tensors of the given shapes from stage `peer`."""
+        group = self._groups[kind, peer < self._stage]
+        kept = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        return _message(kept, [dist.irecv(tensor, group=group, group_src=peer) for tensor in kept])
+
+
+def _message(tensors: tuple[Tensor, ...], works: Sequence[dist.Work | None]) -> Message:
+    return Message(tensors, tuple(work for work in works if work is not None))

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
-from pangu.collectives.reduce import all_reduce, start_all_reduce
+from pangu.collectives.reduce import start_all_reduce
 from pangu.topology.mesh import Mesh
 
 
@@ -29,16 +28,24 @@ class TensorRegion:
     group: dist.ProcessGroup | None = None
     sequence: bool = False
     """Sequence parallelism: outside the matrices each rank holds 1 / size of the sequence."""
+    chunks: int = 1
+    """Parts that a product with a matrix is cut into, to hide the communication of one behind the product of another;
+    fewer where the sequence is shorter."""
 
     @classmethod
-    def of(cls, mesh: Mesh) -> TensorRegion:
+    def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
         """The region of a live mesh."""
-        return cls(mesh.at.tensor, mesh.layout.tensor, mesh.group("tensor"), mesh.layout.sequence)
+        return cls(mesh.at.tensor, mesh.layout.tensor, mesh.group("tensor"), mesh.layout.sequence, chunks)
 
     @property
     def slices_sequence(self) -> bool:
         """True if hidden states between the matrices are slices of the sequence."""
         return self.sequence and self.size > 1
+
+    @property
+    def num_slices(self) -> int:
+        """Slices that hidden states between the matrices are cut into; 1 without sequence parallelism."""
+        return self.size if self.slices_sequence else 1
 
     def bounds(self, length: int) -> tuple[int, int]:
         """This rank's [start, stop) of `length` items dealt in equal shares; the last shares may be short or empty."""
@@ -51,19 +58,38 @@ class TensorRegion:
         return x.chunk(self.size)[self.rank] if self.slices_sequence else x
 
 
-def start_gather(x: Tensor, region: TensorRegion) -> tuple[Tensor, dist.Work]:
-    """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; valid after `wait()`."""
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that a collective is still filling."""
+
+    tensor: Tensor
+    work: dist.Work | None
+    """None: the tensor is complete."""
+
+    def wait(self) -> Tensor:
+        """The complete tensor."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def start_gather(x: Tensor, region: TensorRegion) -> Pending:
+    """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; `x` itself without sequence parallelism."""
+    if not region.slices_sequence:
+        return Pending(x, None)
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    return whole, _named("all_gather_single", "all_gather_into_tensor")(
-        whole, x.contiguous(), group=region.group, async_op=True
-    )
+    call = _named("all_gather_single", "all_gather_into_tensor")
+    return Pending(whole, call(whole, x.contiguous(), group=region.group, async_op=True))
 
 
-def start_reduce_scatter(x: Tensor, region: TensorRegion) -> tuple[Tensor, dist.Work]:
-    """Begin to sum [sequence, ...] over the ranks and keep this rank's slice; valid after `wait()`."""
+def start_sum(x: Tensor, region: TensorRegion) -> Pending:
+    """Begin to sum a contiguous [sequence, ...] over the ranks: in place, or, under sequence parallelism, only this
+    rank's slice [sequence / size, ...] of the sum."""
+    if not region.slices_sequence:
+        return Pending(x, start_all_reduce(x, region.group))
     part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
     call = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    return part, call(part, x.contiguous(), group=region.group, async_op=True)
+    return Pending(part, call(part, x, group=region.group, async_op=True))
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:
@@ -72,15 +98,13 @@ def _named(name: str, before: str) -> Callable[..., dist.Work]:
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:
-    whole, work = start_gather(x, region)
-    work.wait()
-    return whole
+    """The gathered sequence, or, without sequence parallelism, a view (a function's result is not its input)."""
+    return start_gather(x, region).wait() if region.slices_sequence else x.view_as(x)
 
 
-def _reduce_scatter(x: Tensor, region: TensorRegion) -> Tensor:
-    part, work = start_reduce_scatter(x, region)
-    work.wait()
-    return part
+def _sum(x: Tensor, region: TensorRegion) -> Tensor:
+    x = x.contiguous()
+    return start_sum(x if region.slices_sequence else x.clone(), region).wait()
 
 
 class _Enter(Function):
@@ -89,14 +113,11 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
         ctx.region = region
-        return _gather(x, region) if region.sequence else x.view_as(x)
+        return _gather(x, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        region = ctx.region
-        if region.sequence:
-            return _reduce_scatter(grads[0], region), None
-        return all_reduce(grads[0].contiguous().clone(), region.group), None
+        return _sum(grads[0], ctx.region), None
 
 
 class _Leave(Function):
@@ -105,44 +126,11 @@ class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
         ctx.region = region
-        return _reduce_scatter(x, region) if region.sequence else all_reduce(x.contiguous().clone(), region.group)
+        return _sum(x, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return (_gather(grads[0], ctx.region) if ctx.region.sequence else grads[0]), None
-
-
-class _ColumnProduct(Function):
-    """y = x Wᵀ where every rank holds some rows of W [outputs / size, inputs].
-
-    Saves the local slice of the sequence only and gathers it again in backward. Backward hides the gather of x behind
-    the product for x's gradient, and the reduction of that gradient behind the product for W's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, region: TensorRegion) -> Tensor:
-        ctx.region = region
-        ctx.save_for_backward(x, weight)
-        return F.linear(_gather(x, region) if region.sequence else x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        region: TensorRegion = ctx.region
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        if region.sequence:
-            whole, gathering = start_gather(x, region)
-            total = grad @ weight
-            gathering.wait()
-            grad_x, reducing = start_reduce_scatter(total, region)
-        else:
-            whole, grad_x = x, grad @ weight
-            started = start_all_reduce(grad_x, region.group)
-            assert started is not None
-            reducing = started
-        grad_weight = grad.flatten(0, -2).t() @ whole.flatten(0, -2)
-        reducing.wait()
-        return grad_x, grad_weight, None
+        return _gather(grads[0], ctx.region), None
 
 
 def enter(x: Tensor, region: TensorRegion) -> Tensor:
@@ -159,11 +147,6 @@ def leave(x: Tensor, region: TensorRegion) -> Tensor:
     [sequence, ...] -> [sequence / size, ...] under sequence parallelism; otherwise the shape stays.
     """
     return x if region.size == 1 else _Leave.apply(x, region)
-
-
-def column_product(x: Tensor, weight: Tensor, region: TensorRegion) -> Tensor:
-    """`enter`, then x Wᵀ with this rank's rows of W, with the communication of backward hidden behind its products."""
-    return F.linear(x, weight) if region.size == 1 else _ColumnProduct.apply(x, weight, region)
 
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:

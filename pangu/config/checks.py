@@ -128,6 +128,10 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     if parallel.sequence and parallel.tensor == 1:
         rule = "has nothing to share with parallel.tensor = 1"
         yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
+    yield from _at_least("parallel.overlap_chunks", parallel.overlap_chunks, 1)
+    if parallel.overlap_chunks > 1 and parallel.tensor == 1:
+        rule = "has no communication to hide with parallel.tensor = 1"
+        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
     if isinstance(config.memory.recompute, int) and not 0 <= config.memory.recompute <= config.model.layers:
         rule = f"must be none, selective, full or a number of layers up to model.layers = {config.model.layers}"
         yield Problem("memory.recompute", config.memory.recompute, rule)

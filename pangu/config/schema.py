@@ -35,6 +35,9 @@ class ParallelConfig:
     sequence: bool
     """Sequence parallelism: the tensor-parallel devices also share norms, dropout and residuals, each with its part of
     the sequence."""
+    overlap_chunks: int
+    """Parts along the sequence that products with shared matrices are cut into, so that the communication of one hides
+    behind the product of another. 1: products are not cut."""
     zero: Literal[0, 1, 2, 3]
     """ZeRO stage: what is sharded over the data-parallel replicas. 0 nothing, 1 optimizer state, 2 also gradients,
     3 also parameters."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
+from pangu.layers.deferred import WeightGradients
 from pangu.topology.placement import Placement, PlacementTable
 
 
@@ -33,6 +34,8 @@ class NewTensor:
     """Dimension cut over the tensor-parallel ranks."""
     shared: str | None = None
     """Pipeline stages that hold a copy of it, as in `Placement`."""
+    partial: bool = False
+    """Each rank's gradient is a part of the sum even without sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Builder:
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
     """The ranks that share the matrices. Layers read it; models only pass it on."""
+    later: WeightGradients | None = None
+    """Where backward may put the gradients of matrices aside."""
 
     def at(self, name: object) -> Builder:
         """The same table, one step further down."""
@@ -82,7 +87,7 @@ class Builder:
             cut_dim=tensor.cut_dim,
             start=start,
             stop=stop,
-            partial=self.region.slices_sequence and tensor.cut_dim is None,
+            partial=self.region.size > 1 and tensor.cut_dim is None and (self.region.sequence or tensor.partial),
             shared=tensor.shared,
         )
 

@@ -1,6 +1,25 @@
 """Parallel linear layers, embeddings and norms, each entering its logical tensors in the placement table.
 
-On a region of one rank they are the ordinary layers.
+On a region of one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored as [outputs, inputs]:
+
+>>> import torch
+>>> x = torch.tensor([1, 2, 3, 4, 5, 6])
+>>> W = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 1, 1], [1, 1, 0, 1, 0, 0]])
+>>> (x @ W.t()).tolist()
+[9, 12, 14, 7]
+
+Column parallel: every rank takes the whole x and has some of the outputs. It is the columns of A in Y = XA that are cut
+(Shoeybi et al. 2019), hence the rows of W. Nothing is sent in forward.
+
+>>> [(x @ rows.t()).tolist() for rows in W.chunk(2, dim=0)]
+[[9, 12], [14, 7]]
+
+Row parallel: every rank takes some of the inputs and has a part of every output; the parts are summed by an all-reduce
+(by a reduce-scatter with sequence parallelism). The rows of A are cut, hence the columns of W.
+
+>>> y0, y1 = (part @ columns.t() for part, columns in zip(x.chunk(2), W.chunk(2, dim=1)))
+>>> y0.tolist(), y1.tolist(), (y0 + y1).tolist()
+([4, 2, 3, 3], [5, 10, 11, 4], [9, 12, 14, 7])
 """
 
 from __future__ import annotations
@@ -10,8 +29,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.collectives.regions import column_product, leave
+from pangu.collectives.regions import TensorRegion, leave
 from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.products import column_product, lookup, row_product
 
 
 class ColumnParallelLinear(nn.Module):
@@ -22,7 +42,14 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, build: Builder, name: str, inputs: int, outputs: Mapping[str, int], std: float, biases: bool = True
+        self,
+        build: Builder,
+        name: str,
+        inputs: int,
+        outputs: Mapping[str, int],
+        std: float,
+        biases: bool = True,
+        from_table: bool = False,
     ) -> None:
         """
         Args:
@@ -33,10 +60,13 @@ class ColumnParallelLinear(nn.Module):
                 divide each width.
             std: standard deviation of the initial weights; biases begin at 0.
             biases: false: y = x Wᵀ.
+            from_table: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every rank
+                looks its input up, and the parts of the table's gradient are summed once per step.
         """
         super().__init__()
         assert all(width % build.region.size == 0 for width in outputs.values()), outputs
-        self.region = build.region
+        self.region = TensorRegion() if from_table else build.region
+        self.later = build.later
         self.widths = [width // build.region.size for width in outputs.values()]
         self.weight = build.parameter(
             f"{name}.weight",
@@ -47,10 +77,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
-        if self.region.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        product = column_product(x, self.weight, self.region)
-        return product if self.bias is None else product + self.bias
+        return column_product(x, self.weight, self.bias, self.region, self.later)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """The same result split into the logical projections: [sequence, ..., outputs / ranks] of each."""
@@ -65,6 +92,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         assert inputs % build.region.size == 0, inputs
         self.region = build.region
+        self.later = build.later
         self.weight = build.parameter(
             f"{name}.weight", [NewTensor(f"{name}.weight", (outputs, inputs), std, cut_dim=1)]
         )
@@ -72,10 +100,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
-        if self.region.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = leave(F.linear(x, self.weight), self.region)
-        return total if self.bias is None else total + self.bias
+        return row_product(x, self.weight, self.bias, self.region, self.later)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -89,6 +114,7 @@ class VocabParallelEmbedding(nn.Module):
         `NewTensor`."""
         super().__init__()
         self.region = build.region
+        self.later = build.later
         self.rows = rows
         table = NewTensor(f"{name}.weight", (rows, width), std, cut_dim=0, shared=shared)
         self.weight = build.parameter(f"{name}.weight", [table])
@@ -96,24 +122,30 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
         if self.region.size == 1:
-            return F.embedding(ids, self.weight)
+            return lookup(ids, self.weight, self.later)
         start, stop = self.region.bounds(self.rows)
         elsewhere = (ids < start) | (ids >= stop)
-        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight)
+        found = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.later)
         return leave(found.masked_fill(elsewhere[..., None], 0.0), self.region)
 
 
 class PositionEmbedding(nn.Module):
     """A table of position vectors, held whole by every rank."""
 
-    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float) -> None:
-        """Arguments as for `VocabParallelEmbedding`."""
+    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float, whole: bool = False) -> None:
+        """
+        Args:
+            build, name, rows, width, std: as for `VocabParallelEmbedding`.
+            whole: every rank looks up all positions and uses the vectors for its own part of the heads; without it each
+                looks up the positions of its slice of the sequence.
+        """
         super().__init__()
-        self.region = build.region
-        self.weight = build.parameter(f"{name}.weight", [NewTensor(f"{name}.weight", (rows, width), std)])
+        self.region = TensorRegion() if whole else build.region
+        table = NewTensor(f"{name}.weight", (rows, width), std, partial=whole)
+        self.weight = build.parameter(f"{name}.weight", [table])
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
+        """int64 [batch, sequence] -> [sequence (/ ranks with sequence parallelism, if not `whole`), batch, width]."""
         return F.embedding(self.region.local_sequence(positions.t()), self.weight)
 
 

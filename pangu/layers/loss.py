@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion, enter, gather_last
 from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.products import ALONE, column_product
 from pangu.layers.recompute import checkpointed
 
 
@@ -64,6 +65,7 @@ class Head(nn.Module):
         """
         super().__init__()
         self.region = build.region
+        self.later = build.later
         self.vocab = vocab
         self.chunk = chunk
         self.weight = None if matrix is None else build.parameter("head.weight", [matrix])
@@ -95,5 +97,7 @@ class Head(nn.Module):
 
     def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of weighted losses of some tokens: tokens [n, width], labels and weights [n]."""
-        losses = _VocabParallelLoss.apply(F.linear(tokens, table), labels, self.region, self.vocab)
+        # the states are whole already
+        logits = column_product(tokens, table, None, ALONE, self.later)
+        losses = _VocabParallelLoss.apply(logits, labels, self.region, self.vocab)
         return (losses * weights).sum()

@@ -113,7 +113,7 @@ class QueryAttention(nn.Module):
         width = config.hidden
         self.head_size = config.head_size
         std, biases = config.init_std, config.biases
-        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases)
+        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases, from_table=True)
         projections = {"key": config.kv_size, "value": config.kv_size}
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
         self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
@@ -121,7 +121,8 @@ class QueryAttention(nn.Module):
         self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """x, position_vectors: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on."""
+        """x, position_vectors (of all positions): [sequence, batch, hidden]; below: scores of the layer below, if they
+        are passed on."""
         query = split_heads(self.query(position_vectors), self.head_size)
         key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
         heads = Heads(run.turned(query), run.turned(key), value)
@@ -198,5 +199,5 @@ class QueryBlock(Block):
         return QueryAttention(config, build, options)
 
     def forward(self, carried: Carried, position_vectors: Tensor, run: Pass) -> Carried:  # type: ignore[override]
-        """position_vectors: [sequence, batch, hidden]; otherwise as `Block`."""
+        """position_vectors (of all positions): [sequence, batch, hidden]; otherwise as `Block`."""
         return self._both(carried, lambda x: self.attention(x, position_vectors, run, carried.scores), run)

@@ -250,7 +250,7 @@ class PanGu(LanguageModel):
         self.query_layer = config.layers - 1
         if any(part.last for part in parts):
             self.query_embedding = PositionEmbedding(
-                build, "query_embedding", config.sequence, config.hidden, config.init_std
+                build, "query_embedding", config.sequence, config.hidden, config.init_std, whole=True
             )
         self.norm_before_query = config.final_norm == "before_query"
 

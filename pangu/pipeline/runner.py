@@ -15,6 +15,7 @@ from pangu.collectives.messages import Channels, Message
 from pangu.data.batch import Batch
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
+from pangu.models.block import Carried
 from pangu.models.language_model import LanguageModel, Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule
@@ -35,29 +36,29 @@ class StageError(RuntimeError):
 
 
 class _Leaving(Function):
-    """Stands at the end of a chunk for its output, which is freed as soon as it is sent: backward needs the graph that
-    made it, not its values."""
+    """Stands at the end of a chunk for what it hands over, which is freed as soon as it is sent: backward needs the
+    graph that made it, not its values."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], output: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return output.new_zeros(())
+        return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.gradients.pop()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
 
 
 @dataclass
 class _Live:
     """What is kept of a forward until its backward."""
 
-    received: Tensor | None
-    """The chunk's input, a leaf."""
+    received: Carried | None
+    """The chunk's input, leaves."""
     root: Tensor
     """Where backward begins, a scalar."""
     gradients: list[Tensor]
-    """Where backward finds the gradient of the chunk's output; empty for the last chunk."""
+    """Where backward finds the gradients of what the chunk hands over; empty for the last chunk."""
 
 
 @dataclass
@@ -172,7 +173,7 @@ class _Pass:
         self.actions = schedule.actions[runner.stage]
         self.batches, self.keys, self.end = batches, keys, end
         self.live: dict[Key, _Live] = {}
-        self.made: dict[tuple[str, int, int], Tensor] = {}
+        self.made: dict[tuple[str, int, int], list[Tensor]] = {}
         """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
         self.arriving: dict[tuple[str, int, int], tuple[Action, Message]] = {}
         """Under the chunk that will use it."""
@@ -222,14 +223,18 @@ class _Pass:
         runner, batch = self.runner, self.batches[micro]
         part = runner.parts[chunk]
         training = torch.is_grad_enabled()
-        received = None if part.first else self._take("activation", chunk, chunk - 1, micro).requires_grad_(training)
-        output = runner.model.hidden(part, received, batch, self.keys[micro])
+        received = None
+        if not part.first:
+            tensors = self._take("activation", chunk, chunk - 1, micro)
+            received = Carried(*(tensor.requires_grad_(training) for tensor in tensors))
+        carried = runner.model.hidden(part, received, batch, self.keys[micro])
         gradients: list[Tensor] = []
         if part.last:
-            root = self.end(output, batch)
+            root = self.end(carried.hidden, batch)
         else:
-            root = _Leaving.apply(gradients, output) if training else output
-            self.made["activation", chunk, micro] = output.detach()
+            outputs = [tensor for tensor in carried if tensor is not None]
+            root = _Leaving.apply(gradients, *outputs) if training else outputs[0]
+            self.made["activation", chunk, micro] = [tensor.detach() for tensor in outputs]
         if training:
             self.live[chunk, micro] = _Live(received, root, gradients)
 
@@ -237,13 +242,15 @@ class _Pass:
         chunk, micro = _key(action)
         live = self.live.pop((chunk, micro))
         if not self.runner.parts[chunk].last:
-            live.gradients.append(self._take("gradient", chunk, chunk + 1, micro))
+            live.gradients += self._take("gradient", chunk, chunk + 1, micro)
         live.root.backward()
         if live.received is not None:
-            assert live.received.grad is not None
-            self.made["gradient", chunk, micro] = live.received.grad
+            received = [tensor for tensor in live.received if tensor is not None]
+            self.made["gradient", chunk, micro] = [
+                t.grad if t.grad is not None else torch.zeros_like(t) for t in received
+            ]
 
-    def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Tensor:
+    def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
         """What a neighbouring chunk made for `chunk`: from its stage, or from here."""
         if (kind, neighbour, micro) in self.made:
             return self.made.pop((kind, neighbour, micro))
@@ -252,22 +259,21 @@ class _Pass:
 
     def _send(self, action: Action) -> None:
         kind = KINDS[action.kind]
-        tensor = self.made.pop((kind, *_key(action)))
+        tensors = self.made.pop((kind, *_key(action)))
         assert self.runner.channels is not None
         assert action.peer is not None
-        self.leaving.append((action, self.runner.channels.send(kind, tensor, action.peer)))
+        self.leaving.append((action, self.runner.channels.send(kind, tensors, action.peer)))
 
     def _receive(self, action: Action) -> None:
         kind, (chunk, micro) = KINDS[action.kind], _key(action)
         runner = self.runner
         assert runner.channels is not None
         assert action.peer is not None
-        message = runner.channels.receive(
-            kind, runner.model.hidden_shape(self.batches[micro]), runner.dtype, action.peer
-        )
+        shapes = runner.model.carried_shapes(self.batches[micro])
+        message = runner.channels.receive(kind, shapes, runner.dtype, action.peer)
         self.arriving[kind, chunk, micro] = action, message
 
-    def _wait(self, action: Action, message: Message) -> Tensor:
+    def _wait(self, action: Action, message: Message) -> Sequence[Tensor]:
         try:
             return message.wait()
         except RuntimeError as error:

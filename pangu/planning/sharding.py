@@ -47,6 +47,12 @@ class Rule:
     collective: str
     phase: str
     why: str
+    chunked: bool = False
+    """Whether `parallel.overlap_chunks` cuts it into as many calls, which together move the same bytes."""
+
+
+def _chunked(*rules: Rule) -> tuple[Rule, ...]:
+    return tuple(replace(rule, chunked=True) for rule in rules)
 
 
 _SUM_OUTPUT = Rule(ALL_REDUCE, FORWARD, "sum of the partial outputs")
@@ -58,10 +64,10 @@ _GATHER_AGAIN = Rule(ALL_GATHER, BACKWARD, "input once more, for the weight's gr
 _SCATTER_GRADIENT = Rule(REDUCE_SCATTER, BACKWARD, "sum of the input's gradient, cut along the sequence")
 
 RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
-    ("columns", False): (_SUM_GRADIENT,),
-    ("columns", True): (_GATHER_INPUT, _GATHER_AGAIN, _SCATTER_GRADIENT),
-    ("rows", False): (_SUM_OUTPUT,),
-    ("rows", True): (_SCATTER_OUTPUT, _GATHER_GRADIENT),
+    ("columns", False): _chunked(_SUM_GRADIENT),
+    ("columns", True): (*_chunked(_GATHER_INPUT, _SCATTER_GRADIENT), _GATHER_AGAIN),
+    ("rows", False): _chunked(_SUM_OUTPUT),
+    ("rows", True): _chunked(_SCATTER_OUTPUT, _GATHER_GRADIENT),
     ("words", False): (_SUM_OUTPUT,),
     ("words", True): (_SCATTER_OUTPUT, _GATHER_GRADIENT),
     # the head keeps the gathered states, so nothing is gathered a second time
@@ -69,7 +75,8 @@ RULES: dict[tuple[str, bool], tuple[Rule, ...]] = {
     ("head", True): (_GATHER_INPUT, _SCATTER_GRADIENT),
 }
 """(kind of product, sequence parallelism) -> its collectives. Each moves s x b x width numbers, the width being the
-uncut side of the product: its inputs for `columns` and `head`, its outputs for `rows` and `words`."""
+uncut side of the product: its inputs for `columns` and `head`, its outputs for `rows` and `words`. A product of vectors
+that every rank looks up for itself (PanGu-α's query) needs none."""
 
 _KINDS: dict[type[nn.Module], str] = {
     ColumnParallelLinear: "columns",
@@ -166,7 +173,7 @@ def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
 
     The model is built as tensor rank 0 would build it, but on the meta device and without a process group.
     """
-    region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence)
+    region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence, chunks=config.parallel.overlap_chunks)
     model, table = build_model(config.model, build=Builder(PlacementTable(), region=region))
     parts = [
         _part(config, model, region, name, list(entries))
@@ -181,8 +188,9 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     """What the tensor-parallel ranks send each other once per step, beside the micro-batches.
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
-    biases behind a sum, position vectors) are partial sums. The clip norm, and LAMB's trust ratios (You et al. 2020),
-    need the squares of whole tensors: one number each, and two.
+    biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors always are: a rank used
+    them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020), need the squares of whole tensors:
+    one number each, and two.
     """
     if ranks == 1:
         return []
@@ -217,28 +225,40 @@ def _part(
     config: RunConfig, model: LanguageModel, region: TensorRegion, name: str, entries: Sequence[Placement]
 ) -> Part:
     owners = {entry.name: entry.stored_in.rpartition(".")[0] for entry in entries}
-    kinds = {owner: _KINDS.get(type(model.get_submodule(owner)), "whole") for owner in owners.values()}
+    modules = {owner: model.get_submodule(owner) for owner in owners.values()}
+    kinds = {owner: _KINDS.get(type(module), "whole") for owner, module in modules.items()}
+    # a layer that sends nothing has a region of its own
+    regions: dict[str, TensorRegion] = {owner: getattr(module, "region", region) for owner, module in modules.items()}
     messages: list[Message] = []
     for entry in entries:
         owner = owners[entry.name]
         # a fused projection is one product: its first logical tensor speaks for it
         if not entry.is_vector and entry.offset == 0:
             width = entry.shape[0] if kinds[owner] == "rows" else entry.shape[1]
-            messages += _product(config, region, kinds[owner], _below(owner, name), width)
+            messages += _product(config, regions[owner], kinds[owner], _below(owner, name), width)
     if name.startswith("layers.") and _is_recomputed(config, int(name.removeprefix("layers."))):
         messages += _recomputed(config, messages)
-    hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
-    takes, gives = ("ids [s, b]" if "embedding" in name else hidden), hidden
+    takes, gives = (
+        ("ids [s, b]" if "embedding" in name else _hidden(region)),
+        _hidden(regions[owners[entries[-1].name]]),
+    )
     if name == "position_bias":
         takes, gives = "distances [s]", "[heads/t, s, s]"
     return Part(
         name=name,
         count=1,
-        weights=tuple(_weight(config, entry, kinds[owners[entry.name]], name, region) for entry in entries),
+        weights=tuple(
+            _weight(config, entry, kinds[owners[entry.name]], name, regions[owners[entry.name]], region.size)
+            for entry in entries
+        ),
         messages=tuple(messages),
         takes=takes,
         gives=gives,
     )
+
+
+def _hidden(region: TensorRegion) -> str:
+    return "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
 
 
 def _is_recomputed(config: RunConfig, layer: int) -> bool:
@@ -253,9 +273,14 @@ def _below(name: str, part: str) -> str:
 def _product(config: RunConfig, region: TensorRegion, kind: str, place: str, width: int) -> list[Message]:
     """What a product with a cut weight sends; nothing for other kinds and on one rank."""
     rules = RULES.get((kind, region.sequence), ()) if region.size > 1 else ()
-    numbers = config.model.sequence * config.batch.micro_size * width
+    sequence = config.model.sequence
+    numbers = sequence * config.batch.micro_size * width
     size = BYTES[config.precision.compute]
-    return [Message(place, rule.collective, rule.phase, rule.why, 1, numbers, size) for rule in rules]
+    chunks = min(region.chunks, sequence // region.num_slices)
+    return [
+        Message(place, rule.collective, rule.phase, rule.why, chunks if rule.chunked else 1, numbers, size)
+        for rule in rules
+    ]
 
 
 def _recomputed(config: RunConfig, messages: Sequence[Message]) -> list[Message]:
@@ -272,11 +297,10 @@ def _recomputed(config: RunConfig, messages: Sequence[Message]) -> list[Message]
 
 def _head(config: RunConfig, region: TensorRegion, table: Placement) -> Part:
     """The head and the loss: three numbers per token go over the wire, never the logits."""
-    hidden = "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
     name = f"{table.name} (tied)" if config.model.tied_head else table.name
-    matrix = replace(_weight(config, table, "head", "", region), name=name)
+    matrix = replace(_weight(config, table, "head", "", region, region.size), name=name)
     messages = [*_product(config, region, "head", "logits", table.shape[1]), *_loss(config, region)]
-    return Part(HEAD, 1, (matrix,), tuple(messages), hidden, "logits [s·b, V/t], losses [s·b]")
+    return Part(HEAD, 1, (matrix,), tuple(messages), _hidden(region), "logits [s·b, V/t], losses [s·b]")
 
 
 def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
@@ -290,12 +314,12 @@ def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
             yield Message("loss", ALL_REDUCE, phase, why, chunks, numbers * tokens, _wide(config))
 
 
-def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: TensorRegion) -> Weight:
+def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: TensorRegion, ranks: int) -> Weight:
     return Weight(
         name=_below(entry.name, part),
         shape=entry.shape,
         local_shape=entry.local_shape,
-        cut=_cut(entry, kind, region.size),
+        cut=_cut(entry, kind, ranks),
         operator=_operator(kind, entry.is_vector, region),
         activations="" if entry.is_vector else _activations(config, entry, kind, region),
         partial=entry.partial,
@@ -305,7 +329,7 @@ def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: T
 def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorRegion) -> str:
     """`[128, 4, 5120] -> [1024, 4, 640]`: the input as it lies before any gather, the output after any sum."""
     sequence, batch = config.model.sequence, config.batch.micro_size
-    whole, outside = [sequence, batch], [sequence // region.size if region.slices_sequence else sequence, batch]
+    whole, outside = [sequence, batch], [sequence // region.num_slices, batch]
     rows, columns = entry.local_shape
     before, after = {
         "columns": ([*outside, columns], [*whole, rows]),

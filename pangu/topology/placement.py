@@ -36,8 +36,8 @@ class Placement:
     stop: int = 0
     """End of the indices along `cut_dim` that this rank holds."""
     partial: bool = False
-    """True where every rank holds all of it but its gradient comes from a part of the sequence, so that gradients must
-    be summed over the tensor-parallel ranks."""
+    """True where every rank holds all of it but its gradient comes from a part of the sequence or of the heads, so that
+    gradients must be summed over the tensor-parallel ranks."""
     shared: str | None = None
     """Group of pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first and the
     last stage), `stages` (all). None: it lives on one stage."""

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
-from pangu.layers.attention import choose_attention
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
+from pangu.layers.kernels import choose_attention
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import plan_stages
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-from pangu.training.step import DTYPES, Trainer
-
-log = logging.getLogger("pangu")
+from pangu.training.step import Trainer
 
 
-def assemble(config: RunConfig, mesh: Mesh) -> Trainer:
+def assemble(config: RunConfig, mesh: Mesh, kernel: str | None = None) -> Trainer:
     """The trainer of this rank: its chunks of the model with their first values, and a fresh optimizer.
 
     Raises:
         ConfigError: if the pipeline's schedule does not allow the layout or the batch.
     """
-    kernel = choose_attention(
-        config.model.attention, mesh.device, DTYPES[config.precision.compute], config.model.attention_dropout
-    )
-    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
     stages = plan_stages(config, mesh.layout)
-    options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
+    options = Options(
+        kernel or choose_attention(config.model, config.precision.compute, mesh.device),
+        config.memory.recomputed_layers,
+        config.memory.recomputed_parts,
+        config.loss.chunk,
+    )
     later = WeightGradients() if stages.schedule.splits_backward else None
-    build = Builder(PlacementTable(), region=TensorRegion.of(mesh))
+    build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
     return Trainer(config, mesh, model, table, stages, later)

@@ -125,7 +125,8 @@ class GradientSum:
 
     def _hook(self, chunk: int, index: int, unit: Unit, span: slice) -> Callable[[nn.Parameter], None]:
         def add(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                return  # backward put the work for it aside, see `layers.deferred`
             if unit.total is None:
                 unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
             unit.total[span].view_as(parameter).add_(parameter.grad)

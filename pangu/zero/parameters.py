@@ -14,7 +14,6 @@ from pangu.collectives.reduce import start_all_gather
 from pangu.layers.gate import Gate
 from pangu.zero.units import Unit
 
-
 TABLES = ("embedding", "position_bias")
 """Regions that only look rows up."""
 

@@ -67,6 +67,11 @@ def problems(*overrides: str, world: int = 1) -> str:
         ),
         (["model.kv_heads=0"], "model.kv_heads = 0: must be at least 1"),
         (["model.kv_heads=3"], "model.kv_heads = 3: must divide model.heads = 8; nearest that work: 1, 2, 4"),
+        (["parallel.overlap_chunks=0"], "parallel.overlap_chunks = 0: must be at least 1"),
+        (
+            ["parallel.overlap_chunks=4"],
+            "parallel.overlap_chunks = 4: has no communication to hide with parallel.tensor = 1; 1 works, or a larger",
+        ),
         (["model.layers=0"], "model.layers = 0: must be at least 1"),
         (["model.layers=1"], "model.layers = 1: PanGu-α needs a block below its query layer"),
         (["model.kind=gpt", "model.final_norm=after_query"], "model.final_norm = after_query: GPT has no query layer"),

@@ -55,7 +55,8 @@ def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]
     config = tiny(*overrides)
     mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
     options = Options("reference", config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
-    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
+    region = TensorRegion.of(mesh, config.parallel.overlap_chunks)
+    model, table = build_model(config.model, options, Builder(PlacementTable(), region=region))
     materialise(model, table, 1, torch.float32)
     tokens = np.arange(2 * 17, dtype=np.int64).reshape(2, 17)
     batch = make_batch(tokens, (0, 1), config.data.packing)
@@ -113,13 +114,19 @@ def test_one_layer_with_sequence_parallelism(pool: Pool, kind: str, tensor: int)
 
 
 @pytest.mark.parametrize("tensor", TENSOR)
-def test_the_query_layer_enters_once_more(pool: Pool, tensor: int) -> None:
-    """Queries come from position vectors, keys and values from the states: one more column-parallel product than in the
-    block that stands there in a GPT of equal depth."""
-    plain = [setting(kind, tensor, False) for kind in ("pangu", "gpt")]
-    assert between(pool, *plain) == [{}, {ALL_REDUCE: (1, 1)}]
-    sliced = [setting(kind, tensor, True) for kind in ("pangu", "gpt")]
-    assert between(pool, *sliced) == [{ALL_GATHER: (1, 1)}, {ALL_GATHER: (1, 1), REDUCE_SCATTER: (1, 1)}]
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_query_layer_sends_no_more_than_a_block(pool: Pool, sequence: bool, tensor: int) -> None:
+    """Queries come from position vectors that every rank looks up for itself: one more column-parallel product than in
+    the block that stands there in a GPT of equal depth, but no more messages."""
+    assert between(pool, *(setting(kind, tensor, sequence) for kind in ("pangu", "gpt"))) == [{}, {}]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_chunks_multiply_the_calls_and_not_the_bytes(pool: Pool, sequence: bool) -> None:
+    """5 chunks of the products of a layer; the gather for a weight's gradient stays one call."""
+    whole, cut = (setting("gpt", 2, sequence, f"parallel.overlap_chunks={n}", layers=1) for n in (1, 5))
+    one = {ALL_GATHER: (8, 0), REDUCE_SCATTER: (8, 0)} if sequence else {ALL_REDUCE: (8, 0)}
+    assert between(pool, cut, whole) == [one, one]
 
 
 @pytest.mark.parametrize(("dropout", "repeated"), [(0.1, 2), (0.0, 1)])
@@ -172,6 +179,7 @@ def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) 
         ("memory.recompute=selective",),
         ("memory.recompute=full", "loss.chunk=5"),
         ("memory.recompute=full", "model.dropout=0"),
+        ("memory.recompute=full", "model.dropout=0", "parallel.overlap_chunks=5"),
         ("model.tied_head=false", "model.norm=rmsnorm", "model.activation=swiglu", "model.biases=false"),
         ("model.positions=rope", "model.kv_heads=4", "model.norm_placement=post", "model.tied_head=false"),
         ("model.positions=relative", "model.residual_scores=true", "model.window=5", "memory.recompute=2"),
@@ -206,8 +214,6 @@ def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str
     parts = plan_sharding(config, layout_of(config))
     messages = [message for part in parts for message in part.messages * part.count] * 2
     once = step_messages(config, parts, 2)
-    assert [message.place for message in once] == ["gradients"] * sequence + ["clip norm"] + ["LAMB"] * (
-        optimizer == "lamb"
-    )
+    assert [message.place for message in once] == ["gradients", "clip norm"] + ["LAMB"] * (optimizer == "lamb")
     expected = traffic([*messages, *once], FORWARD, BACKWARD, RECOMPUTE, STEP)
     assert pool.run(2, step, *chosen) == [expected] * 2

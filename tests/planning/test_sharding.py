@@ -122,6 +122,13 @@ def test_the_outer_parts(plain: dict[str, Part], sliced: dict[str, Part]) -> Non
     assert (position.cut, sliced["embedding"].weights[1].operator) == ("whole", "Gather ((1,1),(dp,mp))")
     assert sliced["head"].weights[0].activations == "[128, 4, 5120] -> [4096, 5000]"
     assert (plain["layers.39"].takes, sliced["layers.39"].takes) == ("[s, b, h]", "[s/t, b, h]")
+    for parts in (plain, sliced):  # every rank looks all position vectors up, for its own heads
+        (vectors,) = parts["query_embedding"].weights
+        assert (vectors.operator, vectors.partial) == ("Gather ((1,1),(dp,1))", True)
+        assert parts["query_embedding"].gives == "[s, b, h]"
+        (query,) = (weight for weight in parts["layers.39"].weights if weight.name == "attention.query.weight")
+        assert (query.cut, query.operator) == ("columns (outputs) over 8 ranks", "MatMul ((dp,1),(1,mp))")
+        assert query.activations == "[1024, 4, 5120] -> [1024, 4, 640]"
 
 
 def test_the_relative_bias_is_cut_by_heads() -> None:

@@ -1,0 +1,150 @@
+"""Weight gradients that are computed later are the same, arrive once, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.collectives.regions import TensorRegion
+from pangu.data.batch import make_batch
+from pangu.layers.builder import Builder
+from pangu.layers.deferred import WeightGradients
+from pangu.layers.dropout import DropoutKeys
+from pangu.models.language_model import Options, build_model
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import PlacementTable
+from pangu.zero import gradients
+from pangu.zero.gradients import GradientSum
+from pangu.zero.units import Unit, group_parameters
+from tests.configs import tiny
+from tests.spawn import Pool
+
+MICRO_BATCHES = 3
+
+
+class Run:
+    """A model with its gradient buffers, and some micro-batches."""
+
+    def __init__(self, tensor: int, later: WeightGradients | None, overrides: tuple[str, ...]) -> None:
+        config = tiny(*overrides)
+        self.mesh = Mesh.connect(Layout(tensor=tensor, sequence=tensor > 1), torch.device("cpu"))
+        memory = config.memory
+        options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
+        region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
+        self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, later=later))
+        groups = group_parameters(self.model, 1000)
+        self.units = [Unit(self.model, names, table, 1, torch.float64, self.mesh.device) for names in groups]
+        self.gradients = GradientSum(self.units, None, self.mesh.group("tensor"))
+        tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
+        rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]
+        self.batches = [make_batch(tokens[list(pair)], pair, config.data.packing) for pair in rows]
+        self.gradients.start_step()
+
+    def backward(self, number: int) -> None:
+        """Forward and backward of a micro-batch."""
+        batch = self.batches[number]
+        self.model.loss(batch, DropoutKeys(1, 0, batch.samples)).backward()
+
+    def sums(self) -> dict[str, Tensor]:
+        """Gradients summed over all ranks and micro-batches."""
+        self.gradients.finish()
+        return {piece.placement.name: piece.master.grad.clone() for unit in self.units for piece in unit.pieces}
+
+
+def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
+    """At once, each put aside until its backward ends, and one micro-batch behind."""
+    usual = Run(tensor, None, overrides)
+    for number in range(MICRO_BATCHES):
+        usual.backward(number)
+    expected = usual.sums()
+    assert all(gradient.abs().max() > 0 for gradient in expected.values())
+
+    for behind in (0, 1):
+        later = WeightGradients()
+        run = Run(tensor, later, overrides)
+        for number in range(MICRO_BATCHES):
+            with later.held(number):
+                run.backward(number)
+            if number >= behind:
+                later.compute(number - behind)
+        for number in range(MICRO_BATCHES - behind, MICRO_BATCHES):
+            later.compute(number)
+        sums = run.sums()
+        assert [name for name, gradient in sums.items() if not torch.equal(gradient, expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("memory.recompute=full", "loss.chunk=5"),
+        ("memory.recompute=selective", "loss.chunk=5", "model.tied_head=false", "model.activation=swiglu"),
+        ("memory.recompute=full", "model.dropout=0", "model.biases=false", "model.positions=rope"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+def test_later_gradients_have_the_same_bits(pool: Pool, kind: str, overrides: tuple[str, ...]) -> None:
+    """In one process, and on two ranks with sequence parallelism with products whole and in chunks."""
+    chosen = (f"model.kind={kind}", *overrides)
+    same_bits(0, 1, chosen)
+    pool.run(2, same_bits, chosen)
+    pool.run(2, same_bits, (*chosen, "parallel.tensor=2", "parallel.overlap_chunks=3"))
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_every_parameter_counts_once(tied: str) -> None:
+    """A unit goes to the replicas when it is complete and not before, the tied table's lookup and chunked products
+    included; what is put aside is in nobody's gradient."""
+    later = WeightGradients()
+    run = Run(1, later, ("loss.chunk=5", f"model.tied_head={tied}", "model.kind=gpt"))
+    run.backward(0)  # not held: as usual
+    sent: list[tuple[Tensor, Tensor]] = []
+
+    def send(grad: Tensor, group: object) -> None:
+        sent.append((grad, grad.clone()))
+
+    with patch.object(gradients, "start_all_reduce", send):
+        run.gradients.start_last_micro_batch()
+        with later.held(1):
+            run.backward(1)
+        assert len(sent) < 2  # the final norm at most: it has nothing to wait for
+        later.compute(1)
+        assert len(sent) == len(run.units) > 3
+    assert all(torch.equal(now, then) for now, then in sent)
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that anything refers to."""
+    gc.collect()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if is_tensor(t)}
+    return sum(storages.values())
+
+
+def is_tensor(thing: object) -> bool:
+    return isinstance(thing, Tensor)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_was_put_aside_is_freed(recompute: str) -> None:
+    """Inputs and output gradients of 3 layers' products wait, and nothing else of the graph does: a layer's products
+    read 3 hidden states (queries', keys' and values', the output's, the up-projection's) and one of the inner width,
+    and their outputs' gradients are 3 + 1 + 1 hidden states and one of the inner width; the head's are its input and
+    the logits' gradient, and the table's a lookup's."""
+    later = WeightGradients()
+    run = Run(1, later, ("model.kind=gpt", f"memory.recompute={recompute}"))
+    before = live_bytes()
+    with later.held("first"):
+        run.backward(0)
+    held = live_bytes() - before
+    tokens, hidden, inner, vocab = 2 * 16, 32, 4 * 32, 101
+    numbers = 3 * (3 * hidden + inner + 5 * hidden + inner) + (hidden + vocab) + hidden
+    assert 8 * tokens * numbers <= held <= 1.05 * 8 * tokens * numbers
+    later.compute("first")
+    assert live_bytes() == before
