@@ -15,7 +15,8 @@ from pangu.layers.builder import Builder, NewTensor
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
-from pangu.layers.recompute import checkpointed
+from pangu.layers.offload import Offload, address
+from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Options, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
@@ -86,6 +87,7 @@ class LanguageModel(nn.Module, ABC):
             self.head = Head(build, config.vocab, options.loss_chunk, matrix)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
         self.recomputed_layers = options.recompute
+        self.offload = options.offload
 
     @abstractmethod
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
@@ -150,7 +152,11 @@ class LanguageModel(nn.Module, ABC):
 
     def _pass(self, mask: AttentionMask, positions: Tensor, keys: DropoutKeys | None) -> Pass:
         dtype = next(self.parameters()).dtype
-        return Pass(mask, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
+        rotation = Rotation(positions, *self.rotary, dtype) if self.rotary else None
+        offload = None
+        if self.offload:
+            offload = Offload(positions.device, {address(parameter) for parameter in self.parameters()})
+        return Pass(mask, positions, keys, SavedTensors(offload), rotation)
 
     def _hidden(self, part: Part, received: Tensor | None, tokens: Tensor, run: Pass) -> Tensor:
         hidden = received
@@ -160,7 +166,8 @@ class LanguageModel(nn.Module, ABC):
         assert hidden is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
-            hidden = self._layer(number, hidden, run, again)
+            with run.saved.layer():
+                hidden = self._layer(number, hidden, run, again)
         return self._top(hidden) if part.last else hidden
 
     def _layer(self, number: int, hidden: Tensor, run: Pass, again: bool) -> Tensor:

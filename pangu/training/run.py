@@ -114,8 +114,9 @@ def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
     dtype = DTYPES[config.precision.compute]
     kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
-    options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
-    model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
+    model, table = build_model(
+        config.model, Options.of(config, kernel), Builder(PlacementTable(), region=TensorRegion.of(mesh))
+    )
     return Trainer(config, mesh, model, table)
 
 

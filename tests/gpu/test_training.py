@@ -27,9 +27,7 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
     """Losses of a few steps on one device."""
     config = tiny(*QUIET, *overrides)
     kernel = choose_attention(config.model.attention, device, DTYPES[config.precision.compute], 0.0)
-    model, table = build_model(
-        config.model, Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts)
-    )
+    model, table = build_model(config.model, Options.of(config, kernel))
     trainer = Trainer(config, Mesh(Layout(), 0, device), model, table)
     stream = open_sources(config.data, config.model, config.train.seed).train
     size = config.batch.global_size
@@ -38,10 +36,11 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_fp32_equals_the_cpu(optimizer: str, recompute: str) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("offload", ["[]", "[activations]"])
+def test_fp32_equals_the_cpu(optimizer: str, recompute: str, offload: str) -> None:
     """1e-4 after 5 updates: other kernels, the same sums in another order."""
-    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}")
+    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}", f"memory.offload={offload}")
     device = choose_device("auto", Launch())
     assert losses(device, *overrides) == pytest.approx(losses(torch.device("cpu"), *overrides), abs=1e-4)
 

@@ -55,9 +55,7 @@ def train(rank: int, world: int, micro_size: int, steps: int, *overrides: str) -
     torch.manual_seed(rank)  # nothing may depend on torch's own state
     config = tiny(*OVERRIDES, *overrides, f"batch.micro_size={micro_size}", f"parallel.data={world}")
     mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
-    model, table = build_model(
-        config.model, Options("reference", config.memory.recomputed_layers, config.memory.recomputed_parts)
-    )
+    model, table = build_model(config.model, Options.of(config, "reference"))
     trainer = Trainer(config, mesh, model, table)
     first = {piece.placement.name: piece.master.clone() for piece in trainer.pieces}
     results, gradients = [], []
