@@ -136,7 +136,10 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         rule = f"must be none, selective, full or a number of layers up to model.layers = {config.model.layers}"
         yield Problem("memory.recompute", config.memory.recompute, rule)
     if config.memory.recompute == "selective" and not config.memory.selective:
-        yield Problem("memory.selective", "[]", "names no part to compute again", "[attention, activation] works")
+        yield Problem("memory.selective", "[]", "names no part to compute again", "[attention, activation, norm] works")
+    if "activations" in config.memory.offload and config.model.layers <= parallel.pipeline:
+        rule = f"the last layer of a stage keeps its own, and no stage of model.layers = {config.model.layers} has two"
+        yield Problem("memory.offload", "[activations]", rule, "[] works, or a smaller parallel.pipeline")
     if config.loss.chunk is not None:
         yield from _at_least("loss.chunk", config.loss.chunk, 1)
     chunks, layers = parallel.pipeline * parallel.virtual, config.model.layers

@@ -65,14 +65,20 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is recomputed instead of kept."""
+    """What is recomputed or moved away instead of kept."""
 
     recompute: Literal["none", "selective", "full"] | int
     """`none`: keep all activations; `selective`: compute some parts of every layer again in backward; `full`: keep each
     layer's input only; a number: do so in that many layers, from the first on."""
-    selective: tuple[Literal["attention", "activation"], ...]
+    selective: tuple[Literal["attention", "activation", "norm"], ...]
     """The parts that `selective` computes again. `attention`: scores and probabilities, which are large and cheap
-    (fused kernels keep none of them anyway); `activation`: the output of the feed-forward layer's non-linearity."""
+    (fused kernels keep none of them anyway); `activation`: the output of the feed-forward layer's non-linearity;
+    `norm`: outputs of norms that are not the layer's own output (two a layer with `model.norm_placement=pre`, one with
+    `post`). No matrix product of theirs is done again, and nothing is sent again."""
+    offload: tuple[Literal["activations"], ...]
+    """What waits in host memory until it is needed. `activations`: what the layers save for backward; the copies run
+    beside the computation, and the last layer keeps its own. Goes with every `recompute`: with `full`, only the
+    layers' inputs are left to move."""
 
     @property
     def recomputed_layers(self) -> int | None:
@@ -171,7 +177,7 @@ class RunConfig:
     batch: BatchConfig
     """Batch sizes."""
     memory: MemoryConfig
-    """Recompute."""
+    """Recompute and offload."""
     loss: LossConfig
     """Head and loss."""
     precision: PrecisionConfig

@@ -44,7 +44,8 @@ class _VocabParallelLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, index, elsewhere = ctx.saved_tensors
         ones = (~elsewhere).to(probabilities.dtype)[:, None]
-        grad = probabilities.scatter_add(-1, index, -ones).mul_(grads[0][:, None])
+        # in place: the largest tensor of the model must not exist twice
+        grad = probabilities.scatter_add_(-1, index, -ones).mul_(grads[0][:, None])
         return grad.to(ctx.dtype), None, None, None
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from pangu.layers.offload import Offload, Saved, address
 
 Result = TypeVar("Result")
 
@@ -19,3 +25,66 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
     if not on:
         return compute(*arguments)
     return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+class SavedTensors:
+    """What becomes of the tensors that the layers of one pass save for backward: they are kept, computed again or moved
+    to host memory. Hooks see whatever autograd saves, so no layer has to be written for it."""
+
+    def __init__(self, offload: Offload | None = None) -> None:
+        """
+        Args:
+            offload: moves what is not computed again; None: it is kept.
+        """
+        self._offload = offload
+        self._again: dict[int, Callable[[], Tensor]] = {}
+
+    @contextmanager
+    def layer(self) -> Iterator[None]:
+        """The forward pass of one layer."""
+        with nullcontext() if self._offload is None else saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        if self._offload is not None:
+            self._offload.end_layer()
+
+    @contextmanager
+    def discarding(
+        self, output: Tensor, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True
+    ) -> Iterator[None]:
+        """Inside, whoever saves `output` = `compute(source)` saves `source` in its place, and `output` is computed
+        again when its backward begins.
+
+        Unlike a checkpoint around both, that never repeats the consumer or what it sends. It saves memory where
+        `source` is kept anyway, as it is for the backward of a norm.
+        """
+        if not (on and torch.is_grad_enabled()):
+            yield
+            return
+        kept = self._keep(source.detach())
+
+        def again() -> Tensor:
+            with torch.no_grad():
+                return compute(_restored(kept))
+
+        self._again[address(output)] = again
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        del self._again[address(output)]  # the caller still holds it, so no other tensor has had its address
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        again = self._again.get(address(tensor))
+        if again is None:
+            return self._keep(tensor)
+        shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return lambda: again().as_strided(shape, strides, offset)
+
+    def _keep(self, tensor: Tensor) -> Saved:
+        return tensor if self._offload is None else self._offload.pack(tensor)
+
+    @staticmethod
+    def _unpack(saved: Saved) -> Tensor:
+        return _restored(saved)
+
+
+def _restored(saved: Saved) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()

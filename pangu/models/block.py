@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pangu.config.model import ModelConfig
+from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore, merge_heads, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.kernels import Heads, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
-from pangu.layers.recompute import checkpointed
+from pangu.layers.recompute import Result, SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 
 
@@ -30,10 +31,20 @@ class Options:
     recompute: int | None = 0
     """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
     recompute_parts: tuple[str, ...] = ()
-    """Parts of every layer that are computed again: `attention` (scores, probabilities and their dropout) and
-    `activation` (the output of the feed-forward layer's non-linearity)."""
+    """Parts of every layer that are computed again: `attention` (scores, probabilities and their dropout),
+    `activation` (the output of the feed-forward layer's non-linearity) and `norm` (the outputs of norms that a matrix
+    takes in)."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None: all."""
+    offload: bool = False
+    """What the layers save for backward is moved to host memory."""
+
+    @classmethod
+    def of(cls, config: RunConfig, kernel: str) -> Options:
+        """What a run asks for, with the attention kernel that was chosen for it."""
+        memory = config.memory
+        offload = "activations" in memory.offload
+        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk, offload)
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Pass:
     """int64 [batch, sequence], position of each token in its document."""
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
+    saved: SavedTensors
+    """What becomes of what the layers save for backward."""
     rotation: Rotation | None = None
     """Turns queries and keys by their positions; None if positions enter otherwise."""
 
@@ -165,6 +178,7 @@ class Block(nn.Module):
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
         self.post_norm = config.norm_placement == "post"
+        self.recompute_norm = "norm" in options.recompute_parts
 
     def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
         return SelfAttention(config, build, options)
@@ -175,17 +189,24 @@ class Block(nn.Module):
 
     def _both(self, carried: Carried, attend: Callable[[Tensor], Carried], run: Pass) -> Carried:
         x = carried.hidden
-        attended, scores = attend(self._entering(x, self.attention_norm))
-        x = self._added(x, attended, self.attention_norm, self.attention_dropout, run)
-        fed = self.mlp(self._entering(x, self.mlp_norm))
-        return Carried(self._added(x, fed, self.mlp_norm, self.mlp_dropout, run), scores)
+        if self.post_norm:
+            attended, scores = attend(x)
+            x = x + self.attention_dropout(attended, run.keys)
+            # the other norm's output is the layer's, which full recompute keeps as well
+            normed, change = self._normed(x, self.attention_norm, self.mlp, run)
+            return Carried(self.mlp_norm(normed + self.mlp_dropout(change, run.keys)), scores)
+        _, (attended, scores) = self._normed(x, self.attention_norm, attend, run)
+        x = x + self.attention_dropout(attended, run.keys)
+        _, change = self._normed(x, self.mlp_norm, self.mlp, run)
+        return Carried(x + self.mlp_dropout(change, run.keys), scores)
 
-    def _entering(self, x: Tensor, norm: nn.Module) -> Tensor:
-        return x if self.post_norm else norm(x)
-
-    def _added(self, x: Tensor, output: Tensor, norm: nn.Module, dropout: nn.Module, run: Pass) -> Tensor:
-        total = x + dropout(output, run.keys)
-        return norm(total) if self.post_norm else total
+    def _normed(
+        self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Result], run: Pass
+    ) -> tuple[Tensor, Result]:
+        """norm(x), and what `sublayer` makes of it."""
+        normed = norm(x)
+        with run.saved.discarding(normed, norm, x, self.recompute_norm):
+            return normed, sublayer(normed)
 
 
 class QueryBlock(Block):

@@ -19,7 +19,8 @@ from pangu.layers.kernels import KERNELS, Terms
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
-from pangu.layers.recompute import checkpointed
+from pangu.layers.offload import Offload, address
+from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Carried, Options, Pass, QueryBlock
 from pangu.topology.placement import PlacementTable
@@ -108,6 +109,7 @@ class LanguageModel(nn.Module, ABC):
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
         self.kernel, self.window = KERNELS[options.kernel], config.window
         self.recomputed_layers = options.recompute
+        self.offload = options.offload
 
     @abstractmethod
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
@@ -201,7 +203,11 @@ class LanguageModel(nn.Module, ABC):
             self.gate.after("position_bias", positions)
         # made here, outside of what is recomputed, as all layers share it
         kernel = self.kernel(Terms(replace(mask, window=self.window), bias, length, dtype, device))
-        return Pass(kernel, positions, keys, Rotation(positions, *self.rotary, dtype) if self.rotary else None)
+        rotation = Rotation(positions, *self.rotary, dtype) if self.rotary else None
+        offload = None
+        if self.offload:
+            offload = Offload(device, {address(parameter) for parameter in self.parameters()})
+        return Pass(kernel, positions, keys, SavedTensors(offload), rotation)
 
     def _hidden(self, part: Part, received: Carried | None, tokens: Tensor, run: Pass) -> Carried:
         carried = received
@@ -212,7 +218,8 @@ class LanguageModel(nn.Module, ABC):
         assert carried is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
-            carried = self._layer(number, carried, run, again)
+            with run.saved.layer():
+                carried = self._layer(number, carried, run, again)
         return Carried(self._top(carried.hidden), None) if part.last else carried
 
     def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:

@@ -287,10 +287,10 @@ def _recomputed(config: RunConfig, messages: Sequence[Message]) -> list[Message]
     """The forward collectives that a layer repeats before its backward.
 
     Torch stops a recompute at the last tensor that backward needs. Behind the last product that is the dropout's mask;
-    without dropout it is the product's own input, and its output is not summed again.
+    without dropout it is the product's own input, and its output is not summed again. A norm behind the sum needs it.
     """
     forward = [message for message in messages if message.phase == FORWARD]
-    if config.model.dropout == 0.0 and forward:
+    if config.model.dropout == 0.0 and config.model.norm_placement == "pre" and forward:
         forward = [message for message in forward if message.place != forward[-1].place]
     return [replace(message, phase=RECOMPUTE) for message in forward]
 

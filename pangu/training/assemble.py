@@ -21,12 +21,7 @@ def assemble(config: RunConfig, mesh: Mesh, kernel: str | None = None) -> Traine
         ConfigError: if the pipeline's schedule does not allow the layout or the batch.
     """
     stages = plan_stages(config, mesh.layout)
-    options = Options(
-        kernel or choose_attention(config.model, config.precision.compute, mesh.device),
-        config.memory.recomputed_layers,
-        config.memory.recomputed_parts,
-        config.loss.chunk,
-    )
+    options = Options.of(config, kernel or choose_attention(config.model, config.precision.compute, mesh.device))
     later = WeightGradients() if stages.schedule.splits_backward else None
     build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())

@@ -117,6 +117,10 @@ def problems(*overrides: str, world: int = 1) -> str:
             "memory.recompute = 5: must be none, selective, full or a number of layers up to model.layers = 4",
         ),
         (["memory.recompute=selective", "memory.selective=[]"], "memory.selective = []: names no part"),
+        (
+            ["memory.offload=[activations]", "model.kind=gpt", "model.layers=1"],
+            "memory.offload = [activations]: the last layer of a stage keeps its own, and no stage of model.layers = 1",
+        ),
         (["parallel.sequence=true"], "parallel.sequence = true: has nothing to share with parallel.tensor = 1"),
         (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),

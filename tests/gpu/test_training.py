@@ -32,10 +32,11 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_fp32_equals_the_cpu(optimizer: str, recompute: str) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("offload", ["[]", "[activations]"])
+def test_fp32_equals_the_cpu(optimizer: str, recompute: str, offload: str) -> None:
     """1e-4 after 5 updates: other kernels, the same sums in another order."""
-    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}")
+    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}", f"memory.offload={offload}")
     device = choose_device("auto", Launch())
     assert losses(device, *overrides) == pytest.approx(losses(torch.device("cpu"), *overrides), abs=1e-4)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
-import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pangu.config.data import PackingConfig
+from pangu.config.model import ModelConfig
 from pangu.data.batch import make_batch
 from pangu.layers.masks import AttentionMask
 from pangu.models.language_model import Options, build_model
+from tests.memory import LiveBytes
 from tests.models.helpers import TINY, logical_gradients, logical_weights, make, variant
 from tests.references.pangu_reference import pangu_loss, pangu_shapes
 
@@ -88,21 +88,35 @@ def test_the_number_of_heads_matters() -> None:
     assert difference.abs().max() > 1e-3
 
 
+PARTS = ("attention", "activation", "norm")
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "kv_heads": 2}
+
+
 @pytest.mark.parametrize(
-    ("recompute", "parts"),
-    [(None, ()), (1, ()), (2, ()), (0, ("attention",)), (0, ("activation",)), (1, ("attention", "activation"))],
+    "options",
+    [
+        *(Options(recompute=layers) for layers in (None, 1, 2)),
+        *(Options(recompute_parts=(part,)) for part in PARTS),
+        Options(recompute=1, recompute_parts=PARTS),
+        Options(offload=True),
+        Options(recompute=None, offload=True),
+        Options(recompute=1, recompute_parts=PARTS, offload=True),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["pangu", "gpt"])
-def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None, parts: tuple[str, ...]) -> None:
-    """Bit for bit: backward computes the same numbers again, dropout masks included."""
+@pytest.mark.parametrize(
+    "changes", [{"kind": "pangu"}, {"kind": "gpt"}, {"norm_placement": "post"}, {"kind": "gpt", **LLAMA}], ids=str
+)
+def test_recompute_and_offload_change_nothing_with_dropout(changes: dict[str, Any], options: Options) -> None:
+    """Bit for bit: backward computes the same numbers again, dropout masks included, or gets them back."""
     from pangu.layers.dropout import DropoutKeys
 
-    config = variant(kind=kind, dropout=0.2, attention_dropout=0.2)
+    config = variant(**changes, dropout=0.2, attention_dropout=0.2)
     packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=True, reset_positions=True)
     batch = make_batch(samples().numpy(), range(2), packing)
     for kernel in ("reference", "sdpa"):
         kept, table = make(config, kernel)
-        again, _ = build_model(config, Options(kernel, recompute, parts))
+        again, _ = build_model(config, replace(options, kernel=kernel))
         again.load_state_dict(kept.state_dict(), assign=True)
         keys = DropoutKeys(seed=1, step=2, samples=batch.samples)
         losses = []
@@ -118,39 +132,18 @@ def test_recompute_changes_nothing_with_dropout(kind: str, recompute: int | None
         assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in losses[0][1])
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made within the block and are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self._seen:
-                self._seen.add(storage._cdata)
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.bytes -= size
-
-
-def kept_bytes(*options: Any) -> int:
-    """What a forward pass leaves behind for backward."""
+def kept_bytes(config: ModelConfig = TINY, after_backward: bool = False, **options: Any) -> int:
+    """What a forward pass leaves behind for backward, or what both leave behind."""
     batch = make_batch(samples().numpy(), range(2), PackingConfig(None, None, False, False))
-    kept, _ = make()
-    model, _ = build_model(TINY, Options("reference", *options))
+    kept, _ = make(config)
+    model, _ = build_model(config, Options(**options))
     model.load_state_dict(kept.state_dict(), assign=True)
     for parameter in model.parameters():
         parameter.requires_grad_()
-    with LiveBytes() as live:
+    with LiveBytes(*model.parameters()) as live:
         loss = model.loss(batch)
+        if after_backward:
+            loss.backward()
         gc.collect()
         assert loss.requires_grad
         return live.bytes
@@ -158,11 +151,29 @@ def kept_bytes(*options: Any) -> int:
 
 def test_recompute_keeps_fewer_activations() -> None:
     """Selective recompute keeps exactly the part's own tensors less; whole layers keep less still."""
-    none, one, two, full = (kept_bytes(layers) for layers in (0, 1, 2, None))
+    none, one, two, full = (kept_bytes(recompute=layers) for layers in (0, 1, 2, None))
     assert none > one > two > full
     rows = 2 * TINY.sequence
     # the output of the non-linearity, fp64
-    assert none - kept_bytes(0, ("activation",)) == TINY.layers * 8 * rows * TINY.ffn_size
+    assert none - kept_bytes(recompute_parts=("activation",)) == TINY.layers * 8 * rows * TINY.ffn_size
     # the probabilities; what is computed again needs the mask that all layers share
     probabilities, mask = 8 * rows * TINY.sequence * TINY.heads, 8 * TINY.sequence**2
-    assert none - kept_bytes(0, ("attention",)) == TINY.layers * probabilities - mask
+    assert none - kept_bytes(recompute_parts=("attention",)) == TINY.layers * probabilities - mask
+    # two outputs of norms; in post-norm one of them is the layer's own output
+    norm = TINY.layers * 8 * rows * TINY.hidden
+    assert none - kept_bytes(recompute_parts=("norm",)) == 2 * norm
+    post = variant(norm_placement="post")
+    assert kept_bytes(post) - kept_bytes(post, recompute_parts=("norm",)) == norm
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": None}, {"recompute_parts": PARTS}], ids=str)
+def test_offload_empties_every_layer_but_the_last(options: dict[str, Any]) -> None:
+    """Where the host is the device, its copies take the place of what the device gave back: what comes on top is the
+    last layer, which exists twice, however many there are."""
+    gpt = variant(kind="gpt")
+    twice = [
+        kept_bytes(config, offload=True, **options) - kept_bytes(config, **options)
+        for config in (gpt, replace(gpt, layers=5))
+    ]
+    assert twice[0] == twice[1] > 0
+    assert kept_bytes(after_backward=True, offload=True, **options) == kept_bytes(after_backward=True, **options)

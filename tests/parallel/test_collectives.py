@@ -54,7 +54,7 @@ def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]
     """Collectives of forward and of backward of one micro-batch."""
     config = tiny(*overrides)
     mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
-    options = Options("reference", config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
+    options = Options.of(config, "reference")
     region = TensorRegion.of(mesh, config.parallel.overlap_chunks)
     model, table = build_model(config.model, options, Builder(PlacementTable(), region=region))
     materialise(model, table, 1, torch.float32)
@@ -177,6 +177,7 @@ def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) 
         (),
         ("memory.recompute=2",),
         ("memory.recompute=selective",),
+        ("memory.offload=[activations]", "memory.recompute=full", "model.norm_placement=post"),
         ("memory.recompute=full", "loss.chunk=5"),
         ("memory.recompute=full", "model.dropout=0"),
         ("memory.recompute=full", "model.dropout=0", "parallel.overlap_chunks=5"),

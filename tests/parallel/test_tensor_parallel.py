@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -47,20 +48,31 @@ def test_every_layout_gives_the_same_run_in_float64(pool: Pool, kind: str, optim
     "overrides",
     [
         ("memory.recompute=full",),
+        ("memory.recompute=2",),
+        ("memory.recompute=selective", "memory.selective=[attention]"),
+        ("memory.recompute=selective", "memory.selective=[activation]"),
+        ("memory.recompute=selective", "memory.selective=[norm]"),
         ("memory.recompute=selective",),
+        ("memory.offload=[activations]",),
+        ("memory.offload=[activations]", "memory.recompute=full"),
+        ("memory.offload=[activations]", "memory.recompute=selective"),
         ("loss.chunk=5",),
         ("loss.chunk=5", "memory.recompute=full"),
         ("loss.chunk=1000",),
     ],
     ids=",".join,
 )
-@pytest.mark.parametrize("sequence", [False, True])
-def test_recompute_and_chunked_loss_under_tensor_parallelism(
-    pool: Pool, overrides: tuple[str, ...], sequence: bool
-) -> None:
-    one = train(0, 1, 1, False, 3, "reference", *FP64)
+def test_recompute_offload_and_chunked_loss_under_tensor_parallelism(pool: Pool, overrides: tuple[str, ...]) -> None:
+    one = one_process()
     compare(train(0, 1, 1, False, 3, "reference", *FP64, *overrides), one, 1e-13)
-    compare(pool.run(2, train, 2, sequence, 3, "reference", *FP64, *overrides)[0], one, 1e-12)
+    for tensor, sequence in [(2, False), (2, True), (4, False), (4, True)]:
+        compare(pool.run(tensor, train, tensor, sequence, 3, "reference", *FP64, *overrides)[0], one, 1e-12)
+
+
+@functools.cache
+def one_process() -> dict[str, Any]:
+    """The run that all others are compared with."""
+    return train(0, 1, 1, False, 3, "reference", *FP64)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -29,7 +29,7 @@ SMALL = (
     "lr_schedule.warmup_steps=1",
     "validation.every=0",
 )
-SELECTIVE = "memory.recompute=selective"
+MEMORY = ("memory.recompute=selective", "memory.offload=[activations]")
 PASSED_ON = {
     # a tag chooses the class that is built
     "AdamConfig.name",
@@ -89,7 +89,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
             f"data.train=[{tmp_path}/corpus]",
             "data.weights=[1]",
             "optimizer=lamb",
-            SELECTIVE,
+            *MEMORY,
             *rope,
             *quiet,
         ),

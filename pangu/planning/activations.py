@@ -1,0 +1,138 @@
+"""What backward needs kept of forward, in bytes, in closed form: per layer, and for the head and the loss.
+
+The terms are those of Korthikanti et al. 2022, section 4 and table 2, of which a layer of ours differs in this:
+
+- statistics of the norms, which the paper leaves out;
+- the softmax is kept in fp32 (fp64 in fp64) and once more in the compute format, where the product with the values
+  takes it in: 4 + 2 bytes a probability in 16 bits, against the paper's 2 + 2;
+- the mask that forbids keys, one byte for each pair of positions, of one head;
+- queries, keys and values are cut from one product. Whoever keeps one of them as it lies in there keeps all.
+
+Names: s = sequence, b = micro-batch, h = hidden, a = heads, t = tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pangu.config.schema import RunConfig
+from pangu.planning.sharding import BYTES
+
+
+def layer_activations(
+    config: RunConfig,
+    kernel: str,
+    *,
+    recomputed: bool = False,
+    query_layer: bool = False,
+    device: Literal["cpu", "cuda"] = "cuda",
+) -> dict[str, int]:
+    """Bytes that a tensor-parallel rank keeps of one layer and one micro-batch, by what they are for.
+
+    Args:
+        config: the run.
+        kernel: attention kernel, `reference` or `sdpa`. The latter is counted as a fused one, which on a CPU it is
+            where no probabilities are dropped.
+        recomputed: the whole layer is one of those that `memory.recompute` computes again.
+        query_layer: it is PanGu-α's top layer.
+        device: on a CPU torch keeps statistics of 16-bit layer norms in 16 bits, and has no fused RMS norm: that keeps
+            its input and its normalised input in fp32.
+    """
+    model, parts = config.model, config.memory.recomputed_parts
+    size = BYTES[config.precision.compute]
+    tokens = model.sequence * config.batch.micro_size
+    outside = tokens // (config.parallel.tensor if config.parallel.sequence else 1)
+    state = outside * model.hidden * size
+    kept = {"position vectors": state} if query_layer else {}
+    if recomputed:
+        return kept | {"input": state}
+    dropped_norms = 0 if "norm" not in parts else 1 if model.norm_placement == "post" else 2
+    inner = tokens * model.ffn_size // config.parallel.tensor * size
+    # besides input and output: sigmoid(1.702x), SiLU of the gate
+    own = 1 if model.activation in ("fast_gelu", "swiglu") else 0
+    again = "activation" in parts
+    return kept | {
+        **_norms(config, outside, dropped_norms, device),
+        "inputs of products": (2 - dropped_norms) * state,
+        **_attention(config, kernel, query_layer),
+        "dropout masks": 2 * outside * model.hidden if model.dropout else 0,
+        "input of the activation": inner * (2 if model.activation == "swiglu" else 1),
+        "activation": 0 if again else inner * (own + 1),
+    }
+
+
+def head_peak(config: RunConfig) -> int:
+    """Bytes that a tensor-parallel rank needs at once for the head and the loss of one micro-batch, forward or
+    backward, on top of the hidden states and the output matrix.
+
+    The logits of `loss.chunk` tokens exist in the compute format and in fp32 (fp64 in fp64), where they become
+    probabilities and then their own gradient; after that, their gradient in the compute format and what a product makes
+    of it, the gradients of the matrix and of the tokens. Chunks add the sum of the matrix's gradients so far and the
+    tokens' gradients.
+    """
+    model, tokens = config.model, config.model.sequence * config.batch.micro_size
+    size = BYTES[config.precision.compute]
+    matrix = math.ceil(model.vocab / config.parallel.tensor) * model.hidden * size
+    at_once = min(tokens, config.loss.chunk or tokens)
+    logits = at_once * math.ceil(model.vocab / config.parallel.tensor)
+    sums = matrix + tokens * model.hidden * size if at_once < tokens else 0
+    return sums + max(logits * (size + max(4, size)), logits * size + matrix + at_once * model.hidden * size)
+
+
+def _norms(config: RunConfig, outside: int, dropped: int, device: str) -> dict[str, int]:
+    """Inputs and statistics of the two norms."""
+    size = BYTES[config.precision.compute]
+    wide = max(4, size)
+    width = outside * config.model.hidden
+    if config.model.norm == "layernorm":
+        return {
+            "inputs of norms": 2 * width * size,
+            "statistics of norms": 4 * outside * (size if device == "cpu" else wide),
+        }
+    inputs = 2 * width * size
+    if device == "cpu":
+        # the input itself is kept only where its product's input is made of it, or where it is fp32 already
+        inputs = 4 * width * wide + (dropped * width * size if size < wide else 0)
+    return {"inputs of norms": inputs, "statistics of norms": 2 * outside * wide}
+
+
+def _attention(config: RunConfig, kernel: str, query_layer: bool) -> dict[str, int]:
+    """From the projections to the output product's input."""
+    model, batch, ranks = config.model, config.batch.micro_size, config.parallel.tensor
+    size = BYTES[config.precision.compute]
+    wide = max(4, size)
+    tokens, pairs, heads = model.sequence * batch, batch * model.sequence**2, model.heads // ranks
+    query, group = (tokens * width // ranks * size for width in (model.hidden, model.kv_size))
+    again = "attention" in config.memory.recomputed_parts
+    fused, masked, rope = kernel == "sdpa", config.data.packing.reset_mask, model.positions == "rope"
+
+    # Which of the three have memory of their own; the others are views of a projection and keep all of it. Explicit
+    # products lay the heads one after another, unless there is but one sequence or head.
+    copied = not (again or fused or batch == 1 or heads == 1)
+    repeated = group < query and not again and (masked or not fused)
+    own_query, own_key, own_value = rope or copied, rope or copied or repeated, copied or repeated
+    width = query if repeated else group
+    kept = own_query * query + (own_key + own_value) * width
+    if query_layer:
+        kept += (not own_query) * query + (not (own_key and own_value)) * 2 * group
+    elif not (own_query and own_key and own_value):
+        kept += query + 2 * group
+
+    terms = {"queries, keys, values": kept, "input of the output product": query}
+    if again:
+        return terms
+    if fused:
+        # its output lies as the queries do: turned ones, head after head, and then it is copied for the product
+        return terms | {
+            "log of sums of exponentials": tokens * heads * wide,
+            "attention output": query if rope else 0,
+            "mask": pairs * size if masked else 0,
+        }
+    dropout = model.attention_dropout > 0
+    return terms | {
+        "mask": pairs if masked else model.sequence**2,
+        "softmax": pairs * heads * wide,
+        "probabilities": pairs * heads * size if dropout or size < wide else 0,
+        "dropped probabilities": pairs * heads if dropout else 0,
+    }

@@ -1,0 +1,73 @@
+"""Saved tensors are computed again, or moved and brought back, once however many views of them there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.layers import offload
+from pangu.layers.offload import Offload, address
+from pangu.layers.recompute import SavedTensors
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_every_consumer_of_a_discarded_tensor_gets_it_again(moves: bool) -> None:
+    """Products and a view of it; gradients as if it had been kept, bit for bit."""
+    x, first, second = (numbers(seed, 64, 64) for seed in range(3))
+    calls = []
+
+    def compute(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.sin()
+
+    def gradients(discard: bool) -> tuple[Tensor, ...]:
+        saved = SavedTensors(Offload(x.device, set()) if moves else None)
+        with saved.layer():
+            y = compute(x)
+            with saved.discarding(y, compute, x, discard):
+                out = y @ first + second @ y + y * y.t()
+        with saved.layer():  # only now does the first layer give its memory back
+            out = out * out
+        del y
+        return torch.autograd.grad(out.sum(), (x, first, second))
+
+    kept = gradients(False)
+    assert len(calls) == 1
+    again = gradients(True)
+    assert len(calls) == 2 + 4  # y, y, y and its transpose
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy to the host."""
+    sizes: list[int] = []
+
+    class Counted(offload._Moved):
+        def __init__(self, here: Tensor) -> None:
+            super().__init__(here)
+            sizes.append(here.numel())
+
+    monkeypatch.setattr(offload, "_Moved", Counted)
+    return sizes
+
+
+def test_memory_is_moved_once_for_all_its_views(moved: list[int]) -> None:
+    """Parameters and what is small stay."""
+    x, weight, small = numbers(0, 40, 40), numbers(1, 40, 80), numbers(2, 8, 8)
+    with SavedTensors(Offload(x.device, {address(weight)})).layer():
+        out = ((x * x.t()) @ weight).sum() + (small @ small).sum()
+    assert out.requires_grad
+    assert moved == [4 * 40 * 40] * 2  # x for both factors, and their product
+
+
+def test_evaluation_moves_nothing(moved: list[int]) -> None:
+    saved, x = SavedTensors(Offload(torch.device("cpu"), set())), numbers(0, 64, 64)
+    with torch.no_grad(), saved.layer(), saved.discarding(y := x.sin(), torch.sin, x):
+        y @ y
+    assert moved == []
