@@ -36,6 +36,10 @@ class Problem:
         return f"{text}; {self.works}" if self.works else text
 
 
+class LocalError(UserError):
+    """An error that this process alone knows of, so that it must speak even if it is not the first."""
+
+
 class ConfigError(UserError):
     """All contradictions of one configuration, reported at once."""
 

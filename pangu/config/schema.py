@@ -199,6 +199,7 @@ class RunConfig:
     sample: SampleConfig
     """Text sampled at the end."""
     profile: bool
-    """Record when each stage did what: plots/pipeline.svg, .png and pipeline.json (a Chrome trace) of the last step."""
+    """Record when each stage did what in the last step: plots/pipeline_measured.svg, .png and .json (a trace that
+    ui.perfetto.dev opens)."""
     dry_run: bool
     """Check the configuration, print what each device would hold and do, and stop."""

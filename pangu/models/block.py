@@ -72,7 +72,7 @@ class Carried(NamedTuple):
 
     hidden: Tensor
     """[sequence (/ ranks with sequence parallelism), batch, hidden]."""
-    scores: Tensor | None
+    scores: Tensor | None = None
     """[batch, heads / ranks, sequence, sequence], attention scores to which those of the next layer are added, before
     bias and mask (He et al. 2021, section 3); None in the first layer, and without `model.residual_scores`."""
 

@@ -214,13 +214,13 @@ class LanguageModel(nn.Module, ABC):
         if part.first:
             assert self.embedding is not None
             tokens = self.gate.before("embedding", tokens)
-            carried = Carried(self.gate.after("embedding", self.embedding(tokens, run)), None)
+            carried = Carried(self.gate.after("embedding", self.embedding(tokens, run)))
         assert carried is not None
         for place, number in enumerate(part.layers):
             again = self.recomputed_layers is None or place < self.recomputed_layers
             with run.saved.layer():
                 carried = self._layer(number, carried, run, again)
-        return Carried(self._top(carried.hidden), None) if part.last else carried
+        return Carried(self._top(carried.hidden)) if part.last else carried
 
     def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
         """From what the layer below hands over to what this one does; `again`: its activations are computed again in

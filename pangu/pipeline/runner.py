@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.messages import Channels, Message
+from pangu.config.errors import LocalError
 from pangu.data.batch import Batch
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
@@ -19,6 +20,7 @@ from pangu.models.block import Carried
 from pangu.models.language_model import LanguageModel, Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.simulate import Event
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -31,7 +33,7 @@ KINDS = {
 """What a message holds."""
 
 
-class StageError(RuntimeError):
+class StageError(LocalError):
     """A message between stages did not come through."""
 
 
@@ -75,15 +77,6 @@ class Hooks:
     """Its gradients are complete."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """When an action began and ended, in seconds."""
-
-    action: Action
-    start: float
-    stop: float
-
-
 @dataclass
 class Runner:
     """One stage of a pipeline; with one stage, the whole model.
@@ -96,6 +89,8 @@ class Runner:
     parts: Mapping[int, Part]
     """Chunk -> the part of the model that it is, for the chunks of this stage."""
     stage: int
+    name: str
+    """Of this process, for messages."""
     channels: Channels | None
     """None with one stage."""
     dtype: torch.dtype
@@ -132,6 +127,12 @@ class Runner:
 
         _Pass(self, schedule, batches, keys, end).run()
         return torch.stack(losses).double().sum() if losses else None
+
+    def now(self) -> float:
+        """Seconds, once all that was queued on the device is done if events are recorded."""
+        if self.events is not None and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
     @torch.no_grad()
     def forward(
@@ -178,6 +179,8 @@ class _Pass:
         self.arriving: dict[tuple[str, int, int], tuple[Action, Message]] = {}
         """Under the chunk that will use it."""
         self.leaving: list[tuple[Action, Message]] = []
+        self.began = 0.0
+        """When the action that is carried out began to compute."""
         backwards = {action.chunk: place for place, action in enumerate(self.actions) if action.kind is Kind.BACKWARD}
         self.last_backwards = set(backwards.values())
         """Where in the list each chunk's last whole backward stands."""
@@ -186,10 +189,10 @@ class _Pass:
         """Carry out the list."""
         events = self.runner.events
         for place, action in enumerate(self.actions):
-            began = self._now()
+            self.began = self.runner.now()
             self._carry_out(place, action)
             if events is not None:
-                events.append(Event(action, began, self._now()))
+                events.append(Event(self.runner.stage, action, self.began, self.runner.now()))
             self.leaving = [(sent, message) for sent, message in self.leaving if not message.is_done]
         for action, message in self.leaving:
             self._wait(action, message)
@@ -255,7 +258,9 @@ class _Pass:
         if (kind, neighbour, micro) in self.made:
             return self.made.pop((kind, neighbour, micro))
         action, message = self.arriving.pop((kind, chunk, micro))
-        return self._wait(action, message)
+        tensors = self._wait(action, message)
+        self.began = self.runner.now()  # waiting is not work
+        return tensors
 
     def _send(self, action: Action) -> None:
         kind = KINDS[action.kind]
@@ -277,12 +282,10 @@ class _Pass:
         try:
             return message.wait()
         except RuntimeError as error:
-            raise StageError(f"stage {self.runner.stage}, {action}: it did not come through ({error})") from error
-
-    def _now(self) -> float:
-        if self.runner.events is not None and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+            raise StageError(
+                f"{self.runner.name}: {action} did not come through within parallel.timeout_s, or the other side is "
+                f"gone: {error}"
+            ) from error
 
 
 def _key(action: Action) -> Key:

@@ -11,6 +11,7 @@ from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.pipeline.simulate import Durations
 from pangu.topology.layout import Layout
 
 
@@ -21,6 +22,8 @@ class Stages:
     parts: tuple[Part, ...]
     """Chunk -> its part of the model."""
     schedule: Schedule
+    durations: Durations
+    """Expected times of the chunks' forwards and backwards, in FLOPs for one token."""
 
     def of(self, stage: int) -> dict[int, Part]:
         """The chunks of one stage."""
@@ -51,4 +54,8 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     parts = [Part(layers) for layers in ranges]
     parts[0] = replace(parts[0], first=True)
     parts[-1] = replace(parts[-1], last=True)
-    return Stages(tuple(parts), schedule)
+    forward = [sum(costs[layer] for layer in layers) for layers in ranges]
+    recomputed = config.memory.recomputed_layers
+    again = [sum(costs[layer] for layer in layers[:recomputed]) for layers in ranges]
+    backward = [once + twice for once, twice in zip(forward, again, strict=True)]
+    return Stages(tuple(parts), schedule, Durations(forward, backward, forward))

@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from pangu.config.errors import UserError
+from pangu.config.errors import LocalError, UserError
 from pangu.topology.launch import Launch
 from pangu.training.run import run
 
@@ -35,7 +35,7 @@ def pretrain(configs: Path) -> None:
         try:
             run(_plain(composed))
         except UserError as error:
-            if not first:
+            if not first and not isinstance(error, LocalError):
                 # most errors are everybody's; the launcher ends this process before the pause is over
                 time.sleep(PATIENCE_SECONDS)
             print(f"\nerror: {error}", file=sys.stderr, flush=True)

@@ -14,6 +14,8 @@ from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.meter import Meter
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
+from pangu.pipeline.simulate import Timeline
+from pangu.training.profile import record_step
 from pangu.training.saving import save_checkpoint
 from pangu.training.step import Trainer
 from pangu.training.validation import Validation
@@ -34,6 +36,8 @@ class Loop:
         self.checkpoint: Path | None = None
         self.last_loss: float | None = None
         self.last_validation: float | None = None
+        self.timeline: Timeline | None = None
+        """The recorded step, if `profile` asks for one."""
 
     def run(self) -> None:
         """Make the remaining steps; validate, record and save as they fall due."""
@@ -55,7 +59,11 @@ class Loop:
                 open_ended.callback(writer.close)
             while trainer.step < config.train.steps:
                 began = time.perf_counter()
-                result = trainer.train_step(loader.micro_batches(self.samples))
+                batches = loader.micro_batches(self.samples)
+                if config.profile and trainer.step == config.train.steps - 1:
+                    result, self.timeline = record_step(trainer, batches)
+                else:
+                    result = trainer.train_step(batches)
                 seconds = time.perf_counter() - began
                 self.samples += config.batch.global_size
                 self.last_loss = result.loss

@@ -23,6 +23,10 @@ from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
 from pangu.models.size import num_parameters
+from pangu.pipeline.advice import advise
+from pangu.pipeline.draw import draw
+from pangu.pipeline.simulate import simulate
+from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.report import describe
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
@@ -30,6 +34,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
 from pangu.training.closing import closing_words
 from pangu.training.loop import Loop
+from pangu.training.profile import show
 from pangu.training.saving import find_checkpoint, load_checkpoint
 from pangu.training.step import Trainer
 from pangu.training.together import together
@@ -61,7 +66,11 @@ def run(values: Mapping[str, Any]) -> None:
         parallel.virtual,
         parallel.zero_group or 0,
     )
+    stages = plan_stages(config, layout)
     log.info(describe(config, layout))
+    if layout.pipeline > 1:
+        for line in advise(stages.schedule, stages.durations, config.model.layers):
+            log.info(line)
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
@@ -69,17 +78,17 @@ def run(values: Mapping[str, Any]) -> None:
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
     mesh = Mesh.connect(layout, device, parallel.timeout_s)
     try:
-        _train(config, mesh, launch, kernel)
+        _train(config, mesh, launch, stages, kernel)
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch, kernel: str) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str) -> None:
     output = Path(config.train.output)
     together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config)
-    trainer = assemble(config, mesh, kernel)
+    trainer = assemble(config, mesh, stages, kernel)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
@@ -141,6 +150,11 @@ def _finish(config: RunConfig, trainer: Trainer, sources: Sources, loop: Loop, s
     with writing(output):
         if loop.last_loss is not None:
             (output / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+        if trainer.mesh.layout.pipeline > 1:
+            stages = trainer.stages
+            draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated", "FLOP/token")
+        if loop.timeline is not None:
+            show(loop.timeline, output / "plots")
         plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
     log.info(closing_words(config, summary))
 

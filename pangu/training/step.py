@@ -96,6 +96,7 @@ class Trainer:
             model,
             chunks,
             mesh.at.pipeline,
+            f"rank {mesh.rank}, stage {mesh.at.pipeline}",
             Channels(mesh, stages.schedule.lanes) if mesh.layout.pipeline > 1 else None,
             policy.dtype,
             later or WeightGradients(),

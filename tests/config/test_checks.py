@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pangu.config.checks import check, divisors_near, multiples_near
 from pangu.config.errors import ConfigError
-from tests.configs import config
+from tests.configs import RECIPES, config
 
 
 def problems(*overrides: str, world: int = 1) -> str:
@@ -191,6 +191,7 @@ def test_keys_of_pipeline_and_zero(overrides: list[str], says: str) -> None:
     assert says in problems(*overrides, world=4)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_passes_a_dry_run_on_one_process(recipe: str) -> None:
     assert check(config(f"+config={recipe}", "dry_run=true"), 1) == 1
 

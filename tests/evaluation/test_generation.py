@@ -37,7 +37,7 @@ def draw(
     config = SampleConfig(tokens, (), temperature, top_k)
     arguments = {"seed": seed, "window": TINY.sequence, "eod": 9, "device": CPU, "multiple": multiple}
     schedule = make_schedule("1f1b", 1, 1, 1)
-    runner = Runner(model, {0: model.parts[0]}, 0, None, torch.float32, WeightGradients())
+    runner = Runner(model, {0: model.parts[0]}, 0, "rank 0", None, torch.float32, WeightGradients())
     scores = next_token_scores(runner, schedule, TINY.vocab, Mesh(Layout(), 0, CPU))
     return continue_text(scores, Numbers(), prompt, config, **arguments)
 

@@ -34,7 +34,7 @@ def test_16_bit_weights_are_the_rounded_masters(precision: str) -> None:
     trainer = trainer_of(f"precision={precision}")
     for step in range(3):
         trainer.train_step(batches(trainer, step))
-    for unit in trainer.units:
+    for unit in trainer.parameters.units:
         assert unit.master.dtype == unit.grad.dtype == torch.float32
         assert unit.weights.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         assert torch.equal(unit.weights, unit.master.to(unit.weights.dtype))
@@ -63,8 +63,8 @@ def test_many_small_gradients_are_summed_in_fp32() -> None:
     wide = trainer_of("batch.micro_size=1", "batch.global_size=16", "optimizer.clip=null")
     narrow.train_step(batches(narrow, 0))
     wide.train_step(batches(wide, 0))
-    ours = torch.cat([unit.grad for unit in narrow.units])
-    exact = torch.cat([unit.grad for unit in wide.units])
+    ours = torch.cat([unit.grad for unit in narrow.parameters.units])
+    exact = torch.cat([unit.grad for unit in wide.parameters.units])
     # one bf16 gradient has a relative error of about 2^-8; summing in bf16 would add up to 16 of them
     assert float((ours - exact).norm() / exact.norm()) < 2**-7
 
@@ -76,12 +76,12 @@ def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
         "precision.loss_scale.growth_interval=2",
         "lr_schedule.warmup_steps=10",
     )
-    before = [unit.master.clone() for unit in trainer.units]
+    before = [unit.master.clone() for unit in trainer.parameters.units]
     first = trainer.train_step(batches(trainer, 0))
     assert first.skipped
     assert trainer.skipped == 1
     assert trainer.loss_scale.scale == 5e29
-    assert all(torch.equal(unit.master, old) for unit, old in zip(trainer.units, before, strict=True))
+    assert all(torch.equal(unit.master, old) for unit, old in zip(trainer.parameters.units, before, strict=True))
     assert not trainer.optimizer.state
     second = trainer.train_step(batches(trainer, 1))
     assert second.lr == first.lr  # a skipped step is no update
@@ -96,7 +96,7 @@ def test_the_growth_step_does_not_change_the_gradient() -> None:
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-2)
         assert a.loss_scale == 256 * 2**step
         assert b.loss_scale == 256
-    for one, other in zip(grows.units, stays.units, strict=True):
+    for one, other in zip(grows.parameters.units, stays.parameters.units, strict=True):
         assert float((one.master - other.master).abs().max()) < 1e-3
 
 
@@ -104,7 +104,7 @@ def test_clipping_binds_and_reports_the_norm_before_it() -> None:
     free, bound = trainer_of("optimizer.clip=null"), trainer_of("optimizer.clip=0.01")
     a, b = free.train_step(batches(free, 0)), bound.train_step(batches(bound, 0))
     assert a.grad_norm == b.grad_norm > 0.01
-    for one, other in zip(free.units, bound.units, strict=True):
+    for one, other in zip(free.parameters.units, bound.parameters.units, strict=True):
         torch.testing.assert_close(other.grad, one.grad * (0.01 / a.grad_norm), rtol=1e-3, atol=1e-9)
 
 
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_every_format() -> None:
     trainer = trainer_of()
     batch = batches(trainer, 0)
     with torch.no_grad():
-        trainer.units[0].master[0] = torch.inf
+        trainer.parameters.units[0].master[0] = torch.inf
     result = trainer.train_step(batch)
     assert result.skipped
     assert not trainer.optimizer.state
