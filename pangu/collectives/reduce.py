@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,80 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Wo
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+class Pending(Protocol):
+    """Something that a collective is still filling; complete after `wait()`."""
+
+    def wait(self) -> Any:
+        """Block until it is complete; on a GPU, let the current stream do so."""
+
+
+@dataclass
+class _Exchanged:
+    """The ranks' parts of this rank's share, on their way, and what to do once they are here."""
+
+    work: dist.Work
+    finish: Callable[[], None]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.finish()
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
     """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`."""
     if group is None:
         return None
-    return _named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
+    if _exchanges(group):
+        copies = part.expand(dist.get_world_size(group), -1).contiguous()
+        return dist.all_to_all_single(whole, copies.view(-1), group=group, async_op=True)
+    return named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
     """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
-    it; valid after `wait()`."""
+    it; valid after `wait()`.
+
+    On gloo the ranks' parts are exchanged and added here, in the order of the ranks: twice as fast as gloo's own, which
+    reduces everything everywhere, and the same sum wherever an element stands in a message.
+    """
     if group is None:
         return None
-    return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
+    if not _exchanges(group):
+        return named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
+    received = torch.empty_like(whole)
+    work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+
+    def add() -> None:
+        first, *others = received.chunk(dist.get_world_size(group))
+        for other in others:
+            first.add_(other)
+        part.copy_(first)
+
+    return _Exchanged(work, add)
 
 
-def _named(name: str, before: str) -> Callable[..., dist.Work]:
+def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
+    """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
+    if group is None or not _exchanges(group) or dist.get_world_size(group) == 2:  # a + b = b + a
+        return start_all_reduce(whole, group)
+    part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
+    scattered = start_reduce_scatter(part, whole, group)
+    assert isinstance(scattered, _Exchanged)
+
+    def join() -> None:
+        scattered.finish()
+        gathered = start_all_gather(whole, part, group)
+        assert gathered is not None
+        gathered.wait()
+
+    return _Exchanged(scattered.work, join)
+
+
+def _exchanges(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def named(name: str, before: str) -> Callable[..., dist.Work]:
     """A function of torch.distributed under the name it has from torch 2.13 on, or under the one it had before."""
     return getattr(dist, name, None) or getattr(dist, before)
 

@@ -6,7 +6,6 @@ functions are the identity on a region of one rank. Sequences lie along dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import start_all_reduce
+from pangu.collectives.reduce import named, start_all_reduce
 from pangu.topology.mesh import Mesh
 
 
@@ -78,7 +77,7 @@ def start_gather(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, None)
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    call = _named("all_gather_single", "all_gather_into_tensor")
+    call = named("all_gather_single", "all_gather_into_tensor")
     return Pending(whole, call(whole, x.contiguous(), group=region.group, async_op=True))
 
 
@@ -88,13 +87,8 @@ def start_sum(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, start_all_reduce(x, region.group))
     part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-    call = _named("reduce_scatter_single", "reduce_scatter_tensor")
+    call = named("reduce_scatter_single", "reduce_scatter_tensor")
     return Pending(part, call(part, x, group=region.group, async_op=True))
-
-
-def _named(name: str, before: str) -> Callable[..., dist.Work]:
-    """A function of torch.distributed under the name it has from torch 2.13 on, or under the one it had before."""
-    return getattr(dist, name, None) or getattr(dist, before)
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:

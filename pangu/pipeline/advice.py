@@ -27,7 +27,7 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
         num_layers: of the model; schedules that need more chunks than that are not named.
     """
     timeline = simulate(schedule, durations)
-    lines = [f"pipeline: {_described(timeline)}"]
+    lines = [f"{'pipeline':<12} {_described(timeline)}"]
     if timeline.bubble > GOOD_BUBBLE:
         more = _more_micro_batches(timeline, durations)
         if more.bubble <= timeline.bubble - WORTH_CHANGING:  # not where the stages are uneven
@@ -50,8 +50,9 @@ def _described(timeline: Timeline) -> str:
     chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
     held = [f"{live / schedule.virtual:.3g}" for live in timeline.peak_live()]
     per_stage = f"{held[0]} on each stage" if len(set(held)) == 1 else f"{', '.join(held)} by stage"
+    batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
     return (
-        f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches: "
+        f"{schedule.name}, {schedule.stages} stages{chunks}, {batches}: "
         f"bubble {timeline.bubble:.1%}, activations of at most so many micro-batches held: {per_stage}"
     )
 

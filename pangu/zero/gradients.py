@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import all_reduce, start_all_reduce, start_reduce_scatter
+from pangu.collectives.reduce import Pending, all_reduce, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh
 from pangu.zero.units import Unit
 
@@ -45,7 +45,9 @@ class _Sent:
     unit: Unit
     part: Tensor
     """What the collective fills: the gradient of the own share, or of this micro-batch's."""
-    work: dist.Work | None
+    total: Tensor | None
+    """What it reads, if it is not kept: the next micro-batch begins another one."""
+    work: Pending | None
 
 
 class GradientSum:
@@ -91,6 +93,7 @@ class GradientSum:
         """Forget the gradients of the last step."""
         torch._foreach_zero_([unit.grad if unit.total is None else unit.total for unit in self._all])
         self._missing.clear()
+        self._unsent.clear()
 
     def expect(self, chunk: int, last: bool) -> None:
         """Say that a whole backward of a chunk is about to run, and whether it is the last one of the step."""
@@ -151,11 +154,13 @@ class GradientSum:
     def _start(self, unit: Unit) -> _Sent:
         groups = self.groups
         if unit.sharding.size == 1:
-            return _Sent(unit, unit.grad, start_all_reduce(unit.grad, groups.data))
+            return _Sent(unit, unit.grad, None, start_ordered_all_reduce(unit.grad, groups.data))
         if unit.total is None:  # no parameter of it was used
             unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
-        part = torch.empty_like(unit.grad) if self.each else unit.grad
-        return _Sent(unit, part, start_reduce_scatter(part, unit.total, groups.shard))
+        part, total = torch.empty_like(unit.grad) if self.each else unit.grad, unit.total
+        if unit.sharding.stage >= 2:
+            unit.total = None
+        return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard))
 
     def _reap(self, leave: int) -> None:
         """Wait for all but the newest `leave` reductions and put their results where they belong."""
@@ -168,5 +173,3 @@ class GradientSum:
                 all_reduce(part, self.groups.copies)
             if part is not unit.grad:
                 unit.grad.add_(part)
-            if unit.sharding.stage >= 2 and unit.sharding.size > 1:
-                unit.total = None

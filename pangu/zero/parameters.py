@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import start_all_gather
+from pangu.collectives.reduce import Pending, start_all_gather
 from pangu.layers.gate import Gate
 from pangu.zero.units import Unit
 
@@ -85,7 +85,7 @@ class Weights(Gate):
         """Region -> the one that opens after it in forward."""
         self.backward = {a: b for names in order.values() for a, b in pairwise(_backward_order(names))}
         """The same for backward."""
-        self._works: dict[Unit, dist.Work | None] = {}
+        self._works: dict[Unit, Pending | None] = {}
         """Gathers on their way."""
         self._whole: set[Unit] = set()
         """Units at stage 3 whose weights are all here."""

@@ -51,9 +51,8 @@ class ShardedParameters:
             policy: how.
         """
         layout = mesh.layout
-        sharding = Sharding()
-        if layout.shards > 1:
-            sharding = Sharding(layout.zero, mesh.at.data % layout.shards, layout.shards)
+        stage = layout.zero if layout.shards > 1 else 0
+        sharding = Sharding(stage, mesh.at.data % layout.shards, layout.shards, layout.data)
         self.groups = Groups.of(mesh)
         self.by_chunk = policy.by_chunk
         regions = {chunk: model.regions(part) for chunk, part in chunks.items()}

@@ -32,6 +32,8 @@ class Sharding:
     """Place of this rank among those that share."""
     size: int = 1
     """How many share; 1 at stage 0."""
+    replicas: int = 1
+    """How many could share: all stages have buffers of the same length."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Unit:
         stored = [(name, model.get_parameter(name).shape) for name in names]
         self.numel = sum(shape.numel() for _, shape in stored)
         """Elements of the parameters, without the padding behind them."""
-        unit = sharding.size * ALIGNMENT if sharding.size > 1 else 1
+        unit = sharding.replicas * ALIGNMENT if sharding.replicas > 1 else 1
         self.padded = -(-self.numel // unit) * unit
         share = self.padded // sharding.size
         self.own = slice(sharding.rank * share, (sharding.rank + 1) * share)

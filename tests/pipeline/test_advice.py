@@ -12,7 +12,7 @@ def test_a_large_bubble_is_warned_of_with_numbers() -> None:
     lines = advise(make_schedule("1f1b", 4, 1, 4), Durations(), num_layers=8)
     held = "activations of at most so many micro-batches held"
     assert lines == [
-        f"pipeline: 1f1b, 4 stages, 4 micro-batches: bubble 42.9%, {held}: 4, 3, 2, 1 by stage",
+        f"pipeline     1f1b, 4 stages, 4 micro-batches: bubble 42.9%, {held}: 4, 3, 2, 1 by stage",
         "warning: the pipeline is idle 42.9% of the time; 28 micro-batches (smaller batch.micro_size or larger "
         "batch.global_size) would make it 9.7%",
         "warning: parallel.schedule=zb_v parallel.virtual=2 would be 55.6% faster: zb_v, 4 stages of 2 chunks, "

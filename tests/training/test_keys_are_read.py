@@ -94,7 +94,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
             *quiet,
         ),
         ("data=synthetic", "precision=fp16", *relative, *quiet),
-        ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", *quiet),
+        ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", *quiet),
     ]
     for number, overrides in enumerate(runs):
         run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"))
