@@ -52,9 +52,13 @@ def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     assert not torch.equal(first, core(query, key, value, AttentionMask(None), DropoutKeys(1, 3, (3, 4))))
 
 
-def test_auto_takes_explicit_scores_where_the_cpu_kernel_is_slow_or_cannot_drop() -> None:
+def test_auto_takes_explicit_scores_where_the_cpu_kernel_is_slow_or_cannot_drop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
     assert choose_attention("auto", CPU, torch.float32, 0.1) == "reference"
-    assert choose_attention("auto", CPU, torch.bfloat16, 0.0) == "reference"
+    for tiles, kernel in ((False, "reference"), (True, "sdpa")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert choose_attention("auto", CPU, torch.bfloat16, 0.0) == kernel
     assert choose_attention("auto", torch.device("cuda"), torch.bfloat16, 0.1) == "sdpa"
     assert choose_attention("sdpa", CPU, torch.bfloat16, 0.1) == "sdpa"
