@@ -130,7 +130,12 @@ class MegatronGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = linear_with_grad_accumulation_and_async_allreduce(
-            self.norm(x), self.word.weight, None, False, True, self.config.sequence_parallel
+            self.norm(x),
+            self.word.weight,
+            None,
+            False,
+            not self.config.sequence_parallel,
+            self.config.sequence_parallel,
         )
         return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).mean()
 
