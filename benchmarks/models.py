@@ -19,6 +19,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.attention import choose_attention
 from pangu.layers.builder import Builder
+from pangu.layers.products import choose_fp32_products
 from pangu.models.language_model import Options, build_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -126,6 +127,7 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
     device = torch.device("cpu")
     mesh = Mesh.connect(Layout(tensor=config.parallel.tensor, sequence=config.parallel.sequence), device)
     kernel = choose_attention(config.model.attention, device, DTYPES[precision], 0.0)
+    products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[precision])
     options = Options(kernel, loss_chunk=config.loss.chunk)
     model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
     trainer = Trainer(config, mesh, model, table)
@@ -133,6 +135,9 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
 
     def step(batch: Tensor) -> float:
         parts = [make_batch(part.numpy(), range(len(part)), packing) for part in batch.split(micro)]
-        return trainer.train_step(parts).loss
+        torch.set_float32_matmul_precision(products)
+        loss = trainer.train_step(parts).loss
+        torch.set_float32_matmul_precision("highest")  # what the others run with
+        return loss
 
     return step

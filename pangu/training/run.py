@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from pangu.collectives.regions import TensorRegion
@@ -21,6 +22,7 @@ from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text
 from pangu.layers.attention import choose_attention
 from pangu.layers.builder import Builder
+from pangu.layers.products import choose_fp32_products
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
@@ -114,6 +116,9 @@ def _trainer(config: RunConfig, mesh: Mesh) -> Trainer:
     dtype = DTYPES[config.precision.compute]
     kernel = choose_attention(config.model.attention, mesh.device, dtype, config.model.attention_dropout)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
+    products = choose_fp32_products(config.precision.fp32_products, mesh.device, dtype)
+    torch.set_float32_matmul_precision(products)
+    log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
     options = Options(kernel, config.memory.recomputed_layers, config.memory.recomputed_parts, config.loss.chunk)
     model, table = build_model(config.model, options, Builder(PlacementTable(), region=TensorRegion.of(mesh)))
     return Trainer(config, mesh, model, table)
