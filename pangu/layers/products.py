@@ -28,7 +28,7 @@ def choose_fp32_products(requested: str, device: torch.device, dtype: torch.dtyp
 
 
 def _products_error() -> float:
-    """Largest error of the products of a linear layer's forward and backward, relative to the root of the inner size."""
+    """Largest error of a linear layer's products, forward and backward, relative to the root of the inner size."""
     x, weight, grad = torch.randn(3, 512, 512, generator=torch.Generator().manual_seed(0))
 
     def error(left: Tensor, right: Tensor) -> float:
