@@ -57,7 +57,7 @@ def measure(make: Make, processes: int, arguments: argparse.Namespace) -> None:
             print(json.dumps(rows[-1]), flush=True)
     if arguments.output:
         result = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
             "shape": SHAPE,
             "configuration": {key: str(value) for key, value in vars(arguments).items()},
             "machine": _machine(),
