@@ -197,6 +197,9 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
     if (precision.compute == "fp16") != (precision.loss_scale is not None):
         rule = "fp16 needs precision.loss_scale and no other format takes one"
         yield Problem("precision.compute", precision.compute, rule, "precision=fp16, bf16 or fp32 sets both")
+    if precision.compute != "fp32" and precision.fp32_products != "auto":
+        rule = f"concerns fp32, and precision.compute = {precision.compute}"
+        yield Problem("precision.fp32_products", precision.fp32_products, rule, "auto works, or precision=fp32")
     if precision.loss_scale is not None:
         scale = precision.loss_scale
         yield from _positive("precision.loss_scale.minimum", scale.minimum)

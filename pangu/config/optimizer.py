@@ -24,6 +24,10 @@ class PrecisionConfig:
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"]
     """Format of weights and activations in forward and backward. fp64 is for exact comparisons."""
+    fp32_products: Literal["auto", "highest", "high", "medium"]
+    """What products of fp32 matrices may compute in, in the words of `torch.set_float32_matmul_precision`: `highest`:
+    fp32; `high`: also TF32, `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster way to it,
+    named in the log."""
     loss_scale: LossScaleConfig | None
     """Needed by fp16, null for every other format."""
 

@@ -17,6 +17,7 @@ import math
 from typing import Literal
 
 from pangu.config.schema import RunConfig
+from pangu.layers.loss import block_rows
 from pangu.planning.sharding import BYTES
 
 
@@ -62,22 +63,22 @@ def layer_activations(
     }
 
 
-def head_peak(config: RunConfig) -> int:
+def head_peak(config: RunConfig, device: str = "cpu") -> int:
     """Bytes that a tensor-parallel rank needs at once for the head and the loss of one micro-batch, forward or
     backward, on top of the hidden states and the output matrix.
 
-    The logits of `loss.chunk` tokens exist in the compute format and in fp32 (fp64 in fp64), where they become
-    probabilities and then their own gradient; after that, their gradient in the compute format and what a product makes
-    of it, the gradients of the matrix and of the tokens. Chunks add the sum of the matrix's gradients so far and the
-    tokens' gradients.
+    The logits of `loss.chunk` tokens exist in the compute format, where they become their own gradient; a few rows of
+    them at a time in fp32 (fp64 in fp64). After that there is what a product makes of their gradient, the gradients of
+    the matrix and of the tokens. Chunks add the sum of the matrix's gradients so far and the tokens' gradients.
     """
     model, tokens = config.model, config.model.sequence * config.batch.micro_size
     size = BYTES[config.precision.compute]
-    matrix = math.ceil(model.vocab / config.parallel.tensor) * model.hidden * size
+    width = math.ceil(model.vocab / config.parallel.tensor)
+    matrix = width * model.hidden * size
     at_once = min(tokens, config.loss.chunk or tokens)
-    logits = at_once * math.ceil(model.vocab / config.parallel.tensor)
+    block = min(at_once, block_rows(width, device)) * width * max(4, size)
     sums = matrix + tokens * model.hidden * size if at_once < tokens else 0
-    return sums + max(logits * (size + max(4, size)), logits * size + matrix + at_once * model.hidden * size)
+    return sums + at_once * width * size + max(block, matrix + at_once * model.hidden * size)
 
 
 def _norms(config: RunConfig, outside: int, dropped: int, device: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from pangu.config.build import build
@@ -18,6 +19,7 @@ from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import continue_text, next_token_scores
+from pangu.layers.fp32_products import choose_fp32_products
 from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
@@ -36,7 +38,7 @@ from pangu.training.closing import closing_words
 from pangu.training.loop import Loop
 from pangu.training.profile import show
 from pangu.training.saving import find_checkpoint, load_checkpoint
-from pangu.training.step import Trainer
+from pangu.training.step import DTYPES, Trainer
 from pangu.training.together import together
 from pangu.training.validation import Validation
 
@@ -76,6 +78,9 @@ def run(values: Mapping[str, Any]) -> None:
     device = choose_device(config.train.device, launch)
     kernel = choose_attention(config.model, config.precision.compute, device)
     log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
+    products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[config.precision.compute])
+    torch.set_float32_matmul_precision(products)
+    log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
     mesh = Mesh.connect(layout, device, parallel.timeout_s)
     try:
         _train(config, mesh, launch, stages, kernel)

@@ -83,6 +83,7 @@ def problems(*overrides: str, world: int = 1) -> str:
         ),
         (["batch.micro_size=0"], "batch.micro_size = 0: must be at least 1"),
         (["precision.compute=fp16"], "precision.compute = fp16: fp16 needs precision.loss_scale"),
+        (["precision=bf16", "precision.fp32_products=high"], "precision.fp32_products = high: concerns fp32"),
         (["precision=fp16", "precision.compute=bf16"], "precision.compute = bf16: fp16 needs precision.loss_scale"),
         (
             ["precision=fp16", "precision.loss_scale.initial=0.5"],

@@ -161,11 +161,15 @@ def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     assert not torch.equal(first, core(given, kernel, DropoutKeys(1, 3, (3, 4)))[0])
 
 
-def test_auto_takes_explicit_scores_where_the_cpu_kernel_is_slow_or_cannot_drop() -> None:
+def test_auto_takes_explicit_scores_where_the_cpu_kernel_is_slow_or_cannot_drop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drops = variant(attention_dropout=0.1)
     assert choose_attention(variant(), "fp32", CPU) == "sdpa"
     assert choose_attention(drops, "fp32", CPU) == "reference"
-    assert choose_attention(variant(), "bf16", CPU) == "reference"
+    for tiles, kernel in ((False, "reference"), (True, "sdpa")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert choose_attention(variant(), "bf16", CPU) == kernel
     assert choose_attention(drops, "bf16", CUDA) == "sdpa"
     assert choose_attention(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == "sdpa"
 

@@ -134,7 +134,7 @@ def test_every_variant(pool: Pool, variant: str, kernel: str, mode: tuple[str, .
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_chunks_shrink_the_head_and_the_loss_as_predicted(precision: str) -> None:
-    """Vocabulary 40,000; 1 % for what a token needs beside its logits. Without chunks 6 or 8 bytes a logit exist."""
+    """Vocabulary 40,000; 1 % for what a token needs beside its logits. Without chunks 2 or 4 bytes a logit exist."""
     peaks = []
     for chunk in ("null", "128", "64"):
         config = tiny(
@@ -143,7 +143,7 @@ def test_chunks_shrink_the_head_and_the_loss_as_predicted(precision: str) -> Non
         )
         peaks.append(measured_head_peak(config))
         assert peaks[-1] == pytest.approx(head_peak(config), rel=0.01)
-    assert peaks[0] > 2.5 * peaks[1] > 4 * peaks[2]
+    assert peaks[0] > 2 * peaks[1] > 2.5 * peaks[2]
 
 
 def measured_head_peak(config: RunConfig) -> int:

@@ -1,0 +1,142 @@
+"""The plain GPT that everything is compared with, the loop around it, and our trainer on the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from benchmarks.side_by_side import SHAPE, Step
+from pangu.config.build import build
+from pangu.config.data import PackingConfig
+from pangu.config.schema import RunConfig
+from pangu.data.batch import make_batch
+from pangu.layers.fp32_products import choose_fp32_products
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.assemble import assemble
+from pangu.training.step import DTYPES
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm block as a tutorial writes it. Heads are counted from the width, as tensor parallelism wants it."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_size = hidden // heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, hidden] -> the same."""
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """A GPT as a tutorial writes it, tied head included."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocab, SHAPE["hidden"])
+        self.position = nn.Embedding(SHAPE["sequence"], SHAPE["hidden"])
+        self.blocks = nn.ModuleList(PlainBlock(SHAPE["hidden"], SHAPE["heads"]) for _ in range(SHAPE["layers"]))
+        self.norm = nn.LayerNorm(SHAPE["hidden"])
+        self.head = nn.Linear(SHAPE["hidden"], vocab, bias=False)
+        self.head.weight = self.word.weight
+        nn.init.normal_(self.word.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """int64 [batch, sequence] both -> mean loss."""
+        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1])[None])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def clip(groups: Sequence[Sequence[Tensor]]) -> None:
+    """Clip the global norm of all groups of parameters to 1."""
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, 1.0, torch.stack(whole).norm())
+
+
+def loop(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    precision: str,
+    micro: int,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Step:
+    """The usual loop: autocast for bf16, accumulation in the parameters' own gradients, clipping, fused AdamW.
+
+    Args:
+        model: whose parameters are trained.
+        loss: tokens, labels [batch, sequence] -> mean loss.
+        precision: `fp32` or `bf16`.
+        micro: sequences in a micro-batch.
+        around: a context that forward and backward need.
+    """
+    # torch's fused and foreach kernels cannot mix cut (DTensor) and whole parameters
+    groups = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (False, True)]
+    groups = [group for group in groups if group]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
+
+    def step(batch: Tensor) -> float:
+        total = 0.0
+        parts = batch.split(micro)
+        for part in parts:
+            with around():
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                    value = loss(part[:, :-1], part[:, 1:]) / len(parts)
+                value.backward()
+            total += float(value.detach())
+        clip(groups)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
+    """Our trainer, on all processes of the default group; `overrides` are configuration keys."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    folder = str(Path(__file__).resolve().parent.parent / "configs")
+    with initialize_config_dir(folder, version_base="1.3"):
+        shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+        fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
+        fixed += [*shape, f"model.vocab={vocab}", f"precision={precision}", *overrides]
+        composed = compose("base", overrides=fixed)
+    config = build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parallel = config.parallel
+    replicas = world // (parallel.tensor * parallel.pipeline)
+    layout = Layout(
+        parallel.tensor, parallel.pipeline, replicas, parallel.zero, parallel.sequence, virtual=parallel.virtual
+    )
+    trainer = assemble(config, Mesh.connect(layout, device))
+    products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[precision])
+    packing = PackingConfig(None, None, False, False)
+
+    def step(batch: Tensor) -> float:
+        parts = [make_batch(part.numpy(), range(len(part)), packing) for part in batch.split(micro)]
+        torch.set_float32_matmul_precision(products)
+        loss = trainer.train_step(parts).loss
+        torch.set_float32_matmul_precision("highest")  # what the others run with
+        return loss
+
+    return step
