@@ -5,7 +5,7 @@ The terms are those of Korthikanti et al. 2022, section 4 and table 2, of which 
 - statistics of the norms, which the paper leaves out;
 - the softmax is kept in fp32 (fp64 in fp64) and once more in the compute format, where the product with the values
   takes it in: 4 + 2 bytes a probability in 16 bits, against the paper's 2 + 2;
-- the mask that forbids keys, one byte for each pair of positions, of one head;
+- a fused kernel with a mask of documents keeps it in the compute format, one number for each pair of positions;
 - queries, keys and values are cut from one product. Whoever keeps one of them as it lies in there keeps all.
 
 Names: s = sequence, b = micro-batch, h = hidden, a = heads, t = tensor-parallel ranks.
@@ -132,7 +132,6 @@ def _attention(config: RunConfig, kernel: str, query_layer: bool) -> dict[str, i
         }
     dropout = model.attention_dropout > 0
     return terms | {
-        "mask": pairs if masked else model.sequence**2,
         "softmax": pairs * heads * wide,
         "probabilities": pairs * heads * size if dropout or size < wide else 0,
         "dropped probabilities": pairs * heads if dropout else 0,

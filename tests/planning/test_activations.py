@@ -176,14 +176,14 @@ def papers_formula(config: RunConfig) -> float:
 def test_what_is_left_without_the_differences_is_the_papers_table(
     tensor: int, sequence: str, mode: tuple[str, ...]
 ) -> None:
-    """At GPT-3's size: the statistics, the mask and half of the fp32 softmax are ours (see `planning.activations`)."""
+    """At GPT-3's size: the statistics and half of the fp32 softmax are ours (see `planning.activations`)."""
     config = tiny(
         *USUAL,
         *("model.hidden=12288", "model.heads=96", "model.ffn=null", "model.sequence=2048", "batch.micro_size=1"),
         *(f"parallel.tensor={tensor}", f"parallel.sequence={sequence}", *mode),
     )
     terms = layer_activations(config, "reference", recomputed=config.memory.recompute == "full")
-    ours = sum(terms.values()) - sum(terms.get(name, 0) for name in ("statistics of norms", "mask"))
+    ours = sum(terms.values()) - terms.get("statistics of norms", 0)
     assert ours - terms.get("softmax", 0) / 2 == papers_formula(config)
 
 
