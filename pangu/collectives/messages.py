@@ -40,16 +40,24 @@ class Channels:
     a pair on one stream.
     """
 
-    def __init__(self, mesh: Mesh, lanes: Sequence[tuple[str, bool]]) -> None:
+    def __init__(self, mesh: Mesh, lanes: Sequence[tuple[str, int, int]]) -> None:
         """
         Args:
             mesh: whose pipeline axis is used.
-            lanes: (kind of message, to a later stage) of all messages that will be sent, the same on every stage.
+            lanes: (kind of message, from stage, to stage) of all that will be sent, in the same order on every stage.
         """
         self._stage = mesh.at.pipeline
         self._device = mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
-        self._groups = {lane: mesh.new_group(ranks) for lane in sorted(set(lanes))}
+        directions = dict.fromkeys((kind, target > source) for kind, source, target in lanes)
+        self._groups = {direction: mesh.new_group(ranks) for direction in directions}
+        # NCCL makes a pair's communicator at its first message, which both sides then wait for: once now, in an order
+        # that all stages agree on
+        for kind, source, target in lanes:
+            if self._stage == source:
+                self.send(kind, [torch.zeros(1, device=self._device)], target).wait()
+            if self._stage == target:
+                self.receive(kind, [(1,)], torch.float32, source).wait()
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Message:
         """Begin to send tensors to stage `peer`."""

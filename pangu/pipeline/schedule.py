@@ -34,10 +34,10 @@ class Schedule:
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
     @property
-    def lanes(self) -> list[tuple[str, bool]]:
-        """Kinds of messages that any stage sends, with their direction: true to a later stage."""
+    def lanes(self) -> list[tuple[str, int, int]]:
+        """Kind, source and target stage of all messages of a step, each once."""
         found = {
-            ("activation" if action.kind is Kind.SEND_ACTIVATION else "gradient", action.peer > stage)
+            ("activation" if action.kind is Kind.SEND_ACTIVATION else "gradient", stage, action.peer)
             for stage, actions in enumerate(self.actions)
             for action in actions
             if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) and action.peer is not None
