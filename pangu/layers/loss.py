@@ -40,6 +40,7 @@ class _VocabParallelLoss(Function):
             # a rank that holds nothing but padding has no largest logit
             row_top.copy_(values.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min))
             row_total.copy_(values.sub_(row_top).exp_().sum(-1, keepdim=True))
+            del values  # before the next rows are widened
         highest = largest(top.clone(), region.group)
         label = (logits.gather(-1, index) - highest).masked_fill(elsewhere, 0.0)
         label, total = all_reduce(torch.stack([label, total * (top - highest).exp()]), region.group)
@@ -53,8 +54,8 @@ class _VocabParallelLoss(Function):
         logits, log_sum, index, elsewhere = ctx.saved_tensors
         minus_one = elsewhere.to(log_sum.dtype) - 1.0
         for rows, row_sum, label, share, grad in _blocks(logits, log_sum, index, minus_one, grads[0][:, None]):
-            probabilities = _widened(rows, ctx.width).sub_(row_sum).exp_()
-            rows.copy_(probabilities.scatter_add_(-1, label, share).mul_(grad))
+            # probabilities, less 1 at the label; without a name, so that they are gone before the next rows are widened
+            rows.copy_(_widened(rows, ctx.width).sub_(row_sum).exp_().scatter_add_(-1, label, share).mul_(grad))
         return logits, None, None, None
 
 

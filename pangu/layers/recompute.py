@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from pangu.layers.offload import Offload, Saved, address
@@ -24,7 +25,13 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
     """
     if not on:
         return compute(*arguments)
-    return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+    # a checkpoint saves the tensors among its arguments where hooks see it; those inside tuples it only holds
+    leaves, structure = tree_flatten(arguments)
+
+    def again(*leaves: Any) -> Result:
+        return compute(*tree_unflatten(leaves, structure))
+
+    return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False)
 
 
 class SavedTensors:

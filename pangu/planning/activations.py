@@ -45,7 +45,7 @@ def layer_activations(
     tokens = model.sequence * config.batch.micro_size
     outside = tokens // (config.parallel.tensor if config.parallel.sequence else 1)
     state = outside * model.hidden * size
-    kept = {"position vectors": state} if query_layer else {}
+    kept = {"position vectors": tokens * model.hidden * size} if query_layer else {}
     if recomputed:
         return kept | {"input": state}
     dropped_norms = 0 if "norm" not in parts else 1 if model.norm_placement == "post" else 2

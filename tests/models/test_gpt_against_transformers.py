@@ -121,6 +121,8 @@ def test_a_20_step_adamw_run_tracks_it() -> None:
         "model.hidden=32",
         f"model.vocab={GPT.vocab}",
         f"model.sequence={GPT.sequence}",
+        "batch.global_size=3",
+        "batch.micro_size=3",
         "model.dropout=0",
         "model.attention_dropout=0",
         "optimizer.clip=1.0",
@@ -164,7 +166,6 @@ def trainer_with_weights(config, weights):
     trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
     with torch.no_grad():
         for piece in trainer.pieces:
-            piece.master.copy_(weights[piece.placement.name])
-    for unit in trainer.units:
-        unit.publish()
+            piece.master.copy_(weights[piece.placement.name].flatten())
+    trainer.parameters.weights.publish()
     return trainer
