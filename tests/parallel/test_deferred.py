@@ -15,13 +15,12 @@ from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
-from pangu.models.language_model import Options, build_model
+from pangu.models.language_model import Options, Part, build_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero import gradients
-from pangu.zero.gradients import GradientSum
-from pangu.zero.units import Unit, group_parameters
+from pangu.zero.sharded import Policy, ShardedParameters
 from tests.configs import tiny
 from tests.spawn import Pool
 
@@ -38,9 +37,9 @@ class Run:
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
         self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, later=later))
-        groups = group_parameters(self.model, 1000)
-        self.units = [Unit(self.model, names, table, 1, torch.float64, self.mesh.device) for names in groups]
-        self.gradients = GradientSum(self.units, None, self.mesh.group("tensor"))
+        policy = Policy(seed=1, dtype=torch.float64, bucket_bytes=1000)
+        self.parameters = ShardedParameters(self.model, table, {0: Part.whole(config.model)}, self.mesh, policy)
+        self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
         rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]
         self.batches = [make_batch(tokens[list(pair)], pair, config.data.packing) for pair in rows]
@@ -54,7 +53,7 @@ class Run:
     def sums(self) -> dict[str, Tensor]:
         """Gradients summed over all ranks and micro-batches."""
         self.gradients.finish()
-        return {piece.placement.name: piece.master.grad.clone() for unit in self.units for piece in unit.pieces}
+        return {piece.placement.name: piece.master.grad.clone() for piece in self.parameters.pieces}
 
 
 def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
@@ -110,13 +109,13 @@ def test_every_parameter_counts_once(tied: str) -> None:
     def send(grad: Tensor, group: object) -> None:
         sent.append((grad, grad.clone()))
 
-    with patch.object(gradients, "start_all_reduce", send):
-        run.gradients.start_last_micro_batch()
+    with patch.object(gradients, "start_ordered_all_reduce", send):
+        run.gradients.expect(0, last=True)
         with later.held(1):
             run.backward(1)
         assert len(sent) < 2  # the final norm at most: it has nothing to wait for
         later.compute(1)
-        assert len(sent) == len(run.units) > 3
+        assert len(sent) == len(run.parameters.units) > 3
     assert all(torch.equal(now, then) for now, then in sent)
 
 
