@@ -34,7 +34,7 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     """Cut the model into chunks that take equal time, or as `parallel.layers` says, and make the schedule.
 
     Raises:
-        ConfigError: naming the keys of all problems, if the schedule does not allow these numbers or the layers do not fit.
+        ConfigError: naming the keys, if the schedule does not allow these numbers or the layers do not fit.
     """
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)

@@ -30,10 +30,8 @@ NAMES = "1f1b, breadth_first, gpipe, interleaved, zb_h1, zb_v work"
         ("parallel.layers=[5]", ["parallel.layers = [5]: must be 2 numbers, one for each chunk; null works"]),
         ("parallel.layers=[0,5]", ["parallel.layers = [0, 5]: each chunk needs at least one layer; null works"]),
         (
-            "parallel.schedule=zb_v parallel.virtual=3",
-            [
-                "parallel.pipeline x parallel.virtual = 6: each chunk needs at least one of model.layers = 5; 1 to 5 work"
-            ],
+            "parallel.schedule=zb_v parallel.virtual=3 model.layers=6",
+            ["parallel.virtual = 3: zb_v needs exactly 2 chunks per stage; 2 works"],
         ),
         (
             "parallel.schedule=foo parallel.layers=[5]",
@@ -46,8 +44,8 @@ NAMES = "1f1b, breadth_first, gpipe, interleaved, zb_h1, zb_v work"
 )
 def test_all_problems_at_once_in_the_words_of_the_keys(overrides: str, expected: list[str]) -> None:
     config = tiny("model.layers=5", "parallel.pipeline=2", *overrides.split())
+    check(config, world=2)
     with pytest.raises(ConfigError) as told:
-        check(config, world=2)
         plan_stages(config, Layout(pipeline=2, virtual=config.parallel.virtual))
     assert [str(problem) for problem in told.value.problems] == expected
 
