@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,12 +17,12 @@ from benchmarks.side_by_side import SHAPE, Step
 from pangu.config.build import build
 from pangu.config.data import PackingConfig
 from pangu.config.schema import RunConfig
-from pangu.data.batch import make_batch
+from pangu.data.batch import Batch, make_batch
 from pangu.layers.fp32_products import choose_fp32_products
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
-from pangu.training.step import DTYPES
+from pangu.training.step import DTYPES, Trainer
 
 
 class PlainBlock(nn.Module):
@@ -109,7 +110,29 @@ def loop(
     return step
 
 
-def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
+def plain_on_one(precision: str, vocab: int, micro: int) -> Step:
+    """The plain loop on the first process of several, with the threads of all."""
+    if dist.get_rank() != 0:
+        return lambda batch: _nothing_until_the_barrier()
+    model = PlainGPT(vocab)
+    step, threads = loop(model, model, precision, micro), torch.get_num_threads()
+
+    def with_all_threads(batch: Tensor) -> float:
+        torch.set_num_threads(dist.get_world_size() * threads)
+        loss = step(batch)
+        torch.set_num_threads(threads)
+        dist.barrier()
+        return loss
+
+    return with_all_threads
+
+
+def _nothing_until_the_barrier() -> float:
+    dist.barrier()
+    return math.nan
+
+
+def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     """Our trainer, on all processes of the default group; `overrides` are configuration keys."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
@@ -128,14 +151,23 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
     layout = Layout(
         parallel.tensor, parallel.pipeline, replicas, parallel.zero, parallel.sequence, virtual=parallel.virtual
     )
-    trainer = assemble(config, Mesh.connect(layout, device))
-    products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[precision])
+    return assemble(config, Mesh.connect(layout, device))
+
+
+def micro_batches(batch: Tensor, micro: int) -> list[Batch]:
+    """int64 [sequences, sequence + 1] in parts of `micro` sequences, as our trainer takes them."""
     packing = PackingConfig(None, None, False, False)
+    return [make_batch(part.numpy(), range(len(part)), packing) for part in batch.split(micro)]
+
+
+def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
+    """A step of our trainer; arguments as for `pangu_trainer`."""
+    trainer = pangu_trainer(precision, vocab, *overrides)
+    products = choose_fp32_products(trainer.config.precision.fp32_products, trainer.mesh.device, DTYPES[precision])
 
     def step(batch: Tensor) -> float:
-        parts = [make_batch(part.numpy(), range(len(part)), packing) for part in batch.split(micro)]
         torch.set_float32_matmul_precision(products)
-        loss = trainer.train_step(parts).loss
+        loss = trainer.train_step(micro_batches(batch, micro)).loss
         torch.set_float32_matmul_precision("highest")  # what the others run with
         return loss
 

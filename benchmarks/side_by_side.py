@@ -49,9 +49,9 @@ def measure(make: Make, processes: int, arguments: argparse.Namespace) -> None:
     rows = []
     for precision, vocab in itertools.product(arguments.precision, arguments.vocab):
         common = (make, precision, vocab, arguments)
-        measured = _fresh(processes, _interleaved, *common, arguments.peers)[0]
+        measured = fresh(processes, _interleaved, *common, arguments.peers)[0]
         for peer in arguments.peers:
-            peaks = [peak for _, peak in _fresh(processes, _interleaved, *common, [peer])]
+            peaks = [peak for _, peak in fresh(processes, _interleaved, *common, [peer])]
             rows.append({"precision": precision, "vocab": vocab, "peer": peer, **_row(measured[0], peer)})
             rows[-1]["peak_mib"] = [round(peak) for peak in peaks]
             print(json.dumps(rows[-1]), flush=True)
@@ -60,21 +60,27 @@ def measure(make: Make, processes: int, arguments: argparse.Namespace) -> None:
             "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
             "shape": SHAPE,
             "configuration": {key: str(value) for key, value in vars(arguments).items()},
-            "machine": _machine(),
+            "machine": machine(),
             "rows": rows,
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def command_line(description: str | None, peers: tuple[str, ...], threads: int) -> argparse.Namespace:
-    """The options of a benchmark; `threads` is the default number of threads of a process."""
+def command_line(
+    description: str | None,
+    peers: tuple[str, ...],
+    threads: int,
+    vocab: tuple[int, ...] = (8192, 40000),
+    micro: int = 4,
+) -> argparse.Namespace:
+    """The options of a benchmark; `threads` (of a process), `vocab` and `micro` are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--vocab", nargs="+", type=int, default=[8192, 40000])
+    parser.add_argument("--vocab", nargs="+", type=int, default=list(vocab))
     parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers), help="plain among them")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--micro", type=int, default=4, help="sequences in a micro-batch")
+    parser.add_argument("--micro", type=int, default=micro, help="sequences in a micro-batch")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=threads)
@@ -82,7 +88,7 @@ def command_line(description: str | None, peers: tuple[str, ...], threads: int) 
     return parser.parse_args()
 
 
-def _fresh(processes: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def fresh(processes: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns in each of some fresh processes that form a gloo group."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=context) as pool:
@@ -139,7 +145,7 @@ def _peak_resident_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     """The processor and the versions of everything measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     words = [line for line in lines if line.startswith(("model name", "flags"))]

@@ -9,7 +9,6 @@ PYTHONPATH); its layers run on a CPU once `torch.cuda.current_device`, where the
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,33 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.models import PlainGPT, loop, pangu_step
+from benchmarks.models import PlainGPT, loop, pangu_step, plain_on_one
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 
 PROCESSES = 2
 PEERS = ("plain", "pangu", "pangu_sp", "dtensor", "dtensor_sp", "megatron", "megatron_sp")
-
-
-def plain_on_one(precision: str, vocab: int, micro: int) -> Step:
-    """The plain loop on the first process with the threads of all."""
-    if dist.get_rank() != 0:
-        return lambda batch: _nothing_until_the_barrier()
-    model = PlainGPT(vocab)
-    step, threads = loop(model, model, precision, micro), torch.get_num_threads()
-
-    def with_all_threads(batch: Tensor) -> float:
-        torch.set_num_threads(PROCESSES * threads)
-        loss = step(batch)
-        torch.set_num_threads(threads)
-        dist.barrier()
-        return loss
-
-    return with_all_threads
-
-
-def _nothing_until_the_barrier() -> float:
-    dist.barrier()
-    return math.nan
 
 
 def dtensor(precision: str, vocab: int, micro: int, sequence: bool) -> Step:

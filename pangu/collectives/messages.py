@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -12,16 +14,38 @@ from torch import Tensor
 from pangu.topology.mesh import Mesh
 
 
+class _Watched:
+    """A gloo send. It is never known as completed before somebody waits for it: a thread of its own does."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._left: Future[None] = Future()
+        Thread(target=self._watch, args=(work,), daemon=True).start()
+
+    def _watch(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._left.set_exception(error)
+        else:
+            self._left.set_result(None)
+
+    def is_completed(self) -> bool:
+        return self._left.done()
+
+    def wait(self) -> None:
+        self._left.result()
+
+
 @dataclass(frozen=True)
 class Message:
     """Tensors on their way. They must stay alive, and must not be changed, until the message is done."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
+    works: tuple[dist.Work | _Watched, ...]
 
     @property
     def is_done(self) -> bool:
-        """True if waiting would not take time."""
+        """True if what was sent has left, and waiting would not take time."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -63,14 +87,15 @@ class Channels:
         """Begin to send tensors to stage `peer`."""
         group = self._groups[kind, peer > self._stage]
         kept = tuple(tensor.contiguous() for tensor in tensors)
-        return _message(kept, [dist.isend(tensor, group=group, group_dst=peer) for tensor in kept])
+        works = _begun(dist.isend(tensor, group=group, group_dst=peer) for tensor in kept)
+        return Message(kept, tuple(map(_Watched, works)) if dist.get_backend(group) == "gloo" else works)
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Message:
         """Begin to receive tensors of the given shapes from stage `peer`."""
         group = self._groups[kind, peer < self._stage]
         kept = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        return _message(kept, [dist.irecv(tensor, group=group, group_src=peer) for tensor in kept])
+        return Message(kept, _begun(dist.irecv(tensor, group=group, group_src=peer) for tensor in kept))
 
 
-def _message(tensors: tuple[Tensor, ...], works: Sequence[dist.Work | None]) -> Message:
-    return Message(tensors, tuple(work for work in works if work is not None))
+def _begun(works: Iterable[dist.Work | None]) -> tuple[dist.Work, ...]:
+    return tuple(work for work in works if work is not None)

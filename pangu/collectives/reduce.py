@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pangu.config.errors import LocalError
+
+
+@contextmanager
+def answered(who: str) -> Iterator[None]:
+    """Turn a collective that fails within the block into a LocalError that begins with `who`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no exception of its own
+        if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        raise LocalError(
+            f"{who}: another process did not answer within parallel.timeout_s, or is gone; what that one says, if it "
+            f"still speaks, is the cause ({error})"
+        ) from error
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -45,11 +45,13 @@ def split_layers(
 def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[range]:
     counts = list(explicit)
     if len(counts) != chunks:
-        raise ValueError(f"layers per chunk {counts}: {len(counts)} numbers for {chunks} chunks; {chunks} work")
+        raise ValueError(f"layers per chunk {counts}: must be {chunks} numbers, one for each chunk; null works")
     if min(counts) < 1:
-        raise ValueError(f"layers per chunk {counts}: each chunk needs at least one layer")
+        raise ValueError(f"layers per chunk {counts}: each chunk needs at least one layer; null works")
     if sum(counts) != num_layers:
-        raise ValueError(f"layers per chunk {counts}: they add up to {sum(counts)}, the model has {num_layers} layers")
+        raise ValueError(
+            f"layers per chunk {counts}: must add up to the model's {num_layers} layers, not {sum(counts)}; null works"
+        )
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 

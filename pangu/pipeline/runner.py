@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +194,7 @@ class _Pass:
             self._carry_out(place, action)
             if events is not None:
                 events.append(Event(self.runner.stage, action, self.began, self.runner.now()))
-            self.leaving = [(sent, message) for sent, message in self.leaving if not message.is_done]
+            self._let_go()
         for action, message in self.leaving:
             self._wait(action, message)
 
@@ -259,15 +260,21 @@ class _Pass:
             return self.made.pop((kind, neighbour, micro))
         action, message = self.arriving.pop((kind, chunk, micro))
         tensors = self._wait(action, message)
+        self._let_go()  # of what left in the meantime
         self.began = self.runner.now()  # waiting is not work
         return tensors
+
+    def _let_go(self) -> None:
+        """Free what has left."""
+        self.leaving = [(sent, message) for sent, message in self.leaving if not message.is_done]
 
     def _send(self, action: Action) -> None:
         kind = KINDS[action.kind]
         tensors = self.made.pop((kind, *_key(action)))
         assert self.runner.channels is not None
         assert action.peer is not None
-        self.leaving.append((action, self.runner.channels.send(kind, tensors, action.peer)))
+        with self._meeting(action):
+            self.leaving.append((action, self.runner.channels.send(kind, tensors, action.peer)))
 
     def _receive(self, action: Action) -> None:
         kind, (chunk, micro) = KINDS[action.kind], _key(action)
@@ -275,16 +282,23 @@ class _Pass:
         assert runner.channels is not None
         assert action.peer is not None
         shapes = runner.model.carried_shapes(self.batches[micro])
-        message = runner.channels.receive(kind, shapes, runner.dtype, action.peer)
+        with self._meeting(action):
+            message = runner.channels.receive(kind, shapes, runner.dtype, action.peer)
         self.arriving[kind, chunk, micro] = action, message
 
     def _wait(self, action: Action, message: Message) -> Sequence[Tensor]:
-        try:
+        with self._meeting(action):
             return message.wait()
+
+    @contextmanager
+    def _meeting(self, action: Action) -> Iterator[None]:
+        """Turn a failure of a message into an error that says which one it was."""
+        try:
+            yield
         except RuntimeError as error:
             raise StageError(
-                f"{self.runner.name}: {action} did not come through within parallel.timeout_s, or the other side is "
-                f"gone: {error}"
+                f"{self.runner.name}: {action}: did not come through within parallel.timeout_s, or the other side is "
+                f"gone; what that stage says, if it still speaks, is the cause ({error})"
             ) from error
 
 

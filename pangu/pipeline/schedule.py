@@ -58,10 +58,8 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> S
     family = SCHEDULES[name]
     least, most = family.virtual
     if virtual < least or (most is not None and virtual > most):
-        allowed = f"exactly {least}" if most == least else f"at least {least}"
-        raise ValueError(
-            f"schedule {name} with virtual = {virtual}: it needs {allowed} chunk(s) per stage; virtual = {least} works"
-        )
+        allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
+        raise ValueError(f"schedule {name} with virtual = {virtual}: {name} needs {allowed} per stage; {least} works")
     round_trip = tuple(range(stages))
     stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
     orders = family.order(stages, virtual, micro_batches)

@@ -38,19 +38,21 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     """
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
-    try:
-        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches)
-    except ValueError as error:
-        key = "parallel.virtual" if parallel.schedule in SCHEDULES else "parallel.schedule"
-        raise ConfigError([Problem(key, getattr(parallel, key.partition(".")[2]), str(error))]) from error
     # the lookup of the embedding takes no time to speak of
     costs = [layer_flops(config.model)] * config.model.layers
     costs[-1] += head_flops(config.model)
+    problems = []
+    try:
+        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches)
+    except ValueError as error:
+        key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
+        problems.append(_problem(key, getattr(parallel, key), error))
     try:
         ranges = split_layers(config.model.layers, chunks, parallel.layers, costs)
     except ValueError as error:
-        value = "null" if parallel.layers is None else list(parallel.layers)
-        raise ConfigError([Problem("parallel.layers", value, str(error))]) from error
+        problems.append(_problem("layers", "null" if parallel.layers is None else list(parallel.layers), error))
+    if problems:
+        raise ConfigError(problems)
     parts = [Part(layers) for layers in ranges]
     parts[0] = replace(parts[0], first=True)
     parts[-1] = replace(parts[-1], last=True)
@@ -59,3 +61,8 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     again = [sum(costs[layer] for layer in layers[:recomputed]) for layers in ranges]
     backward = [once + twice for once, twice in zip(forward, again, strict=True)]
     return Stages(tuple(parts), schedule, Durations(forward, backward, forward))
+
+
+def _problem(key: str, value: object, error: ValueError) -> Problem:
+    """What is wrong with `parallel.KEY`: the error without its first words, which say the value."""
+    return Problem(f"parallel.{key}", value, str(error).partition(": ")[2])

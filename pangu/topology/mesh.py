@@ -36,8 +36,13 @@ class Mesh:
         mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s)
         for axis in (*AXES, "shard", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
-            if len(set(ranks)) > 1 and mesh.rank in ranks:
-                mesh.groups[axis] = mesh.new_group(ranks)
+            if len(set(ranks)) > 1:
+                # torch names a group by its ranks and by how many groups this process has: every process must make as
+                # many, those that are not in this one a group of their own
+                here = mesh.rank in ranks
+                group = mesh.new_group(ranks if here else [mesh.rank])
+                if here:
+                    mesh.groups[axis] = group
         return mesh
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:

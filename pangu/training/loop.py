@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from pangu.collectives.reduce import answered
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources
@@ -58,32 +60,37 @@ class Loop:
             for writer in writers:
                 open_ended.callback(writer.close)
             while trainer.step < config.train.steps:
-                began = time.perf_counter()
-                batches = loader.micro_batches(self.samples)
-                if config.profile and trainer.step == config.train.steps - 1:
-                    result, self.timeline = record_step(trainer, batches)
-                else:
-                    result = trainer.train_step(batches)
-                seconds = time.perf_counter() - began
-                self.samples += config.batch.global_size
-                self.last_loss = result.loss
-                validated = self._validate() if self._due(config.validation.every) else None
-                record = meter.record(
-                    trainer.step,
-                    tokens=config.batch.global_size * config.model.sequence,
-                    seconds=seconds,
-                    loss=result.loss,
-                    lr=result.lr,
-                    grad_norm=result.grad_norm,
-                    peak_memory_gib=peak_memory_gib(mesh.device),
-                    skipped=trainer.skipped,
-                    loss_scale=result.loss_scale if config.precision.loss_scale else None,
-                    validation_loss=validated,
-                )
-                for writer in writers:
-                    writer.write(record)
-                if self._due(config.checkpoint.every):
-                    self.checkpoint = save_checkpoint(config, trainer, self.samples)
+                with answered(f"rank {mesh.rank}, step {trainer.step + 1}"):
+                    self._make_step(loader, meter, writers)
+
+    def _make_step(self, loader: Loader, meter: Meter, writers: Sequence[Writer]) -> None:
+        config, trainer = self.config, self.trainer
+        began = time.perf_counter()
+        batches = loader.micro_batches(self.samples)
+        if config.profile and trainer.step == config.train.steps - 1:
+            result, self.timeline = record_step(trainer, batches)
+        else:
+            result = trainer.train_step(batches)
+        seconds = time.perf_counter() - began
+        self.samples += config.batch.global_size
+        self.last_loss = result.loss
+        validated = self._validate() if self._due(config.validation.every) else None
+        record = meter.record(
+            trainer.step,
+            tokens=config.batch.global_size * config.model.sequence,
+            seconds=seconds,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            peak_memory_gib=peak_memory_gib(trainer.mesh.device),
+            skipped=trainer.skipped,
+            loss_scale=result.loss_scale if config.precision.loss_scale else None,
+            validation_loss=validated,
+        )
+        for writer in writers:
+            writer.write(record)
+        if self._due(config.checkpoint.every):
+            self.checkpoint = save_checkpoint(config, trainer, self.samples)
 
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects
-from pangu.data.batch import make_batch
+from pangu.data.batch import Batch, make_batch
 from pangu.data.loader import Loader
 from pangu.evaluation.generation import next_token_scores
 from pangu.evaluation.perplexity import mean_loss
@@ -88,6 +88,17 @@ def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
             tensor[place] = part
     assert not any(bool(tensor.isnan().any()) for tensor in together.values())
     return together
+
+
+def small_trainer(layout: Layout, *overrides: str) -> tuple[Trainer, list[Batch]]:
+    """A trainer, and the micro-batches of its first step."""
+    config = tiny(*overrides, *parallel_keys(layout))
+    trainer = assemble(config, Mesh.connect(layout, torch.device("cpu"), config.parallel.timeout_s))
+    at, batch = trainer.mesh.at, config.batch
+    with Loader(
+        RaggedStream(), config.data.packing, batch.global_size, batch.micro_size, at.data, layout.data
+    ) as loader:
+        return trainer, loader.micro_batches(0)
 
 
 def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: str) -> dict[str, Any]:

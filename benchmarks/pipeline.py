@@ -1,0 +1,135 @@
+"""One training step of a GPT whose layers two gloo processes share, ours beside torch.distributed.pipelining.
+
+    python -m benchmarks.pipeline --output benchmarks/results/pipeline.json
+
+8 micro-batches; the same cut of the layers for all that have as many chunks. `plain` is the loop of one process with as
+many threads as all processes have together, while the others wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn import functional as F
+
+from benchmarks.models import PlainGPT, pangu_step, plain_on_one
+from benchmarks.side_by_side import Step, command_line, measure
+
+PROCESSES = 2
+MICRO_BATCHES = 8
+ONCE, LOOPED, IN_A_V = (4, 2), (2, 1, 2, 1), (1, 2, 2, 1)
+"""Layers of each chunk. The head takes as long as 1.3 layers, so each process has 3 or 4 layers' worth."""
+TORCH: dict[str, tuple[type[Any], tuple[int, ...]]] = {
+    "torch_gpipe": (ScheduleGPipe, ONCE),
+    "torch_1f1b": (Schedule1F1B, ONCE),
+    "torch_interleaved": (ScheduleInterleaved1F1B, LOOPED),
+    "torch_zero_bubble": (ScheduleInterleavedZeroBubble, LOOPED),
+    "torch_zb_v": (ScheduleZBVZeroBubble, IN_A_V),
+}
+OURS = {
+    "gpipe": ONCE,
+    "1f1b": ONCE,
+    "interleaved": LOOPED,
+    "breadth_first": LOOPED,
+    "zb_h1": ONCE,
+    "zb_v": IN_A_V,
+}
+PEERS = ("plain", *TORCH, *OURS)
+
+
+class Chunk(nn.Module):
+    """Some neighbouring blocks of the plain model, with the embedding before the first and the head behind the last."""
+
+    def __init__(self, model: PlainGPT, start: int, stop: int, precision: str) -> None:
+        super().__init__()
+        self.blocks = model.blocks[start:stop]
+        self.word = model.word if start == 0 else None
+        self.position = model.position if start == 0 else None
+        self.norm, self.head = (model.norm, model.head) if stop == len(model.blocks) else (None, None)
+        self.bf16 = precision == "bf16"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [batch, sequence] or hidden states [batch, sequence, hidden] -> hidden states or logits."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            if self.word is not None and self.position is not None:
+                x = self.word(x) + self.position(torch.arange(x.shape[1])[None])
+            for block in self.blocks:
+                x = block(x)
+            return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean loss of a micro-batch."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def torch_pipeline(kind: type[Any], layers: tuple[int, ...], precision: str, vocab: int) -> Step:
+    """The plain model on torch's stages and schedule; the rest of the loop is that of `loop`, over two processes."""
+    rank, model = dist.get_rank(), PlainGPT(vocab)
+    ends = [sum(layers[:chunk]) for chunk in range(len(layers) + 1)]
+    mine = ((0, 3), (1, 2))[rank] if layers is IN_A_V else tuple(range(rank, len(layers), PROCESSES))
+    chunks = [Chunk(model, ends[chunk], ends[chunk + 1], precision) for chunk in mine]
+    stages = [
+        PipelineStage(chunk, number, len(layers), torch.device("cpu"))
+        for number, chunk in zip(mine, chunks, strict=True)
+    ]
+    schedule = kind(stages if len(layers) > PROCESSES else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    first, last = 0 in mine, len(layers) - 1 in mine
+    table = model.word.weight
+    parameters = list(dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters()))
+    # both processes hold the tied table of a looped pipeline, and its norm counts once
+    once = [parameter for parameter in parameters if parameter is not table or first]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def step(batch: Tensor) -> float:
+        losses: list[Tensor] = []
+        inputs = (batch[:, :-1],) if first else ()
+        schedule.step(*inputs, target=batch[:, 1:] if last else None, losses=losses, return_outputs=False)
+        if first != last:
+            dist.all_reduce(table.grad)
+        squares = nn.utils.get_total_norm([p.grad for p in once if p.grad is not None]) ** 2
+        dist.all_reduce(squares)
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        dist.all_reduce(loss)
+        return float(loss)
+
+    return step
+
+
+def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
+    """The step function of a peer."""
+    torch.manual_seed(0)
+    if peer == "plain":
+        return plain_on_one(precision, vocab, micro)
+    if peer in TORCH:
+        return torch_pipeline(*TORCH[peer], precision, vocab)
+    layers = OURS[peer]
+    return pangu_step(
+        precision,
+        vocab,
+        micro,
+        f"parallel.pipeline={PROCESSES}",
+        f"parallel.virtual={len(layers) // PROCESSES}",
+        f"parallel.schedule={peer}",
+        f"parallel.layers={list(layers)}",
+        f"batch.micro_size={micro}",
+        f"batch.global_size={MICRO_BATCHES * micro}",
+    )
+
+
+if __name__ == "__main__":
+    measure(make, PROCESSES, command_line(__doc__, PEERS, threads=1, vocab=(8192,), micro=1))

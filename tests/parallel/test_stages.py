@@ -1,0 +1,161 @@
+"""What a stage of a pipeline keeps, and what it says when another one is stuck or gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pangu.collectives.reduce import answered
+from pangu.config.errors import LocalError
+from pangu.pipeline import theory
+from pangu.pipeline.actions import Action
+from pangu.pipeline.runner import KINDS, StageError, _key, _Pass
+from pangu.topology.layout import Layout
+from tests.parallel.harness import small_trainer
+from tests.parallel.test_pipeline import MODEL, SCHEDULES
+from tests.spawn import Pool, WorkerError
+
+
+def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
+    """Most activations of a chunk and a micro-batch that this stage holds in a step, those included whose weight
+    gradients are to come."""
+    trainer, batches = small_trainer(layout, *MODEL, *overrides)
+    carry_out, alive = _Pass._carry_out, [0]
+
+    def counted(self: _Pass, place: int, action: Action) -> None:
+        carry_out(self, place, action)
+        alive.append(len(self.live.keys() | self.runner.later._held.keys()))
+
+    with patch.object(_Pass, "_carry_out", counted):
+        trainer.train_step(batches)
+    assert alive[-1] == 0
+    return max(alive)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 5), (4, 3), (4, 6)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_holds_what_the_formula_says(pool: Pool, schedule: str, stages: int, micro_batches: int) -> None:
+    virtual = SCHEDULES[schedule]
+    overrides = (f"parallel.schedule={schedule}", f"batch.global_size={micro_batches}", "model.layers=8")
+    alive = pool.run(stages, most_alive, Layout(pipeline=stages, virtual=virtual), *overrides)
+    assert tuple(alive) == theory.peak_live(schedule, stages, virtual, micro_batches)
+
+
+def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) -> list[bool]:
+    """Of every backward whose chunk's output was sent: is the output's memory free by then?"""
+    trainer, batches = small_trainer(layout, *MODEL, *overrides)
+    sent: dict[tuple[str, int, int], list[StorageWeakRef]] = {}
+    free: list[bool] = []
+    send, take, let_go = _Pass._send, _Pass._take, _Pass._let_go
+
+    def recorded(self: _Pass, action: Action) -> None:
+        key = KINDS[action.kind], *_key(action)
+        sent[key] = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.made[key]]
+        send(self, action)
+
+    def slowly(self: _Pass) -> None:
+        time.sleep(0.01)  # a busy machine may be late to notice that a message has left
+        let_go(self)
+
+    def looked(self: _Pass, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
+        tensors = take(self, kind, chunk, neighbour, micro)
+        if kind == "gradient":
+            free.extend(ref.expired() for ref in sent.get(("activation", chunk, micro), []))
+        return tensors
+
+    with patch.multiple(_Pass, _send=recorded, _take=looked, _let_go=slowly):
+        trainer.train_step(batches)
+    assert all(ref.expired() for refs in sent.values() for ref in refs)
+    return free
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_sent_is_freed_before_its_backward(pool: Pool, schedule: str) -> None:
+    virtual = SCHEDULES[schedule]
+    overrides = (f"parallel.schedule={schedule}", "batch.global_size=4", "model.layers=8", "model.residual_scores=true")
+    free = pool.run(2, outputs_at_backward, Layout(pipeline=2, virtual=virtual), *overrides)
+    # two tensors for each micro-batch and each chunk but the last, or the one that hands over within its stage
+    assert sum(map(len, free)) == 2 * 4 * (2 if schedule == "zb_v" else 2 * virtual - 1)
+    assert all(map(all, free))
+
+
+TIMEOUT = 2.0
+
+
+def without(rank: int, world: int, lost: int, dies: bool) -> tuple[str, float]:
+    """What this stage says in a step in which stage `lost` is stuck or dies before its second forward, and when."""
+    keys = ("model.layers=4", "batch.global_size=4", f"parallel.timeout_s={TIMEOUT}")
+    trainer, batches = small_trainer(Layout(pipeline=world), *MODEL, *keys)
+    trainer.train_step(batches)
+    began = time.perf_counter()
+    carry_out = _Pass._carry_out
+
+    def perhaps(self: _Pass, place: int, action: Action) -> None:
+        if rank == lost and str(action).startswith("F") and action.micro == 1:
+            if dies:
+                os._exit(1)
+            time.sleep(3 * TIMEOUT)
+        carry_out(self, place, action)
+
+    with patch.object(_Pass, "_carry_out", perhaps):
+        try:
+            trainer.train_step(batches)
+        except StageError as error:
+            if dies:
+                raise
+            return str(error), time.perf_counter() - began
+    return "nothing", 0.0
+
+
+def test_the_others_say_in_time_what_a_stuck_stage_did_not_send(pool: Pool) -> None:
+    answers = pool.run(4, without, 2, False)
+    for stage in (0, 1, 3):
+        message, seconds = answers[stage]
+        assert re.match(missing(stage), message), message
+        assert TIMEOUT - 0.5 < seconds < 2 * TIMEOUT
+
+
+def test_the_others_say_at_once_what_a_dead_stage_did_not_send(pool: Pool) -> None:
+    began = time.perf_counter()
+    with pytest.raises(WorkerError) as told:
+        pool.run(4, without, 2, True)
+    assert "rank 2:\ndied" in str(told.value)
+    for stage in (0, 1, 3):
+        assert re.search(f"StageError: {missing(stage)}", str(told.value)), told.value
+    assert time.perf_counter() - began < 30.0
+
+
+def missing(stage: int) -> str:
+    """The message that a stage of four lacks when stage 2 stops before its second forward."""
+    message = "RECV_ACTIVATION" if stage == 3 else "RECV_GRADIENT"
+    peer = 2 if stage == 3 else stage + 1
+    micro = {0: 0, 1: 0, 3: 1}[stage]
+    return f"rank {stage}, stage {stage}: {message} of chunk {stage}, micro-batch {micro}, peer stage {peer}: did not"
+
+
+def alone(rank: int, world: int) -> str:
+    """What this rank says if the others do not come to the sum of losses."""
+    trainer, batches = small_trainer(Layout(data=world), *MODEL, "parallel.timeout_s=1")
+    if rank == 0:
+        with pytest.raises(LocalError) as told, answered(f"rank {rank}, step 1"):
+            trainer.train_step(batches)
+        return str(told.value)
+    time.sleep(2.0)
+    return ""
+
+
+def test_a_collective_without_the_others_ends_in_time(pool: Pool) -> None:
+    says = pool.run(2, alone)[0]
+    assert says.startswith("rank 0, step 1: another process did not answer within parallel.timeout_s, or is gone")
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), answered("rank 0"):
+        raise RuntimeError("shapes do not fit")

@@ -1,0 +1,62 @@
+"""From a configuration to stages, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from pangu.config.checks import check
+from pangu.config.errors import ConfigError
+from pangu.pipeline.stages import plan_stages
+from pangu.topology.layout import Layout
+from tests.configs import tiny
+
+NAMES = "1f1b, breadth_first, gpipe, interleaved, zb_h1, zb_v work"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("parallel.schedule=foo", [f"parallel.schedule = foo: there is none of that name; {NAMES}"]),
+        ("parallel.virtual=2", ["parallel.virtual = 2: 1f1b needs exactly 1 chunk per stage; 1 works"]),
+        (
+            "parallel.schedule=interleaved",
+            ["parallel.virtual = 1: interleaved needs at least 2 chunks per stage; 2 works"],
+        ),
+        ("parallel.schedule=zb_v", ["parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works"]),
+        (
+            "parallel.layers=[1,2]",
+            ["parallel.layers = [1, 2]: must add up to the model's 5 layers, not 3; null works"],
+        ),
+        ("parallel.layers=[5]", ["parallel.layers = [5]: must be 2 numbers, one for each chunk; null works"]),
+        ("parallel.layers=[0,5]", ["parallel.layers = [0, 5]: each chunk needs at least one layer; null works"]),
+        (
+            "parallel.schedule=zb_v parallel.virtual=3 model.layers=6",
+            ["parallel.virtual = 3: zb_v needs exactly 2 chunks per stage; 2 works"],
+        ),
+        (
+            "parallel.schedule=foo parallel.layers=[5]",
+            [
+                f"parallel.schedule = foo: there is none of that name; {NAMES}",
+                "parallel.layers = [5]: must be 2 numbers, one for each chunk; null works",
+            ],
+        ),
+    ],
+)
+def test_all_problems_at_once_in_the_words_of_the_keys(overrides: str, expected: list[str]) -> None:
+    config = tiny("model.layers=5", "parallel.pipeline=2", *overrides.split())
+    check(config, world=2)
+    with pytest.raises(ConfigError) as told:
+        plan_stages(config, Layout(pipeline=2, virtual=config.parallel.virtual))
+    assert [str(problem) for problem in told.value.problems] == expected
+
+
+def test_the_head_counts_as_much_as_it_costs() -> None:
+    """With a vocabulary of 101 and 16 columns the head is less than a layer; with 10,000 it is many."""
+
+    def layers(*overrides: str) -> list[int]:
+        stages = plan_stages(tiny("model.layers=8", "parallel.pipeline=2", *overrides), Layout(pipeline=2))
+        return [len(part.layers) for part in stages.parts]
+
+    assert layers() == [4, 4]
+    assert layers("model.vocab=10000") == [7, 1]
+    assert layers("parallel.layers=[2,6]") == [2, 6]
