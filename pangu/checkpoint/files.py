@@ -29,7 +29,7 @@ from torch import Tensor
 from pangu.config.errors import UserError
 
 FORMAT = "pangu-checkpoint"
-VERSION = 2
+VERSION = 3
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
@@ -60,8 +60,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints, oldest first. Half-written ones carry another name and are not among them."""
-    return sorted(path for path in folder.glob("step-????????") if (path / "index.json").is_file())
+    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them."""
+    return sorted(folder.glob("step-????????"))
 
 
 def start(path: Path) -> None:
@@ -114,10 +114,12 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
         index["files"] |= part.files
         for name, entry in part.tensors.items():
             index["tensors"].setdefault(name, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+    index["checksum"] = _checksum(index)
     with _saving(path):
         _write_bytes(_partial(path) / "index.json", json.dumps(index, indent=1).encode())
         _flush(_partial(path))
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            _delete(path)
         _partial(path).rename(path)
         _flush(path.parent)
 
@@ -130,17 +132,34 @@ def discard(path: Path) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Delete the oldest checkpoints until `keep` are left; 0 keeps all."""
     for path in list_checkpoints(folder)[: -keep or None] if keep else []:
-        # renamed first: a deletion that is cut short must not leave a damaged checkpoint behind
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(path)
+
+
+def tidy(folder: Path, step: int) -> list[Path]:
+    """Make the checkpoint of `step` the newest: rename later ones, which are damaged or belong to a course that the run
+    has left, and delete what killed processes left half-written or half-deleted.
+
+    Returns:
+        The new names; nothing lists these checkpoints any more.
+    """
+    for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
+        for rest in folder.glob(pattern):
+            shutil.rmtree(rest, ignore_errors=True)
+    aside = []
+    for path in list_checkpoints(folder):
+        if path > checkpoint_path(folder, step):
+            aside.append(path.with_name(f"{path.name}.aside"))
+            with _saving(path):
+                shutil.rmtree(aside[-1], ignore_errors=True)
+                path.rename(aside[-1])
+    return aside
 
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint.
 
     Raises:
-        UserError: if the folder holds no checkpoint that this version can read.
+        UserError: if the folder holds no checkpoint that this version can read, or the index is damaged.
     """
     try:
         index = json.loads((path / "index.json").read_text())
@@ -150,13 +169,31 @@ def read_index(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / 'index.json'}: cannot be read ({error})") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{path / 'index.json'}: this is not the index of a checkpoint of pangu")
-    if index["version"] != VERSION:
-        raise UserError(f"{path}: format version {index['version']}; this version of pangu reads {VERSION}")
+    if index.get("version") != VERSION:
+        raise UserError(f"{path}: format version {index.get('version')}; this version of pangu reads {VERSION}")
+    if index.pop("checksum", None) != _checksum(index):
+        raise UserError(f"{path / 'index.json'}: damaged: its checksum is another one than was written")
     return index
 
 
+def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint; each of `shares` processes reads its share of them."""
+    problems = []
+    for name in sorted(index["files"])[share::shares]:
+        expected = index["files"][name]
+        try:
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                problems.append(f"{path / name}: damaged: {size} bytes, and {expected['bytes']} were written")
+            elif _digest(path / name) != expected["sha256"]:
+                problems.append(f"{path / name}: damaged: its checksum is another one than was written")
+        except OSError as error:
+            problems.append(f"{path / name}: cannot be read ({error.strerror})")
+    return problems
+
+
 def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice]]) -> None:
-    """Verify the files of a checkpoint that are needed and copy the slices that are asked for, however it was cut.
+    """Copy the slices that are asked for out of a checkpoint without damage, however it was cut.
 
     Args:
         path: the checkpoint.
@@ -164,7 +201,7 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
         wanted: (`KIND/NAME`, slice to fill) pairs.
 
     Raises:
-        UserError: naming every tensor that is missing or has another shape, or the first damaged file.
+        UserError: naming every tensor that is missing or has another shape.
     """
     shapes = {name: list(part.shape) for name, part in wanted}
     problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
@@ -180,7 +217,6 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
             if common := _common(part, piece):
                 needed.setdefault(piece["file"], []).append((part, piece, common))
     for file, pieces in needed.items():
-        _verify(path / file, index["files"][file])
         with safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
@@ -199,6 +235,16 @@ def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | No
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
+
+
+def _doomed(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _delete(path: Path) -> None:
+    # renamed first: a deletion that is cut short must not leave a damaged checkpoint behind
+    path.rename(_doomed(path))
+    shutil.rmtree(_doomed(path), ignore_errors=True)
 
 
 @contextmanager
@@ -243,19 +289,11 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+def _checksum(index: Mapping[str, Any]) -> str:
+    """Of an index without its checksum."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _verify(path: Path, expected: Mapping[str, Any]) -> None:
-    try:
-        size = path.stat().st_size
-        intact = size == expected["bytes"] and _digest(path) == expected["sha256"]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    if not intact:
-        raise UserError(
-            f"{path}: damaged: {size} bytes with another checksum than the {expected['bytes']} that were written; "
-            "delete this checkpoint and start again to continue from the one before it"
-        )

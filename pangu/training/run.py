@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
 from pangu.training.closing import closing_words
+from pangu.training.lock import only_run
 from pangu.training.loop import Loop
 from pangu.training.profile import show
 from pangu.training.saving import find_checkpoint, load_checkpoint
@@ -83,16 +85,19 @@ def run(values: Mapping[str, Any]) -> None:
     log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
     mesh = Mesh.connect(layout, device, parallel.timeout_s)
     try:
-        _train(config, mesh, launch, stages, kernel)
+        output = Path(config.train.output)
+        together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
+        with ExitStack() as held:
+            together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
+            _train(config, mesh, launch, stages, kernel)
     finally:
         mesh.close()
 
 
 def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str) -> None:
     output = Path(config.train.output)
-    together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
-    checkpoint = find_checkpoint(config)
+    checkpoint = find_checkpoint(config, mesh)
     trainer = assemble(config, mesh, stages, kernel)
     samples = 0
     if checkpoint is not None:

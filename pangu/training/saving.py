@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,42 +17,72 @@ from pangu.checkpoint.files import (
     checkpoint_path,
     commit,
     discard,
+    find_damage,
     list_checkpoints,
     load,
     prune,
     read_index,
     start,
+    tidy,
     write_slices,
 )
+from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.training.together import together
 from pangu.zero.units import Piece
 
+log = logging.getLogger("pangu")
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def find_checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint that a run begins from; None for a fresh start.
+def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
+    """The checkpoint that a run begins from, intact; None for a fresh start. All ranks read the files between them.
 
     Raises:
-        UserError: if `checkpoint.resume` forbids what the run folder holds, or names no checkpoint.
+        UserError: on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
+            checkpoint, or if the run folder holds none but damaged ones.
     """
+    resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
-    newest = next(reversed(list_checkpoints(folder)), None)
-    if config.checkpoint.resume == "auto":
-        return newest
-    if config.checkpoint.resume == "none":
-        if newest is not None:
-            raise UserError(
-                f"checkpoint.resume = none: {newest} is there already; choose another train.output, delete the folder, "
-                "or let checkpoint.resume=auto continue it"
-            )
-        return None
-    path = Path(config.checkpoint.resume)
-    read_index(path)
-    return path
+    (found, *_) = together(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
+    assert found is not None
+    if resume == "none" and found:
+        raise UserError(
+            f"checkpoint.resume = none: {found[-1]} is there already; choose another train.output, delete the folder, "
+            "or let checkpoint.resume=auto continue it"
+        )
+    if resume not in ("auto", "none"):
+        if damage := _damage(Path(resume), mesh):
+            raise UserError("\n".join(damage))
+        return Path(resume)
+    problems = []
+    for path in reversed(found):
+        damage = _damage(path, mesh)
+        if not damage:
+            return path
+        problems += damage
+        for line in damage:
+            log.warning("skipping a checkpoint: %s", line)
+    if problems:
+        raise UserError(
+            f"{folder}: no checkpoint here is intact; choose another train.output to start from the beginning:\n"
+            + "\n".join(f"  {line}" for line in problems)
+        )
+    return None
+
+
+def _damage(path: Path, mesh: Mesh) -> list[str]:
+    """What is wrong with a checkpoint, the same on all ranks."""
+    try:
+        mine = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+    except UserError as error:
+        mine = [str(error)]
+    found = [line for lines in gather_objects(mine, mesh.group("world")) for line in lines]
+    return list(dict.fromkeys(found))
 
 
 def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
@@ -83,13 +114,13 @@ def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
 
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
-    """Restore the state of a run, exactly.
+    """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
 
     Returns:
         Samples that the run has consumed.
 
     Raises:
-        UserError: if the checkpoint is damaged or belongs to another model, optimizer or seed.
+        UserError: if the checkpoint belongs to another model, optimizer or seed.
     """
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
@@ -102,11 +133,15 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
         trainer.optimizer.state[piece.master] = {"step": torch.tensor(float(updates), device=where), **state}
     for moment in MOMENTS if updates else ():
         wanted += [(f"{moment}/{name}", part) for name, part in _of(trainer, _moment(trainer, moment))]
-    load(path, index, wanted)
+    together(trainer.mesh, lambda: load(path, index, wanted), here=True)
     trainer.parameters.weights.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     trainer.loss_scale.scale = index["loss_scale"]["scale"]
     trainer.loss_scale.clean_steps = index["loss_scale"]["clean_steps"]
+    folder = Path(config.train.output) / "checkpoints"
+    (aside, *_) = together(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    for later in aside or ():
+        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index["samples"]
 
 
