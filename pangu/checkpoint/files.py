@@ -12,9 +12,11 @@ from it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from pangu.config.errors import UserError
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
@@ -251,7 +253,7 @@ def _delete(path: Path) -> None:
 def _saving(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched. Free space or "
             "mend the folder's permissions, then start the same command again: it continues from the newest one"
@@ -259,20 +261,39 @@ def _saving(path: Path) -> Iterator[None]:
 
 
 def _write_file(folder: Path, writer: int, batch: Sequence[tuple[str, Slice]], written: Written) -> None:
-    file = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
-    keys = [f"{name}@{','.join(map(str, part.offsets))}" for name, part in batch]
-    contents = {
-        key: part.tensor.detach().cpu().contiguous().numpy() for key, (_, part) in zip(keys, batch, strict=True)
-    }
-    assert len(contents) == len(batch), "a slice is written twice"
-    save_file(contents, file)
-    _flush(file)
-    written.files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-    for key, (name, part) in zip(keys, batch, strict=True):
-        piece = {"file": file.name, "key": key, "offsets": list(part.offsets), "shape": list(part.tensor.shape)}
+    """Write a safetensors file: the length of its header, the header, the tensors' bytes.
+
+    Not by the library, which holds Python's lock while it writes and would stop a training thread, and which gives no
+    chance to take the checksum on the way.
+    """
+    path = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
+    header: dict[str, Any] = {}
+    end = 0
+    for name, part in batch:
+        key = f"{name}@{','.join(map(str, part.offsets))}"
+        assert key not in header, f"{key} is written twice"
+        shape, begin, end = list(part.tensor.shape), end, end + part.tensor.nbytes
+        header[key] = {"dtype": _CODES[part.tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         entry = written.tensors.setdefault(name, {"shape": list(part.shape), "dtype": dtype, "pieces": []})
-        entry["pieces"].append(piece)
+        entry["pieces"].append({"file": path.name, "key": key, "offsets": list(part.offsets), "shape": shape})
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    contents: Iterator[bytes | memoryview] = itertools.chain(
+        [struct.pack("<Q", len(head)), head], (_bytes(part) for _, part in batch)
+    )
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for content in contents:
+            digest.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    written.files[path.name] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _bytes(part: Slice) -> memoryview:
+    return part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _write_bytes(path: Path, content: bytes) -> None:

@@ -131,6 +131,9 @@ class CheckpointConfig:
 
     every: int
     """Steps between checkpoints; the last step is always saved. 0 saves nothing at all."""
+    asynchronous: bool
+    """Training stops only while the state is copied to host memory, which takes that much of it, and goes on while it
+    is written. false: it waits until the checkpoint is written."""
     keep: int
     """Newest checkpoints that are kept; 0 keeps all."""
     resume: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -39,6 +39,13 @@ class Mesh:
             if len(set(ranks)) > 1 and mesh.rank in ranks:
                 mesh.groups[axis] = mesh.new_group(ranks)
         return mesh
+
+    def background(self) -> Mesh:
+        """The same mesh for a thread beside training: collectives of two threads on one group would meet in any order,
+        so that its `world` is another one, on the CPU, and waits as long as disks may take. It has no other groups."""
+        if self.layout.world == 1:
+            return self
+        return replace(self, groups={"world": dist.new_group(backend="gloo", timeout=timedelta(hours=24))})
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """One more group of some global ranks; all of them must ask for it, in the same order as for other groups."""

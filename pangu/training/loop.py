@@ -16,7 +16,7 @@ from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
 from pangu.training.profile import record_step
-from pangu.training.saving import save_checkpoint
+from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from pangu.training.validation import Validation
 
@@ -57,6 +57,7 @@ class Loop:
             open_ended.enter_context(loader)
             for writer in writers:
                 open_ended.callback(writer.close)
+            saver = open_ended.enter_context(Saver(config, trainer))
             while trainer.step < config.train.steps:
                 began = time.perf_counter()
                 batches = loader.micro_batches(self.samples)
@@ -83,7 +84,9 @@ class Loop:
                 for writer in writers:
                     writer.write(record)
                 if self._due(config.checkpoint.every):
-                    self.checkpoint = save_checkpoint(config, trainer, self.samples)
+                    saver.save(self.samples)
+            saver.finish()
+            self.checkpoint = saver.newest
 
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""

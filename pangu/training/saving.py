@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from pangu.zero.units import Piece
 log = logging.getLogger("pangu")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PATIENCE_SECONDS = 60.0
+"""How long a run that ends with an error waits for a checkpoint that is being written."""
 
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
@@ -85,32 +87,100 @@ def _damage(path: Path, mesh: Mesh) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
-    """Write the state of a run; each element is written once, by one of the ranks that hold it, and all wait."""
-    folder = Path(config.train.output) / "checkpoints"
-    path = checkpoint_path(folder, trainer.step)
-    mesh = trainer.mesh
-    facts = {
-        "step": trainer.step,
-        "skipped": trainer.skipped,
-        "samples": samples,
-        "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
-        "identity": _identity(config),
-        "layout": asdict(mesh.layout),
-    }
-    try:
-        together(mesh, lambda: start(path), here=mesh.is_first)
-        write = partial(write_slices, path, mesh.rank, _slices(trainer))
+class Saver:
+    """Writes checkpoints while training goes on, each element once, by one of the ranks that hold it.
+
+    A context manager: at its end it waits for the writer, but not for ever.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._folder = Path(config.train.output) / "checkpoints"
+        self._mesh = trainer.mesh.background()
+        self._writer: Thread | None = None
+        self._error: BaseException | None = None
+        self.newest: Path | None = None
+        """The last checkpoint that this process saved."""
+
+    def save(self, samples: int) -> None:
+        """Copy the state of the run and begin to write it, after the save before has ended. A failure of that one is a
+        warning: older checkpoints are untouched, and this save tries again."""
+        try:
+            self.finish()
+        except UserError as error:
+            log.warning("%s", error)
+        trainer = self._trainer
+        facts = {
+            "step": trainer.step,
+            "skipped": trainer.skipped,
+            "samples": samples,
+            "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
+            "identity": _identity(self._config),
+            "layout": asdict(trainer.mesh.layout),
+        }
+        path = checkpoint_path(self._folder, trainer.step)
         # the other replicas hold copies
-        writes = mesh.at.data < mesh.layout.shards
-        parts = [part for part in together(mesh, write, here=writes) if part is not None]
-        together(mesh, lambda: commit(path, parts, facts), here=mesh.is_first)
-    except UserError:
-        if mesh.is_first:
-            discard(path)
-        raise
-    together(mesh, lambda: prune(folder, config.checkpoint.keep), here=mesh.is_first)
-    return path
+        writes = trainer.mesh.at.data < trainer.mesh.layout.shards
+        slices = _slices(trainer) if writes else iter(())
+        if not self._config.checkpoint.asynchronous:
+            self._run(path, slices, facts)
+            return
+        copies = _copies(slices, trainer.mesh.device)
+        self._writer = Thread(target=self._run, args=(path, copies, facts), name="checkpoint", daemon=True)
+        self._writer.start()
+
+    def finish(self) -> None:
+        """Wait until the last save has ended.
+
+        Raises:
+            UserError: on all ranks, if it failed.
+        """
+        if self._writer is not None:
+            self._writer.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.join(PATIENCE_SECONDS)
+
+    def _run(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
+        """The writer's work."""
+        try:
+            self._write(path, slices, facts)
+            self.newest = path
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
+        mesh = self._mesh
+        try:
+            together(mesh, lambda: start(path), here=mesh.is_first)
+            parts = together(mesh, lambda: write_slices(path, mesh.rank, slices), here=True)
+            written = [part for part in parts if part is not None]
+            together(mesh, lambda: commit(path, written, facts), here=mesh.is_first)
+        except UserError:
+            if mesh.is_first:
+                discard(path)
+            raise
+        together(mesh, lambda: prune(self._folder, self._config.checkpoint.keep), here=mesh.is_first)
+
+
+def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[tuple[str, Slice]]:
+    """The slices in host memory, where the next step does not change them."""
+    pinned = device.type != "cpu"  # so that the copies need not wait for one another; torch keeps and reuses the pages
+    copies = []
+    for name, part in slices:
+        tensor = torch.empty_like(part.tensor, device="cpu", pin_memory=pinned)
+        copies.append((name, replace(part, tensor=tensor.copy_(part.tensor, non_blocking=pinned))))
+    if pinned:
+        torch.accelerator.synchronize(device)
+    return copies
 
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
