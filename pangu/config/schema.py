@@ -7,6 +7,7 @@ dictionaries and `pangu.config.checks` finds contradictions between fields.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,8 +112,21 @@ class TrainConfig:
     """Initial weights, data order and dropout are functions of this number."""
     output: str
     """Run folder: resolved config, metrics, plots, checkpoints, summary."""
+    stop_after: float | str | None
+    """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
+    it; writing the checkpoint comes on top. null: no limit."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
+
+    @property
+    def stop_after_s(self) -> float | None:
+        """`stop_after` in seconds. Raises ValueError if it is no time."""
+        if not isinstance(self.stop_after, str):
+            return self.stop_after
+        parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", self.stop_after)
+        if not self.stop_after or parts is None:
+            raise ValueError(self.stop_after)
+        return float(sum(int(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
 from pangu.training.profile import record_step
+from pangu.training.requests import Requests
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from pangu.training.validation import Validation
@@ -25,7 +26,13 @@ class Loop:
     """Makes steps until the run is complete."""
 
     def __init__(
-        self, config: RunConfig, trainer: Trainer, sources: Sources, validation: Validation | None, samples: int
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        sources: Sources,
+        validation: Validation | None,
+        samples: int,
+        requests: Requests,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -33,7 +40,10 @@ class Loop:
         self.validation = validation
         self.samples = samples
         """Samples consumed, over all replicas."""
+        self.requests = requests
         self.checkpoint: Path | None = None
+        self.stopped: str | None = None
+        """Why the run ended before its last step, if it did."""
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.timeline: Timeline | None = None
@@ -54,6 +64,7 @@ class Loop:
             mesh.layout.data,
         )
         with ExitStack() as open_ended:
+            open_ended.enter_context(self.requests)
             open_ended.enter_context(loader)
             for writer in writers:
                 open_ended.callback(writer.close)
@@ -83,8 +94,12 @@ class Loop:
                 )
                 for writer in writers:
                     writer.write(record)
-                if self._due(config.checkpoint.every):
+                asked = self.requests.after_step(time.perf_counter() - began)
+                if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
                     saver.save(self.samples)
+                if asked.stop and trainer.step < config.train.steps:
+                    self.stopped = asked.stop
+                    break
             saver.finish()
             self.checkpoint = saver.newest
 

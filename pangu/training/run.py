@@ -39,6 +39,7 @@ from pangu.training.closing import closing_words
 from pangu.training.lock import only_run
 from pangu.training.loop import Loop
 from pangu.training.profile import show
+from pangu.training.requests import Requests
 from pangu.training.saving import find_checkpoint, load_checkpoint
 from pangu.training.step import DTYPES, Trainer
 from pangu.training.together import together
@@ -56,6 +57,7 @@ def run(values: Mapping[str, Any]) -> None:
     Raises:
         UserError: for everything that the user can mend.
     """
+    began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
     config = build(RunConfig, values)
@@ -89,12 +91,12 @@ def run(values: Mapping[str, Any]) -> None:
         together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
         with ExitStack() as held:
             together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
-            _train(config, mesh, launch, stages, kernel)
+            _train(config, mesh, launch, stages, kernel, Requests(mesh, began, config.train.stop_after_s))
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str, requests: Requests) -> None:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config, mesh)
@@ -108,11 +110,15 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
     validation = None
     if sources.validation is not None and config.validation.every:
         validation = Validation(config, sources.validation, mesh)
-    loop = Loop(config, trainer, sources, validation, samples)
+    loop = Loop(config, trainer, sources, validation, samples, requests)
     if trainer.step >= config.train.steps:
         log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
     started = time.perf_counter()
     loop.run()
+    if loop.stopped:
+        saved = f"{loop.checkpoint} is written" if loop.checkpoint else "nothing is written (checkpoint.every = 0)"
+        log.info("stopped after step %d (%s): %s; the same command continues", trainer.step, loop.stopped, saved)
+        return
     _finish(config, trainer, sources, loop, time.perf_counter() - started)
 
 

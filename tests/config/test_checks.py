@@ -125,6 +125,12 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["parallel.sequence=true"], "parallel.sequence = true: has nothing to share with parallel.tensor = 1"),
         (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (["train.stop_after=soon"], "train.stop_after = soon: must be a time; 5400, 90m, 1h30m or null work"),
+        (["train.stop_after=0"], "train.stop_after = 0.0: must be above 0"),
+        (
+            ["train.stop_after=1h", "checkpoint.every=0"],
+            "train.stop_after = 1h: checkpoint.every = 0 saves nothing that could be continued; null works",
+        ),
         (
             ["data=indexed", "data.train=[a,b]", "data.weights=[1]", "validation.every=0"],
             "data.weights = [1.0]: must have one weight for each of the 2 prefixes",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +26,50 @@ SMALL = (
 )
 
 
+def _words(words: tuple[str, ...], processes: int, restarts: int) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of `python WORDS`, or of torchrun."""
+    start = [sys.executable]
+    if processes:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        start += [f"--max-restarts={restarts}"]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
+    return [*start, *words], environment
+
+
 def command(
     *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, or `torchrun --nproc-per-node=PROCESSES WORDS`."""
-    start = [sys.executable]
-    if processes:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    root = str(repository())
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    }
+    line, environment = _words(words, processes, 0)
+    folder = cwd or str(repository())
     return subprocess.run(
-        [*start, *words], cwd=cwd or root, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+@contextmanager
+def started(output: Path, *overrides: str, processes: int = 0, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """`pretrain`, not waited for, in a session of its own, all of which is killed at the end; stderr goes to a pipe."""
+    words = (str(repository() / "pretrain.py"), *overrides, f"train.output={output}")
+    line, environment = _words(words, processes, restarts)
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, cwd=repository(), env=environment, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to all processes of a started command: the launcher's, and each worker's, which lead groups of theirs."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True, text=True, check=False
+    ).stdout
+    for pid in listed.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str]:

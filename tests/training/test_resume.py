@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,18 +57,36 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with three checkpoints."""
+    output = tmp_path_factory.mktemp("three_steps")
+    train(output, 3)
+    return output
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of four steps."""
+    return train(tmp_path_factory.mktemp("unbroken"), 4)
+
+
 @pytest.mark.parametrize(("damage", "says"), DAMAGE)
 def test_the_newest_intact_checkpoint_is_used(
-    damage: Callable[[Path], Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], Any],
+    says: str,
+    three_steps: Path,
+    unbroken: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    unbroken = train(tmp_path / "whole", 4)
-    train(tmp_path / "run", 3)
-    newest = tmp_path / "run" / "checkpoints" / "step-00000003"
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "step-00000003"
     damage(newest)
     with pytest.raises(UserError, match="step-00000003"):  # asked for by name, it is refused
-        train(tmp_path / "run", 4, f"checkpoint.resume={newest}")
+        train(tmp_path, 4, f"checkpoint.resume={newest}")
     capsys.readouterr()
-    assert train(tmp_path / "run", 4) == unbroken
+    assert train(tmp_path, 4) == unbroken
     log = capsys.readouterr().err
     assert "skipping a checkpoint: " in log
     assert says in log
