@@ -61,6 +61,10 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them."""
     return sorted(folder.glob("step-????????"))
@@ -131,9 +135,11 @@ def discard(path: Path) -> None:
     shutil.rmtree(_partial(path), ignore_errors=True)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete the oldest checkpoints until `keep` are left; 0 keeps all."""
-    for path in list_checkpoints(folder)[: -keep or None] if keep else []:
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
+    not count."""
+    passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
+    for path in passing[: -keep or None] if keep else []:
         _delete(path)
 
 
@@ -194,6 +200,19 @@ def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: in
     return problems
 
 
+def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
+    """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
+    every tensor of the kind `every` that is not in `shapes`."""
+    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
+    for name, entry in index["tensors"].items():
+        if name in shapes and entry["shape"] != list(shapes[name]):
+            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(shapes[name])} in the model")
+        elif name not in shapes and every and name.startswith(f"{every}/"):
+            problems.append(f"{name}: not in the model")
+    if problems:
+        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
+
+
 def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice]]) -> None:
     """Copy the slices that are asked for out of a checkpoint without damage, however it was cut.
 
@@ -205,14 +224,7 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
     Raises:
         UserError: naming every tensor that is missing or has another shape.
     """
-    shapes = {name: list(part.shape) for name, part in wanted}
-    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
-    for name, shape in shapes.items():
-        entry = index["tensors"].get(name)
-        if entry and entry["shape"] != shape:
-            problems.append(f"{name}: {entry['shape']} in the checkpoint, {shape} in the model")
-    if problems:
-        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
+    require_fit(path, index, {name: part.shape for name, part in wanted})
     needed: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
     for name, part in wanted:
         for piece in index["tensors"][name]["pieces"]:
@@ -224,6 +236,15 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
                 here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
                 part.tensor[here].copy_(opened.get_slice(piece["key"])[there])
+
+
+def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
+    """One whole tensor, named `KIND/NAME`, of a checkpoint without damage."""
+    entry = index["tensors"][name]
+    shape = tuple(entry["shape"])
+    tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+    load(path, index, [(name, Slice(tensor, shape, (0,) * len(shape)))])
+    return tensor
 
 
 def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:

@@ -150,9 +150,14 @@ class CheckpointConfig:
     is written. false: it waits until the checkpoint is written."""
     keep: int
     """Newest checkpoints that are kept; 0 keeps all."""
+    keep_every: int
+    """Checkpoints at multiples of so many steps are kept for ever besides; 0: none."""
     resume: str
     """`auto`: continue if the run folder holds a checkpoint; `none`: refuse a run folder that holds one; otherwise the
     path of a checkpoint folder to continue from."""
+    init_from: str | None
+    """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
+    folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pangu.training.lock import only_run
 from pangu.training.loop import Loop
 from pangu.training.profile import show
 from pangu.training.requests import Requests
-from pangu.training.saving import find_checkpoint, load_checkpoint
+from pangu.training.saving import find_checkpoint, load_checkpoint, load_weights
 from pangu.training.step import DTYPES, Trainer
 from pangu.training.together import together
 from pangu.training.validation import Validation
@@ -105,6 +105,9 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+    elif config.checkpoint.init_from is not None:
+        load_weights(Path(config.checkpoint.init_from), config, trainer)
+        log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
     together(mesh, lambda: _save_config(output, config), here=mesh.is_first)
     validation = None

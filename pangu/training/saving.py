@@ -22,6 +22,7 @@ from pangu.checkpoint.files import (
     load,
     prune,
     read_index,
+    require_fit,
     start,
     tidy,
     write_slices,
@@ -58,9 +59,7 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
             "or let checkpoint.resume=auto continue it"
         )
     if resume not in ("auto", "none"):
-        if damage := _damage(Path(resume), mesh):
-            raise UserError("\n".join(damage))
-        return Path(resume)
+        return _intact(Path(resume), mesh)
     problems = []
     for path in reversed(found):
         damage = _damage(path, mesh)
@@ -75,6 +74,13 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
             + "\n".join(f"  {line}" for line in problems)
         )
     return None
+
+
+def _intact(path: Path, mesh: Mesh) -> Path:
+    """`path`. Raises UserError on all ranks if that is not an intact checkpoint."""
+    if damage := _damage(path, mesh):
+        raise UserError("\n".join(damage))
+    return path
 
 
 def _damage(path: Path, mesh: Mesh) -> list[str]:
@@ -158,7 +164,7 @@ class Saver:
             self._error = error
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
-        mesh = self._mesh
+        mesh, keep = self._mesh, self._config.checkpoint
         try:
             together(mesh, lambda: start(path), here=mesh.is_first)
             parts = together(mesh, lambda: write_slices(path, mesh.rank, slices), here=True)
@@ -168,7 +174,7 @@ class Saver:
             if mesh.is_first:
                 discard(path)
             raise
-        together(mesh, lambda: prune(self._folder, self._config.checkpoint.keep), here=mesh.is_first)
+        together(mesh, lambda: prune(self._folder, keep.keep, keep.keep_every), here=mesh.is_first)
 
 
 def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[tuple[str, Slice]]:
@@ -213,6 +219,28 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     for later in aside or ():
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index["samples"]
+
+
+def load_weights(path: Path, config: RunConfig, trainer: Trainer) -> None:
+    """Give a new run the weights of a checkpoint, and nothing else of it.
+
+    Raises:
+        UserError: on all ranks, if it is damaged, or naming every tensor that only one of the two has or whose shape
+            differs.
+    """
+    mesh = trainer.mesh
+    index = read_index(_intact(path, mesh))
+    wanted = [(f"weight/{name}", part) for name, part in _of(trainer, lambda piece: piece.master)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather_objects({name: slice_.shape for name, slice_ in wanted}, mesh.group("world")):
+        shapes |= part
+    require_fit(path, index, shapes, "weight")
+    load(path, index, wanted)
+    trainer.parameters.weights.publish()
+    current = _identity(config)
+    for key, value in index["identity"].items():
+        if key.startswith("model.") and current.get(key) != value:
+            log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
 
 
 def _of(trainer: Trainer, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:

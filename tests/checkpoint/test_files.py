@@ -95,6 +95,8 @@ def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Pat
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000010"]
     prune(tmp_path, 0)
     assert len(list_checkpoints(tmp_path)) == 3
+    prune(tmp_path, 1, keep_every=2)  # 2 and 10 stay for ever
+    assert len(list_checkpoints(tmp_path)) == 3
     prune(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 

@@ -125,6 +125,14 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["parallel.sequence=true"], "parallel.sequence = true: has nothing to share with parallel.tensor = 1"),
         (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (
+            ["checkpoint.keep_every=150"],
+            "checkpoint.keep_every = 150: must be a multiple of checkpoint.every = 100; nearest that work: 100, 200",
+        ),
+        (
+            ["checkpoint.resume=a", "checkpoint.init_from=b"],
+            "checkpoint.init_from = b: a run that continues checkpoint.resume = a has its weights from there",
+        ),
         (["train.stop_after=soon"], "train.stop_after = soon: must be a time; 5400, 90m, 1h30m or null work"),
         (["train.stop_after=0"], "train.stop_after = 0.0: must be above 0"),
         (

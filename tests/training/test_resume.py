@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pangu.checkpoint.files import read_index, read_tensor
 from pangu.config.errors import UserError
 from pangu.training.lock import only_run
 from pangu.training.run import run
@@ -125,3 +128,32 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_ends(tmp_path: Path)
         pass
     assert (tmp_path / "run.lock").read_text() == ""
     assert len(train(tmp_path, 1)) == 1
+
+
+def test_a_new_run_begins_with_the_weights_of_another(
+    three_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = three_steps / "checkpoints" / "step-00000003"
+    words = ("checkpoint.init_from=" + str(checkpoint), "optimizer=lamb", "model.dropout=0.5", "optimizer.lr=1e-12")
+    losses = train(tmp_path / "tuned", 2, *words, "lr_schedule.min_lr=0", "train.seed=7")
+    assert "model.dropout = 0.5: the weights of" in capsys.readouterr().err
+    index = read_index(tmp_path / "tuned/checkpoints/step-00000001")
+    assert (index["step"], index["samples"]) == (1, 4)
+    source = read_index(checkpoint)
+    for name in (name for name in source["tensors"] if name.startswith("weight/")):
+        after = read_tensor(tmp_path / "tuned/checkpoints/step-00000001", index, name)
+        torch.testing.assert_close(after, read_tensor(checkpoint, source, name), rtol=0, atol=1e-8)
+    # once it has a checkpoint of its own, the same command continues it
+    assert train(tmp_path / "tuned", 3, *words, "lr_schedule.min_lr=0", "train.seed=7")[:2] == losses
+
+
+def test_weights_that_do_not_fit_are_all_named(three_steps: Path, tmp_path: Path) -> None:
+    checkpoint = three_steps / "checkpoints" / "step-00000003"
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, 1, f"checkpoint.init_from={checkpoint}", "model.hidden=48", "model.layers=3")
+    said = str(caught.value)
+    assert re.search(r"weight/.*embedding.*: \[64, 32\] in the checkpoint, \[64, 48\] in the model", said)
+    assert "weight/layers.1.mlp" in said
+    assert "not in the checkpoint" in said
+    with pytest.raises(UserError, match=r"weight/.*: not in the model"):
+        train(tmp_path, 1, f"checkpoint.init_from={checkpoint}", "model.kind=gpt")
