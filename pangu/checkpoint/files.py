@@ -12,9 +12,11 @@ from it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from pangu.config.errors import UserError
 
 FORMAT = "pangu-checkpoint"
-VERSION = 2
+VERSION = 3
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
@@ -59,9 +61,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints, oldest first. Half-written ones carry another name and are not among them."""
-    return sorted(path for path in folder.glob("step-????????") if (path / "index.json").is_file())
+    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them."""
+    return sorted(folder.glob("step-????????"))
 
 
 def start(path: Path) -> None:
@@ -114,10 +120,12 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
         index["files"] |= part.files
         for name, entry in part.tensors.items():
             index["tensors"].setdefault(name, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+    index["checksum"] = _checksum(index)
     with _saving(path):
         _write_bytes(_partial(path) / "index.json", json.dumps(index, indent=1).encode())
         _flush(_partial(path))
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            _delete(path)
         _partial(path).rename(path)
         _flush(path.parent)
 
@@ -127,20 +135,39 @@ def discard(path: Path) -> None:
     shutil.rmtree(_partial(path), ignore_errors=True)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete the oldest checkpoints until `keep` are left; 0 keeps all."""
-    for path in list_checkpoints(folder)[: -keep or None] if keep else []:
-        # renamed first: a deletion that is cut short must not leave a damaged checkpoint behind
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
+    not count."""
+    passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
+    for path in passing[: -keep or None] if keep else []:
+        _delete(path)
+
+
+def tidy(folder: Path, step: int) -> list[Path]:
+    """Make the checkpoint of `step` the newest: rename later ones, which are damaged or belong to a course that the run
+    has left, and delete what killed processes left half-written or half-deleted.
+
+    Returns:
+        The new names; nothing lists these checkpoints any more.
+    """
+    for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
+        for rest in folder.glob(pattern):
+            shutil.rmtree(rest, ignore_errors=True)
+    aside = []
+    for path in list_checkpoints(folder):
+        if path > checkpoint_path(folder, step):
+            aside.append(path.with_name(f"{path.name}.aside"))
+            with _saving(path):
+                shutil.rmtree(aside[-1], ignore_errors=True)
+                path.rename(aside[-1])
+    return aside
 
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint.
 
     Raises:
-        UserError: if the folder holds no checkpoint that this version can read.
+        UserError: if the folder holds no checkpoint that this version can read, or the index is damaged.
     """
     try:
         index = json.loads((path / "index.json").read_text())
@@ -150,13 +177,44 @@ def read_index(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / 'index.json'}: cannot be read ({error})") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{path / 'index.json'}: this is not the index of a checkpoint of pangu")
-    if index["version"] != VERSION:
-        raise UserError(f"{path}: format version {index['version']}; this version of pangu reads {VERSION}")
+    if index.get("version") != VERSION:
+        raise UserError(f"{path}: format version {index.get('version')}; this version of pangu reads {VERSION}")
+    if index.pop("checksum", None) != _checksum(index):
+        raise UserError(f"{path / 'index.json'}: damaged: its checksum is another one than was written")
     return index
 
 
+def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint; each of `shares` processes reads its share of them."""
+    problems = []
+    for name in sorted(index["files"])[share::shares]:
+        expected = index["files"][name]
+        try:
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                problems.append(f"{path / name}: damaged: {size} bytes, and {expected['bytes']} were written")
+            elif _digest(path / name) != expected["sha256"]:
+                problems.append(f"{path / name}: damaged: its checksum is another one than was written")
+        except OSError as error:
+            problems.append(f"{path / name}: cannot be read ({error.strerror})")
+    return problems
+
+
+def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
+    """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
+    every tensor of the kind `every` that is not in `shapes`."""
+    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
+    for name, entry in index["tensors"].items():
+        if name in shapes and entry["shape"] != list(shapes[name]):
+            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(shapes[name])} in the model")
+        elif name not in shapes and every and name.startswith(f"{every}/"):
+            problems.append(f"{name}: not in the model")
+    if problems:
+        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
+
+
 def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice]]) -> None:
-    """Verify the files of a checkpoint that are needed and copy the slices that are asked for, however it was cut.
+    """Copy the slices that are asked for out of a checkpoint without damage, however it was cut.
 
     Args:
         path: the checkpoint.
@@ -164,28 +222,29 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
         wanted: (`KIND/NAME`, slice to fill) pairs.
 
     Raises:
-        UserError: naming every tensor that is missing or has another shape, or the first damaged file.
+        UserError: naming every tensor that is missing or has another shape.
     """
-    shapes = {name: list(part.shape) for name, part in wanted}
-    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
-    for name, shape in shapes.items():
-        entry = index["tensors"].get(name)
-        if entry and entry["shape"] != shape:
-            problems.append(f"{name}: {entry['shape']} in the checkpoint, {shape} in the model")
-    if problems:
-        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
+    require_fit(path, index, {name: part.shape for name, part in wanted})
     needed: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
     for name, part in wanted:
         for piece in index["tensors"][name]["pieces"]:
             if common := _common(part, piece):
                 needed.setdefault(piece["file"], []).append((part, piece, common))
     for file, pieces in needed.items():
-        _verify(path / file, index["files"][file])
         with safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
                 here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
                 part.tensor[here].copy_(opened.get_slice(piece["key"])[there])
+
+
+def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
+    """One whole tensor, named `KIND/NAME`, of a checkpoint without damage."""
+    entry = index["tensors"][name]
+    shape = tuple(entry["shape"])
+    tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+    load(path, index, [(name, Slice(tensor, shape, (0,) * len(shape)))])
+    return tensor
 
 
 def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
@@ -201,11 +260,21 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def _doomed(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _delete(path: Path) -> None:
+    # renamed first: a deletion that is cut short must not leave a damaged checkpoint behind
+    path.rename(_doomed(path))
+    shutil.rmtree(_doomed(path), ignore_errors=True)
+
+
 @contextmanager
 def _saving(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched. Free space or "
             "mend the folder's permissions, then start the same command again: it continues from the newest one"
@@ -213,20 +282,39 @@ def _saving(path: Path) -> Iterator[None]:
 
 
 def _write_file(folder: Path, writer: int, batch: Sequence[tuple[str, Slice]], written: Written) -> None:
-    file = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
-    keys = [f"{name}@{','.join(map(str, part.offsets))}" for name, part in batch]
-    contents = {
-        key: part.tensor.detach().cpu().contiguous().numpy() for key, (_, part) in zip(keys, batch, strict=True)
-    }
-    assert len(contents) == len(batch), "a slice is written twice"
-    save_file(contents, file)
-    _flush(file)
-    written.files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-    for key, (name, part) in zip(keys, batch, strict=True):
-        piece = {"file": file.name, "key": key, "offsets": list(part.offsets), "shape": list(part.tensor.shape)}
+    """Write a safetensors file: the length of its header, the header, the tensors' bytes.
+
+    Not by the library, which holds Python's lock while it writes and would stop a training thread, and which gives no
+    chance to take the checksum on the way.
+    """
+    path = folder / f"tensors-{writer:05d}-{len(written.files):05d}.safetensors"
+    header: dict[str, Any] = {}
+    end = 0
+    for name, part in batch:
+        key = f"{name}@{','.join(map(str, part.offsets))}"
+        assert key not in header, f"{key} is written twice"
+        shape, begin, end = list(part.tensor.shape), end, end + part.tensor.nbytes
+        header[key] = {"dtype": _CODES[part.tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         entry = written.tensors.setdefault(name, {"shape": list(part.shape), "dtype": dtype, "pieces": []})
-        entry["pieces"].append(piece)
+        entry["pieces"].append({"file": path.name, "key": key, "offsets": list(part.offsets), "shape": shape})
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    contents: Iterator[bytes | memoryview] = itertools.chain(
+        [struct.pack("<Q", len(head)), head], (_bytes(part) for _, part in batch)
+    )
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for content in contents:
+            digest.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    written.files[path.name] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _bytes(part: Slice) -> memoryview:
+    return part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
@@ -243,19 +331,11 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+def _checksum(index: Mapping[str, Any]) -> str:
+    """Of an index without its checksum."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _verify(path: Path, expected: Mapping[str, Any]) -> None:
-    try:
-        size = path.stat().st_size
-        intact = size == expected["bytes"] and _digest(path) == expected["sha256"]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    if not intact:
-        raise UserError(
-            f"{path}: damaged: {size} bytes with another checksum than the {expected['bytes']} that were written; "
-            "delete this checkpoint and start again to continue from the one before it"
-        )

@@ -285,10 +285,12 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 def _run(config: RunConfig) -> Iterator[Problem]:
     yield from _at_least("train.steps", config.train.steps, 1)
     yield from _at_least("train.seed", config.train.seed, 0)
+    yield from _stop_after(config)
     yield from _at_least("validation.every", config.validation.every, 0)
     yield from _at_least("validation.sequences", config.validation.sequences, 1)
     yield from _at_least("checkpoint.every", config.checkpoint.every, 0)
     yield from _at_least("checkpoint.keep", config.checkpoint.keep, 0)
+    yield from _checkpoint(config)
     yield from _at_least("metrics.every", config.metrics.every, 1)
     yield from _at_least("sample.tokens", config.sample.tokens, 0)
     yield from _at_least("sample.top_k", config.sample.top_k, 0)
@@ -312,6 +314,33 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         yield Problem("sample.tokens", config.sample.tokens, f"data.kind = {data.kind} has no tokenizer here", works)
     if config.sample.tokens and not config.sample.prompts:
         yield Problem("sample.prompts", "[]", "sample.tokens > 0 needs a text to continue")
+
+
+def _checkpoint(config: RunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    yield from _at_least("checkpoint.keep_every", checkpoint.keep_every, 0)
+    if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
+        near = multiples_near(checkpoint.every, checkpoint.keep_every)
+        rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
+        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, _any_of(near))
+    if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
+        rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
+        yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
+
+
+def _stop_after(config: RunConfig) -> Iterator[Problem]:
+    given = config.train.stop_after
+    try:
+        limit = config.train.stop_after_s
+    except ValueError:
+        yield Problem("train.stop_after", given, "must be a time", "5400, 90m, 1h30m or null work")
+        return
+    if limit is not None:
+        yield from _positive("train.stop_after", limit)
+        if not config.checkpoint.every:
+            yield Problem(
+                "train.stop_after", given, "checkpoint.every = 0 saves nothing that could be continued", "null works"
+            )
 
 
 def _at_least(key: str, value: float, low: float) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ dictionaries and `pangu.config.checks` finds contradictions between fields.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,8 +112,21 @@ class TrainConfig:
     """Initial weights, data order and dropout are functions of this number."""
     output: str
     """Run folder: resolved config, metrics, plots, checkpoints, summary."""
+    stop_after: float | str | None
+    """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
+    it; writing the checkpoint comes on top. null: no limit."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
+
+    @property
+    def stop_after_s(self) -> float | None:
+        """`stop_after` in seconds. Raises ValueError if it is no time."""
+        if not isinstance(self.stop_after, str):
+            return self.stop_after
+        parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", self.stop_after)
+        if not self.stop_after or parts is None:
+            raise ValueError(self.stop_after)
+        return float(sum(int(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -131,11 +145,19 @@ class CheckpointConfig:
 
     every: int
     """Steps between checkpoints; the last step is always saved. 0 saves nothing at all."""
+    asynchronous: bool
+    """Training stops only while the state is copied to host memory, which takes that much of it, and goes on while it
+    is written. false: it waits until the checkpoint is written."""
     keep: int
     """Newest checkpoints that are kept; 0 keeps all."""
+    keep_every: int
+    """Checkpoints at multiples of so many steps are kept for ever besides; 0: none."""
     resume: str
     """`auto`: continue if the run folder holds a checkpoint; `none`: refuse a run folder that holds one; otherwise the
     path of a checkpoint folder to continue from."""
+    init_from: str | None
+    """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
+    folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
 from pangu.training.profile import record_step
-from pangu.training.saving import save_checkpoint
+from pangu.training.requests import Requests
+from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from pangu.training.validation import Validation
 
@@ -27,7 +28,13 @@ class Loop:
     """Makes steps until the run is complete."""
 
     def __init__(
-        self, config: RunConfig, trainer: Trainer, sources: Sources, validation: Validation | None, samples: int
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        sources: Sources,
+        validation: Validation | None,
+        samples: int,
+        requests: Requests,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -35,7 +42,10 @@ class Loop:
         self.validation = validation
         self.samples = samples
         """Samples consumed, over all replicas."""
+        self.requests = requests
         self.checkpoint: Path | None = None
+        self.stopped: str | None = None
+        """Why the run ended before its last step, if it did."""
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.timeline: Timeline | None = None
@@ -56,14 +66,20 @@ class Loop:
             mesh.layout.data,
         )
         with ExitStack() as open_ended:
+            open_ended.enter_context(self.requests)
             open_ended.enter_context(loader)
             for writer in writers:
                 open_ended.callback(writer.close)
+            saver = open_ended.enter_context(Saver(config, trainer))
             while trainer.step < config.train.steps:
                 with answered(f"rank {mesh.rank}, step {trainer.step + 1}"):
-                    self._make_step(loader, meter, writers)
+                    self._make_step(loader, meter, writers, saver)
+                if self.stopped:
+                    break
+            saver.finish()
+            self.checkpoint = saver.newest
 
-    def _make_step(self, loader: Loader, meter: Meter, writers: Sequence[Writer]) -> None:
+    def _make_step(self, loader: Loader, meter: Meter, writers: Sequence[Writer], saver: Saver) -> None:
         config, trainer = self.config, self.trainer
         began = time.perf_counter()
         batches = loader.micro_batches(self.samples)
@@ -89,8 +105,11 @@ class Loop:
         )
         for writer in writers:
             writer.write(record)
-        if self._due(config.checkpoint.every):
-            self.checkpoint = save_checkpoint(config, trainer, self.samples)
+        asked = self.requests.after_step(time.perf_counter() - began)
+        if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
+            saver.save(self.samples)
+        if asked.stop and trainer.step < config.train.steps:
+            self.stopped = asked.stop
 
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""

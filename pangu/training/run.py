@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
 from pangu.training.closing import closing_words
+from pangu.training.lock import only_run
 from pangu.training.loop import Loop
 from pangu.training.profile import show
-from pangu.training.saving import find_checkpoint, load_checkpoint
+from pangu.training.requests import Requests
+from pangu.training.saving import find_checkpoint, load_checkpoint, load_weights
 from pangu.training.step import DTYPES, Trainer
 from pangu.training.together import together
 from pangu.training.validation import Validation
@@ -54,6 +57,7 @@ def run(values: Mapping[str, Any]) -> None:
     Raises:
         UserError: for everything that the user can mend.
     """
+    began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
     config = build(RunConfig, values)
@@ -81,33 +85,43 @@ def run(values: Mapping[str, Any]) -> None:
     products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[config.precision.compute])
     torch.set_float32_matmul_precision(products)
     log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
-    mesh = Mesh.connect(layout, device, parallel.timeout_s)
+    mesh = Mesh.connect(layout, device, parallel.timeout_s, launch.attempt)
     try:
-        _train(config, mesh, launch, stages, kernel)
+        output = Path(config.train.output)
+        together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
+        with ExitStack() as held:
+            together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
+            _train(config, mesh, launch, stages, kernel, Requests(mesh, began, config.train.stop_after_s))
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str, requests: Requests) -> None:
     output = Path(config.train.output)
-    together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
     sources = _sources(config, mesh, launch)
-    checkpoint = find_checkpoint(config)
+    checkpoint = find_checkpoint(config, mesh)
     trainer = assemble(config, mesh, stages, kernel)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+    elif config.checkpoint.init_from is not None:
+        load_weights(Path(config.checkpoint.init_from), config, trainer)
+        log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
     together(mesh, lambda: _save_config(output, config), here=mesh.is_first)
     validation = None
     if sources.validation is not None and config.validation.every:
         validation = Validation(config, sources.validation, mesh)
-    loop = Loop(config, trainer, sources, validation, samples)
+    loop = Loop(config, trainer, sources, validation, samples, requests)
     if trainer.step >= config.train.steps:
         log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
     started = time.perf_counter()
     loop.run()
+    if loop.stopped:
+        saved = f"{loop.checkpoint} is written" if loop.checkpoint else "nothing is written (checkpoint.every = 0)"
+        log.info("stopped after step %d (%s): %s; the same command continues", trainer.step, loop.stopped, saved)
+        return
     _finish(config, trainer, sources, loop, time.perf_counter() - started)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,80 +17,186 @@ from pangu.checkpoint.files import (
     checkpoint_path,
     commit,
     discard,
+    find_damage,
     list_checkpoints,
     load,
     prune,
     read_index,
+    require_fit,
     start,
+    tidy,
     write_slices,
 )
+from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.training.together import together
 from pangu.zero.units import Piece
 
+log = logging.getLogger("pangu")
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PATIENCE_SECONDS = 60.0
+"""How long a run that ends with an error waits for a checkpoint that is being written."""
 
 
-def find_checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint that a run begins from; None for a fresh start.
+def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
+    """The checkpoint that a run begins from, intact; None for a fresh start. All ranks read the files between them.
 
     Raises:
-        UserError: if `checkpoint.resume` forbids what the run folder holds, or names no checkpoint.
+        UserError: on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
+            checkpoint, or if the run folder holds none but damaged ones.
     """
+    resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
-    newest = next(reversed(list_checkpoints(folder)), None)
-    if config.checkpoint.resume == "auto":
-        return newest
-    if config.checkpoint.resume == "none":
-        if newest is not None:
-            raise UserError(
-                f"checkpoint.resume = none: {newest} is there already; choose another train.output, delete the folder, "
-                "or let checkpoint.resume=auto continue it"
-            )
-        return None
-    path = Path(config.checkpoint.resume)
-    read_index(path)
+    (found, *_) = together(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
+    assert found is not None
+    if resume == "none" and found:
+        raise UserError(
+            f"checkpoint.resume = none: {found[-1]} is there already; choose another train.output, delete the folder, "
+            "or let checkpoint.resume=auto continue it"
+        )
+    if resume not in ("auto", "none"):
+        return _intact(Path(resume), mesh)
+    problems = []
+    for path in reversed(found):
+        damage = _damage(path, mesh)
+        if not damage:
+            return path
+        problems += damage
+        for line in damage:
+            log.warning("skipping a checkpoint: %s", line)
+    if problems:
+        raise UserError(
+            f"{folder}: no checkpoint here is intact; choose another train.output to start from the beginning:\n"
+            + "\n".join(f"  {line}" for line in problems)
+        )
+    return None
+
+
+def _intact(path: Path, mesh: Mesh) -> Path:
+    """`path`. Raises UserError on all ranks if that is not an intact checkpoint."""
+    if damage := _damage(path, mesh):
+        raise UserError("\n".join(damage))
     return path
 
 
-def save_checkpoint(config: RunConfig, trainer: Trainer, samples: int) -> Path:
-    """Write the state of a run; each element is written once, by one of the ranks that hold it, and all wait."""
-    folder = Path(config.train.output) / "checkpoints"
-    path = checkpoint_path(folder, trainer.step)
-    mesh = trainer.mesh
-    facts = {
-        "step": trainer.step,
-        "skipped": trainer.skipped,
-        "samples": samples,
-        "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
-        "identity": _identity(config),
-        "layout": asdict(mesh.layout),
-    }
+def _damage(path: Path, mesh: Mesh) -> list[str]:
+    """What is wrong with a checkpoint, the same on all ranks."""
     try:
-        together(mesh, lambda: start(path), here=mesh.is_first)
-        write = partial(write_slices, path, mesh.rank, _slices(trainer))
+        mine = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+    except UserError as error:
+        mine = [str(error)]
+    found = [line for lines in gather_objects(mine, mesh.group("world")) for line in lines]
+    return list(dict.fromkeys(found))
+
+
+class Saver:
+    """Writes checkpoints while training goes on, each element once, by one of the ranks that hold it.
+
+    A context manager: at its end it waits for the writer, but not for ever.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._folder = Path(config.train.output) / "checkpoints"
+        self._mesh = trainer.mesh.background()
+        self._writer: Thread | None = None
+        self._error: BaseException | None = None
+        self.newest: Path | None = None
+        """The last checkpoint that this process saved."""
+
+    def save(self, samples: int) -> None:
+        """Copy the state of the run and begin to write it, after the save before has ended. A failure of that one is a
+        warning: older checkpoints are untouched, and this save tries again."""
+        try:
+            self.finish()
+        except UserError as error:
+            log.warning("%s", error)
+        trainer = self._trainer
+        facts = {
+            "step": trainer.step,
+            "skipped": trainer.skipped,
+            "samples": samples,
+            "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
+            "identity": _identity(self._config),
+            "layout": asdict(trainer.mesh.layout),
+        }
+        path = checkpoint_path(self._folder, trainer.step)
         # the other replicas hold copies
-        writes = mesh.at.data < mesh.layout.shards
-        parts = [part for part in together(mesh, write, here=writes) if part is not None]
-        together(mesh, lambda: commit(path, parts, facts), here=mesh.is_first)
-    except UserError:
-        if mesh.is_first:
-            discard(path)
-        raise
-    together(mesh, lambda: prune(folder, config.checkpoint.keep), here=mesh.is_first)
-    return path
+        writes = trainer.mesh.at.data < trainer.mesh.layout.shards
+        slices = _slices(trainer) if writes else iter(())
+        if not self._config.checkpoint.asynchronous:
+            self._run(path, slices, facts)
+            return
+        copies = _copies(slices, trainer.mesh.device)
+        self._writer = Thread(target=self._run, args=(path, copies, facts), name="checkpoint", daemon=True)
+        self._writer.start()
+
+    def finish(self) -> None:
+        """Wait until the last save has ended.
+
+        Raises:
+            UserError: on all ranks, if it failed.
+        """
+        if self._writer is not None:
+            self._writer.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.join(PATIENCE_SECONDS)
+
+    def _run(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
+        """The writer's work."""
+        try:
+            self._write(path, slices, facts)
+            self.newest = path
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
+        mesh, keep = self._mesh, self._config.checkpoint
+        try:
+            together(mesh, lambda: start(path), here=mesh.is_first)
+            parts = together(mesh, lambda: write_slices(path, mesh.rank, slices), here=True)
+            written = [part for part in parts if part is not None]
+            together(mesh, lambda: commit(path, written, facts), here=mesh.is_first)
+        except UserError:
+            if mesh.is_first:
+                discard(path)
+            raise
+        together(mesh, lambda: prune(self._folder, keep.keep, keep.keep_every), here=mesh.is_first)
+
+
+def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[tuple[str, Slice]]:
+    """The slices in host memory, where the next step does not change them."""
+    pinned = device.type != "cpu"  # so that the copies need not wait for one another; torch keeps and reuses the pages
+    copies = []
+    for name, part in slices:
+        tensor = torch.empty_like(part.tensor, device="cpu", pin_memory=pinned)
+        copies.append((name, replace(part, tensor=tensor.copy_(part.tensor, non_blocking=pinned))))
+    if pinned:
+        torch.accelerator.synchronize(device)
+    return copies
 
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
-    """Restore the state of a run, exactly.
+    """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
 
     Returns:
         Samples that the run has consumed.
 
     Raises:
-        UserError: if the checkpoint is damaged or belongs to another model, optimizer or seed.
+        UserError: if the checkpoint belongs to another model, optimizer or seed.
     """
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
@@ -102,12 +209,38 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
         trainer.optimizer.state[piece.master] = {"step": torch.tensor(float(updates), device=where), **state}
     for moment in MOMENTS if updates else ():
         wanted += [(f"{moment}/{name}", part) for name, part in _of(trainer, _moment(trainer, moment))]
-    load(path, index, wanted)
+    together(trainer.mesh, lambda: load(path, index, wanted), here=True)
     trainer.parameters.weights.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     trainer.loss_scale.scale = index["loss_scale"]["scale"]
     trainer.loss_scale.clean_steps = index["loss_scale"]["clean_steps"]
+    folder = Path(config.train.output) / "checkpoints"
+    (aside, *_) = together(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    for later in aside or ():
+        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index["samples"]
+
+
+def load_weights(path: Path, config: RunConfig, trainer: Trainer) -> None:
+    """Give a new run the weights of a checkpoint, and nothing else of it.
+
+    Raises:
+        UserError: on all ranks, if it is damaged, or naming every tensor that only one of the two has or whose shape
+            differs.
+    """
+    mesh = trainer.mesh
+    index = read_index(_intact(path, mesh))
+    wanted = [(f"weight/{name}", part) for name, part in _of(trainer, lambda piece: piece.master)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather_objects({name: slice_.shape for name, slice_ in wanted}, mesh.group("world")):
+        shapes |= part
+    require_fit(path, index, shapes, "weight")
+    load(path, index, wanted)
+    trainer.parameters.weights.publish()
+    current = _identity(config)
+    for key, value in index["identity"].items():
+        if key.startswith("model.") and current.get(key) != value:
+            log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
 
 
 def _of(trainer: Trainer, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:

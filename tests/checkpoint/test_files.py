@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.checkpoint import files
@@ -19,11 +19,13 @@ from pangu.checkpoint.files import (
     Slice,
     checkpoint_path,
     commit,
+    find_damage,
     list_checkpoints,
     load,
     prune,
     read_index,
     start,
+    tidy,
     write_slices,
 )
 from pangu.config.errors import UserError
@@ -49,6 +51,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return wanted
 
 
+@settings(deadline=None)  # a disk takes what it takes to confirm a write
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_any_cut_can_be_read_by_any_other(rows: int, columns: int, data: st.DataObject) -> None:
     tensor = torch.arange(float(rows * columns)).view(rows, columns)
@@ -85,13 +88,14 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_only_committed_checkpoints_are_listed_and_the_oldest_go(tmp_path: Path) -> None:
+def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         write(tmp_path, step)
     (tmp_path / ".step-00000011.partial").mkdir()
-    (tmp_path / "step-00000012").mkdir()  # no index: never committed
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002", "step-00000010"]
     prune(tmp_path, 0)
+    assert len(list_checkpoints(tmp_path)) == 3
+    prune(tmp_path, 1, keep_every=2)  # 2 and 10 stay for ever
     assert len(list_checkpoints(tmp_path)) == 3
     prune(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
@@ -118,18 +122,37 @@ def test_a_full_disk_is_told_and_the_older_checkpoint_stays(
 
 def test_damage_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
+    index = read_index(path)
+    assert find_damage(path, index) == []
     file = next(path.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"tensors-00000-00000\.safetensors: damaged"):
-        read(path)
+    assert find_damage(path, index) == [f"{file}: damaged: its checksum is another one than was written"]
+    assert find_damage(path, index, 1, 2) == []  # the one file is the first process's to read
     file.write_bytes(content[:-4])
-    with pytest.raises(UserError, match="damaged"):
-        read(path)
+    assert find_damage(path, index) == [f"{file}: damaged: {len(content) - 4} bytes, and {len(content)} were written"]
     file.unlink()
-    with pytest.raises(UserError, match="cannot be read"):
-        read(path)
+    assert find_damage(path, index) == [f"{file}: cannot be read (No such file or directory)"]
+
+
+def test_any_changed_figure_of_the_index_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path) / "index.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    with pytest.raises(UserError, match=r"index\.json: damaged"):
+        read_index(path.parent)
+
+
+def test_later_checkpoints_and_remains_make_way(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    for rest in (".step-00000004.partial", ".step-00000001.old"):
+        (tmp_path / rest).mkdir()
+    assert tidy(tmp_path, 1) == [tmp_path / "step-00000002.aside", tmp_path / "step-00000003.aside"]
+    assert list_checkpoints(tmp_path) == [tmp_path / "step-00000001"]
+    assert len(list(tmp_path.iterdir())) == 3
+    write(tmp_path, 2)
+    assert tidy(tmp_path, 1) == [tmp_path / "step-00000002.aside"]  # replaces the one of that name
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

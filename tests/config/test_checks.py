@@ -126,6 +126,20 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["loss.chunk=0"], "loss.chunk = 0: must be at least 1"),
         (["train.steps=0"], "train.steps = 0: must be at least 1"),
         (
+            ["checkpoint.keep_every=150"],
+            "checkpoint.keep_every = 150: must be a multiple of checkpoint.every = 100; nearest that work: 100, 200",
+        ),
+        (
+            ["checkpoint.resume=a", "checkpoint.init_from=b"],
+            "checkpoint.init_from = b: a run that continues checkpoint.resume = a has its weights from there",
+        ),
+        (["train.stop_after=soon"], "train.stop_after = soon: must be a time; 5400, 90m, 1h30m or null work"),
+        (["train.stop_after=0"], "train.stop_after = 0.0: must be above 0"),
+        (
+            ["train.stop_after=1h", "checkpoint.every=0"],
+            "train.stop_after = 1h: checkpoint.every = 0 saves nothing that could be continued; null works",
+        ),
+        (
             ["data=indexed", "data.train=[a,b]", "data.weights=[1]", "validation.every=0"],
             "data.weights = [1.0]: must have one weight for each of the 2 prefixes",
         ),

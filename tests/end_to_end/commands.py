@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +26,66 @@ SMALL = (
 )
 
 
+def _words(words: tuple[str, ...], processes: int, restarts: int) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of `python WORDS`, or of torchrun."""
+    start = [sys.executable]
+    if processes:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        start += [f"--max-restarts={restarts}"]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
+    return [*start, *words], environment
+
+
 def command(
     *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, or `torchrun --nproc-per-node=PROCESSES WORDS`."""
-    start = [sys.executable]
-    if processes:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    root = str(repository())
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    }
+    line, environment = _words(words, processes, 0)
+    folder = cwd or str(repository())
     return subprocess.run(
-        [*start, *words], cwd=cwd or root, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+@contextmanager
+def started(output: Path, *overrides: str, processes: int = 0, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """`pretrain`, not waited for and killed at the end; stderr goes to `OUTPUT.err`."""
+    words = (str(repository() / "pretrain.py"), *overrides, f"train.output={output}")
+    line, environment = _words(words, processes, restarts)
+    with (
+        output.with_suffix(".err").open("w") as said,
+        subprocess.Popen(
+            line, cwd=repository(), env=environment, stdout=subprocess.DEVNULL, stderr=said, text=True
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            kill_all(process)
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """Process numbers of what a launcher has started."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in children.stdout.split()]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a launcher, so that it restarts nothing, and to its workers."""
+    pids = workers(process)
+    process.kill()
+    for pid in pids:
+        kill(pid)
 
 
 def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,63 @@
+"""What signals and the clock ask of a run."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Self
+
+import torch
+
+from pangu.collectives.reduce import largest
+from pangu.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks do after a step."""
+
+    save: bool
+    """Save a checkpoint now."""
+    stop: str | None
+    """Why the run ends here, after saving; None: it goes on."""
+
+
+class Requests:
+    """SIGTERM: save and stop; SIGUSR1: save and go on; a time limit: save and stop before it is over.
+
+    A context manager, in whose block the signals have these meanings. A signal to one process is enough.
+    """
+
+    def __init__(self, mesh: Mesh, began: float, limit_s: float | None) -> None:
+        """`began`: `time.perf_counter()` when the run was started; `limit_s`: seconds from then on, None: no limit."""
+        self._mesh = mesh
+        self._deadline = None if limit_s is None else began + limit_s
+        self._save = self._terminate = False
+        self._before: dict[int, Any] = {}
+
+    def after_step(self, seconds: float) -> Asked:
+        """What was asked for on any rank, the same answer on all; `seconds` is what the next step may take."""
+        late = self._deadline is not None and time.perf_counter() + seconds > self._deadline
+        mine = torch.tensor([self._save, self._terminate, late], dtype=torch.int32, device=self._mesh.device)
+        save, terminate, late = map(bool, largest(mine, self._mesh.group("world")).tolist())
+        if save:
+            self._save = False
+        stop = "SIGTERM" if terminate else "train.stop_after" if late else None
+        return Asked(save or stop is not None, stop)
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            self._terminate = True
+        else:
+            self._save = True

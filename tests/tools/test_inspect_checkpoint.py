@@ -1,0 +1,63 @@
+"""The inspector tells what a checkpoint holds, finds damage, and compares two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
+from tools.inspect_checkpoint import main
+
+FACTS = {"step": 5, "samples": 20, "skipped": 0, "layout": {"tensor": 2}, "identity": {"optimizer.name": "adam"}}
+
+
+def write(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> Path:
+    path = checkpoint_path(folder, step)
+    start(path)
+    slices = [(name, Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())) for name, tensor in tensors.items()]
+    commit(path, [write_slices(path, 0, slices)], {**FACTS, "step": step})
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path, 5, {"weight/a": torch.zeros(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/c": torch.ones(2)})
+
+
+def test_words_and_json_say_the_same(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint), "--verify"]) == 0
+    words = capsys.readouterr().out
+    for expected in ("step 5, 20 samples", "tensor 2", ", intact", "weight       2 tensors, 8 elements", "[2, 3]"):
+        assert expected in words
+    assert main([str(checkpoint), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kinds"] == {"weight": {"tensors": 2, "elements": 8}, "exp_avg": {"tensors": 1, "elements": 6}}
+    assert told["tensors"]["weight/a"] == {"shape": [2, 3], "dtype": "float32", "pieces": 1}
+    assert told["bytes"] == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert not told["verified"]
+
+
+def test_damage_is_an_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = checkpoint.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert main([str(checkpoint)]) == 0
+    assert main([str(checkpoint), "--verify"]) == 2
+    assert f"error: {file}: damaged" in capsys.readouterr().err
+
+
+def test_two_checkpoints_are_compared(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = torch.zeros(2, 3)
+    values[1, 2] = -0.5
+    there = {"weight/a": values, "exp_avg/a": torch.ones(3, 2), "weight/b": torch.ones(2)}
+    other = write(checkpoint.parent, 6, there)
+    assert main([str(checkpoint), "--diff", str(other), "--json"]) == 0
+    difference = json.loads(capsys.readouterr().out)["difference"]
+    assert difference["largest"] == {"weight/a": 0.5, "exp_avg/a": "[2, 3] here, [3, 2] there"}
+    assert (difference["only_here"], difference["only_there"]) == (["weight/c"], ["weight/b"])
+    assert main([str(checkpoint), "--diff", str(other)]) == 0
+    words = capsys.readouterr().out
+    assert "0.5" in words
+    assert f"only in {other}: weight/b" in words

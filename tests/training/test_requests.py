@@ -1,0 +1,60 @@
+"""A run saves and stops when it is asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pangu.training.step import StepResult, Trainer
+from tests.configs import config
+from tests.training.test_resume import train
+
+train_step = Trainer.train_step
+
+
+def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a signal arrive in the middle of a step."""
+
+    def make(trainer: Trainer, batches: Any) -> StepResult:
+        if trainer.step == step - 1:
+            os.kill(os.getpid(), number)
+        return train_step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", make)
+
+
+def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unbroken = train(tmp_path / "whole", 5, "checkpoint.every=100")
+    handler = signal.getsignal(signal.SIGTERM)
+    sends(signal.SIGTERM, 3, monkeypatch)
+    assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken[:3]
+    said = capsys.readouterr().err
+    assert "stopped after step 3 (SIGTERM)" in said
+    assert "step-00000003 is written; the same command continues" in said
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken
+
+
+def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends(signal.SIGUSR1, 2, monkeypatch)
+    assert len(train(tmp_path, 4, "checkpoint.every=100")) == 4
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+
+
+def test_a_time_limit_stops_the_run_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = len(train(tmp_path, 100000, "checkpoint.every=100000", "train.stop_after=3", "metrics.every=100000"))
+    assert 0 < steps < 100000
+    assert f"stopped after step {steps} (train.stop_after)" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("90", 90.0), ("1h30m", 5400.0), ("2m5s", 125.0), ("null", None)])
+def test_times_are_read(given: str, seconds: float | None) -> None:
+    assert config(f"train.stop_after={given}").train.stop_after_s == seconds

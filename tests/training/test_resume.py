@@ -1,0 +1,159 @@
+"""A run begins from the newest intact checkpoint, or says why not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pangu.checkpoint.files import read_index, read_tensor
+from pangu.config.errors import UserError
+from pangu.training.lock import only_run
+from pangu.training.run import run
+from tests.configs import composed
+from tests.end_to_end.commands import SMALL, metrics
+
+SCHEDULE = ("lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=9")
+QUIET = (*SMALL, *SCHEDULE, "data=synthetic", "model.vocab=64", "validation.every=0", "train.device=cpu")
+
+
+def train(output: Path, steps: int, *overrides: str) -> list[float]:
+    """Run up to `steps`, a checkpoint after each; the losses of the run folder."""
+    words = (*QUIET, f"train.steps={steps}", f"train.output={output}", "checkpoint.every=1", "checkpoint.keep=0")
+    run(composed(*words, *overrides))
+    return [line["loss"] for line in metrics(output)]
+
+
+def first_file(checkpoint: Path) -> Path:
+    return min(checkpoint.glob("*.safetensors"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def age(index: Path) -> None:
+    index.write_text(json.dumps({**json.loads(index.read_text()), "version": 1}))
+
+
+DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda path: truncate(first_file(path)), "tensors-00000-00000.safetensors: damaged: "),
+    (lambda path: flip(first_file(path)), "tensors-00000-00000.safetensors: damaged: its checksum"),
+    (lambda path: first_file(path).unlink(), "tensors-00000-00000.safetensors: cannot be read (No such file"),
+    (lambda path: (path / "index.json").unlink(), "step-00000003: no checkpoint here (index.json is missing)"),
+    (lambda path: truncate(path / "index.json"), "index.json: cannot be read"),
+    (lambda path: age(path / "index.json"), "step-00000003: format version 1; this version of pangu reads"),
+]
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with three checkpoints."""
+    output = tmp_path_factory.mktemp("three_steps")
+    train(output, 3)
+    return output
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of four steps."""
+    return train(tmp_path_factory.mktemp("unbroken"), 4)
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGE)
+def test_the_newest_intact_checkpoint_is_used(
+    damage: Callable[[Path], Any],
+    says: str,
+    three_steps: Path,
+    unbroken: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "step-00000003"
+    damage(newest)
+    with pytest.raises(UserError, match="step-00000003"):  # asked for by name, it is refused
+        train(tmp_path, 4, f"checkpoint.resume={newest}")
+    capsys.readouterr()
+    assert train(tmp_path, 4) == unbroken
+    log = capsys.readouterr().err
+    assert "skipping a checkpoint: " in log
+    assert says in log
+    assert "step-00000002 (step 2)" in log
+    assert (newest.with_name("step-00000003.aside")).is_dir()
+
+
+def test_a_run_folder_with_nothing_but_damage_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        flip(first_file(checkpoint))
+    with pytest.raises(UserError, match=r"(?s)no checkpoint here is intact.*step-00000002.*step-00000001"):
+        train(tmp_path, 3)
+    assert len(metrics(tmp_path)) == 2
+
+
+def test_an_earlier_checkpoint_may_be_continued_and_becomes_the_newest(tmp_path: Path) -> None:
+    losses = train(tmp_path, 3)
+    first = tmp_path / "checkpoints" / "step-00000001"
+    assert train(tmp_path, 2, f"checkpoint.resume={first}") == losses[:2]
+    assert train(tmp_path, 3) == losses
+
+
+def test_two_runs_in_one_folder_are_refused_until_the_first_ends(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from pangu.training.lock import only_run\n"
+        f"with only_run(Path({str(tmp_path)!r})): print('held', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=rf"another run works in this folder \(.*, process {holder.pid}\)"):
+            train(tmp_path, 1)
+        holder.kill()
+    with only_run(tmp_path):
+        pass
+    assert (tmp_path / "run.lock").read_text() == ""
+    assert len(train(tmp_path, 1)) == 1
+
+
+def test_a_new_run_begins_with_the_weights_of_another(
+    three_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = three_steps / "checkpoints" / "step-00000003"
+    words = ("checkpoint.init_from=" + str(checkpoint), "optimizer=lamb", "model.dropout=0.5", "optimizer.lr=1e-12")
+    losses = train(tmp_path / "tuned", 2, *words, "lr_schedule.min_lr=0", "train.seed=7")
+    assert "model.dropout = 0.5: the weights of" in capsys.readouterr().err
+    index = read_index(tmp_path / "tuned/checkpoints/step-00000001")
+    assert (index["step"], index["samples"]) == (1, 4)
+    source = read_index(checkpoint)
+    for name in (name for name in source["tensors"] if name.startswith("weight/")):
+        after = read_tensor(tmp_path / "tuned/checkpoints/step-00000001", index, name)
+        torch.testing.assert_close(after, read_tensor(checkpoint, source, name), rtol=0, atol=1e-8)
+    # once it has a checkpoint of its own, the same command continues it
+    assert train(tmp_path / "tuned", 3, *words, "lr_schedule.min_lr=0", "train.seed=7")[:2] == losses
+
+
+def test_weights_that_do_not_fit_are_all_named(three_steps: Path, tmp_path: Path) -> None:
+    checkpoint = three_steps / "checkpoints" / "step-00000003"
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, 1, f"checkpoint.init_from={checkpoint}", "model.hidden=48", "model.layers=3")
+    said = str(caught.value)
+    assert re.search(r"weight/.*embedding.*: \[64, 32\] in the checkpoint, \[64, 48\] in the model", said)
+    assert "weight/layers.1.mlp" in said
+    assert "not in the checkpoint" in said
+    with pytest.raises(UserError, match=r"weight/.*: not in the model"):
+        train(tmp_path, 1, f"checkpoint.init_from={checkpoint}", "model.kind=gpt")

@@ -1,0 +1,66 @@
+"""Checkpoints are written while training goes on, and hold the state of their step."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pangu.checkpoint import files
+from pangu.config.errors import UserError
+from tests.end_to_end.commands import metrics
+from tests.training.test_resume import train
+
+write_file = files._write_file
+
+
+def checksums(output: Path, step: int) -> Any:
+    """Of what the checkpoint of a step holds."""
+    return json.loads((output / f"checkpoints/step-{step:08d}/index.json").read_text())["files"]
+
+
+def test_training_goes_on_during_a_save_and_does_not_change_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = train(tmp_path / "waits", 4, "checkpoint.asynchronous=false")
+    output = tmp_path / "goes_on"
+
+    def slow(folder: Path, *arguments: Any) -> None:
+        """Writes the checkpoint of step 2 only when step 3 is made."""
+        deadline = time.monotonic() + 60
+        while "00000002" in folder.name and len(metrics(output)) < 3:
+            assert time.monotonic() < deadline, "training waits for the writer"
+            time.sleep(0.01)
+        write_file(folder, *arguments)
+
+    monkeypatch.setattr(files, "_write_file", slow)
+    assert train(output, 4) == losses
+    for step in (1, 2, 3, 4):
+        assert checksums(output, step) == checksums(tmp_path / "waits", step)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_failed_save_is_told_and_the_next_one_tries_again(
+    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = ["step-00000002"]
+
+    def write(folder: Path, *arguments: Any) -> None:
+        if any(step in folder.name for step in full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(folder, *arguments)
+
+    monkeypatch.setattr(files, "_write_file", write)
+    losses = train(tmp_path, 3, f"checkpoint.asynchronous={asynchronous}")
+    assert "step-00000002: the checkpoint could not be written" in capsys.readouterr().err
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000003"]
+    full.append("step-00000004")
+    with pytest.raises(UserError, match=r"step-00000004: the checkpoint could not be written .*No space left"):
+        train(tmp_path, 4, f"checkpoint.asynchronous={asynchronous}")
+    full.clear()
+    assert train(tmp_path, 4)[:3] == losses

@@ -1,0 +1,121 @@
+"""Tells what a checkpoint holds, how large it is and which layout wrote it; --verify reads every byte of it, and --diff
+compares it with another one, tensor by tensor. Whatever the layouts were: tensors are whole here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pangu.checkpoint.files import find_damage, read_index, read_tensor
+from pangu.config.errors import UserError, exit_status
+from pangu.planning.report import size
+
+_EXAMPLE = """example:
+  python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step-00002800 --verify
+  python tools/inspect_checkpoint.py runs/a/checkpoints/step-00000100 --diff runs/b/checkpoints/step-00000100 --json
+"""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder with an index.json, e.g. RUN/checkpoints/step-00000100")
+    parser.add_argument("--verify", action="store_true", help="compare all files with their checksums")
+    parser.add_argument("--diff", type=Path, metavar="CHECKPOINT", help="another one to compare the tensors with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(arguments)
+
+
+def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """Facts of the run, sizes, and the shape of every tensor."""
+    kinds: dict[str, dict[str, int]] = {}
+    for name, entry in index["tensors"].items():
+        kind = kinds.setdefault(name.split("/")[0], {"tensors": 0, "elements": 0})
+        kind["tensors"] += 1
+        kind["elements"] += math.prod(entry["shape"])
+    facts = {key: value for key, value in index.items() if key not in ("tensors", "files")}
+    tensors = {
+        name: {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": len(entry["pieces"])}
+        for name, entry in index["tensors"].items()
+    }
+    files = [file["bytes"] for file in index["files"].values()]
+    return {"path": str(path), **facts, "files": len(files), "bytes": sum(files), "kinds": kinds, "tensors": tensors}
+
+
+def differences(path: Path, other: Path) -> dict[str, Any]:
+    """Largest absolute difference of every tensor, and what only one of the checkpoints has.
+
+    Raises:
+        UserError: if `other` cannot be read.
+    """
+    ours, theirs = read_index(path), read_index(other)
+    largest: dict[str, Any] = {}
+    for name in (name for name in ours["tensors"] if name in theirs["tensors"]):
+        shapes = [index["tensors"][name]["shape"] for index in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            largest[name] = f"{shapes[0]} here, {shapes[1]} there"
+            continue
+        difference = read_tensor(path, ours, name).double() - read_tensor(other, theirs, name).double()
+        largest[name] = float(torch.linalg.vector_norm(difference, math.inf))
+    return {
+        "other": str(other),
+        "largest": largest,
+        "only_here": sorted(ours["tensors"].keys() - theirs["tensors"].keys()),
+        "only_there": sorted(theirs["tensors"].keys() - ours["tensors"].keys()),
+    }
+
+
+def show(console: Console, told: dict[str, Any]) -> None:
+    """Print what `inspect` found."""
+    layout = ", ".join(f"{key} {value}" for key, value in told["layout"].items())
+    console.print(f"{told['path']}: step {told['step']}, {told['samples']} samples, {told['skipped']} steps skipped")
+    console.print(f"written by   {layout}")
+    console.print("of           " + ", ".join(f"{key} {value}" for key, value in told["identity"].items()))
+    console.print(f"files        {told['files']}, {size(told['bytes'])}{', intact' if told['verified'] else ''}")
+    for kind, counts in told["kinds"].items():
+        console.print(f"{kind:<12} {counts['tensors']} tensors, {counts['elements']:,} elements")
+    difference = told["difference"]
+    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("tensor", "shape", "format", "pieces", *(["largest difference"] if difference else [])):
+        table.add_column(column)
+    for name, entry in told["tensors"].items():
+        cells = [name, str(entry["shape"]), entry["dtype"], str(entry["pieces"])]
+        table.add_row(*map(Text, cells + ([str(difference["largest"].get(name, "only here"))] if difference else [])))
+    console.print(table)
+    for name in difference["only_there"] if difference else ():
+        console.print(f"only in {difference['other']}: {name}")
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print what the options ask for. Raises UserError for a damaged checkpoint."""
+    index = read_index(options.checkpoint)
+    told = summary(options.checkpoint, index)
+    told["verified"] = options.verify
+    if options.verify and (damage := find_damage(options.checkpoint, index)):
+        raise UserError("\n".join(damage))
+    told["difference"] = differences(options.checkpoint, options.diff) if options.diff else None
+    if options.json:
+        print(json.dumps(told, indent=1))
+    else:
+        show(Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, soft_wrap=True), told)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parse(arguments)
+    return exit_status(lambda: inspect(options), "error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
