@@ -77,9 +77,10 @@ def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[
 
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
-    values = {p.placement.name: p.master.grad if of_gradients else p.master for p in trainer.pieces}
+    pieces = trainer.parameters.trained_pieces if of_gradients else trainer.pieces
+    values = {p.placement.name: p.grad if of_gradients else p.master for p in pieces}
     together: dict[str, Tensor] = {}
-    for held in gather_objects(rectangles(trainer.pieces, values), trainer.mesh.group("world")):
+    for held in gather_objects(rectangles(pieces, values), trainer.mesh.group("world")):
         for name, shape, offsets, part in held:
             tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
             place = tuple(slice(o, o + size) for o, size in zip(offsets, part.shape, strict=True))
