@@ -160,7 +160,10 @@ class Weights(Gate):
 
     def close(self, region: str, following: Mapping[str, str]) -> None:
         """Release what a region used, unless the next one needs it."""
-        soon = self.regions[following[region]] if region in following else []
+        coming = following.get(region)
+        if region == "head" and "head" in self.forward:  # what follows it lies inside it, and is closed already
+            coming = following.get(coming or "")
+        soon = self.regions[coming] if coming else []
         for unit in self.regions.get(region, ()):
             self._users[unit] -= 1
             if unit not in soon:
