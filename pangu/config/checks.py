@@ -13,6 +13,9 @@ from pangu.config.schema import RunConfig
 MINIMUM_STDLIB_VOCAB = 512
 """256 bytes, ten special pieces and the characters of Python sources need about this many pieces."""
 
+BF16_BETA = 0.99
+"""Largest decay of a moment that bf16 can follow: x - x / 100 rounds to another number than x, x - x / 1000 to x."""
+
 
 def check(config: RunConfig, world: int) -> int:
     """Check a configuration against the number of processes.
@@ -140,6 +143,9 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     if "activations" in config.memory.offload and config.model.layers <= parallel.pipeline:
         rule = f"the last layer of a stage keeps its own, and no stage of model.layers = {config.model.layers} has two"
         yield Problem("memory.offload", "[activations]", rule, "[] works, or a smaller parallel.pipeline")
+    if "parameters" in config.memory.offload and parallel.zero != 3:
+        rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
+        yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")
     if config.loss.chunk is not None:
         yield from _at_least("loss.chunk", config.loss.chunk, 1)
     chunks, layers = parallel.pipeline * parallel.virtual, config.model.layers
@@ -200,6 +206,8 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
     if precision.compute != "fp32" and precision.fp32_products != "auto":
         rule = f"concerns fp32, and precision.compute = {precision.compute}"
         yield Problem("precision.fp32_products", precision.fp32_products, rule, "auto works, or precision=fp32")
+    if precision.compute == "fp64" and precision.reduce == "bf16":
+        yield Problem("precision.reduce", "bf16", "fp64 is for exact comparisons", "fp32 keeps sums in fp64")
     if precision.loss_scale is not None:
         scale = precision.loss_scale
         yield from _positive("precision.loss_scale.minimum", scale.minimum)
@@ -216,8 +224,15 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     for i, beta in enumerate(optimizer.betas):
         yield from _within(f"optimizer.betas[{i}]", beta, 0.0, 1.0)
+        if optimizer.moments == "bf16" and beta > BF16_BETA:
+            rule = "bf16 moments have 8 bits: one that decays by less than a part in 256 in a step stays where it is"
+            yield Problem(f"optimizer.betas[{i}]", beta, rule, f"{BF16_BETA:g} works, or optimizer.moments=fp32")
+    if optimizer.moments == "bf16" and config.precision.compute == "fp64":
+        yield Problem("optimizer.moments", "bf16", "fp64 is for exact comparisons", "fp32 keeps moments in fp64")
     if optimizer.clip is not None:
         yield from _positive("optimizer.clip", optimizer.clip)
+    if config.metrics.trust_ratios and not isinstance(optimizer, LambConfig):
+        yield Problem("metrics.trust_ratios", "true", "Adam has none", "false works, or optimizer=lamb")
     if isinstance(optimizer, LambConfig) and optimizer.max_ratio is not None:
         yield from _positive("optimizer.max_ratio", optimizer.max_ratio)
 

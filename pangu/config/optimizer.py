@@ -28,6 +28,9 @@ class PrecisionConfig:
     """What products of fp32 matrices may compute in, in the words of `torch.set_float32_matmul_precision`: `highest`:
     fp32; `high`: also TF32, `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster way to it,
     named in the log."""
+    reduce: Literal["fp32", "bf16"]
+    """Format in which gradients are added up over replicas. fp32: that of their sums (fp64 in fp64). bf16: half the
+    bytes on the wire, and each gradient loses all but 8 bits before it is added to those of other replicas."""
     loss_scale: LossScaleConfig | None
     """Needed by fp16, null for every other format."""
 
@@ -46,6 +49,9 @@ class AdamConfig:
     """Added to the root of the second moment."""
     weight_decay: float
     """Decoupled weight decay; biases and norms are excluded."""
+    moments: Literal["fp32", "bf16"]
+    """Format in which both moments are kept between steps. fp32: that of the master weights (fp64 in fp64). bf16: 4
+    bytes a parameter less; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
     clip: float | None
     """Largest global gradient norm; null does not clip."""
 
@@ -70,6 +76,9 @@ class LambConfig:
     """true: biases and norms get neither decay nor a layer-wise ratio."""
     max_ratio: float | None
     """Largest layer-wise trust ratio (MindSpore clips at 10); null does not clip, as the algorithm says."""
+    moments: Literal["fp32", "bf16"]
+    """Format in which both moments are kept between steps. fp32: that of the master weights (fp64 in fp64). bf16: 4
+    bytes a parameter less; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
     clip: float | None
     """Largest global gradient norm; null does not clip."""
 

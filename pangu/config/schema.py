@@ -76,10 +76,11 @@ class MemoryConfig:
     (fused kernels keep none of them anyway); `activation`: the output of the feed-forward layer's non-linearity;
     `norm`: outputs of norms that are not the layer's own output (two a layer with `model.norm_placement=pre`, one with
     `post`). No matrix product of theirs is done again, and nothing is sent again."""
-    offload: tuple[Literal["activations"], ...]
+    offload: tuple[Literal["activations", "optimizer", "parameters"], ...]
     """What waits in host memory until it is needed. `activations`: what the layers save for backward; the copies run
     beside the computation, and the last layer keeps its own. Goes with every `recompute`: with `full`, only the
-    layers' inputs are left to move."""
+    layers' inputs are left to move. `optimizer`: master weights and moments; the update is computed there, with Adam
+    unit by unit while others are copied. `parameters`: with `parallel.zero=3`, this rank's share of the weights."""
 
     @property
     def recomputed_layers(self) -> int | None:
@@ -117,6 +118,9 @@ class TrainConfig:
     it; writing the checkpoint comes on top. null: no limit."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
+    frozen: tuple[str, ...]
+    """Patterns (`layers.0.*`, `*.bias`) of names of tensors that are not trained: they have no gradient, no optimizer
+    state and no decay, and are kept in the compute format only."""
 
     @property
     def stop_after_s(self) -> float | None:
@@ -172,6 +176,8 @@ class MetricsConfig:
     """Weights & Biases. `auto`: online if the machine is logged in, otherwise offline into the run folder."""
     wandb_project: str
     """Project name there."""
+    trust_ratios: bool
+    """Write LAMB's ratio of every tensor into metrics.jsonl, each step."""
 
 
 @dataclass(frozen=True)

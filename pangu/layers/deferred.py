@@ -71,7 +71,8 @@ class WeightGradients:
             gradient: from the gathered tensor [sequence, ...] to the gradient.
         """
         assert self._open is not None
-        self._open.append(_Work(parameter, part.detach(), region, gradient))
+        if parameter.requires_grad:
+            self._open.append(_Work(parameter, part.detach(), region, gradient))
 
     @torch.no_grad()
     def compute(self, key: Hashable) -> None:

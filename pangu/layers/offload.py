@@ -14,6 +14,11 @@ SMALLEST = 4096
 """Bytes from which on memory is moved. A copy of less takes as long to start and frees next to nothing."""
 
 
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host that `device` can copy to and from while it computes; a flat tensor, not filled."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+
+
 def address(tensor: Tensor) -> int:
     """Of the memory that a tensor is a view of: the same for all its views, on the meta device too."""
     return tensor.untyped_storage()._cdata
@@ -34,7 +39,7 @@ class Offload:
             resident: addresses of memory that stays there anyway, that of the parameters.
         """
         self._resident = resident
-        self._lane = _Lane(device)
+        self._lane = Lane(device)
         self._layer = _Layer(self._lane, None)
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -59,8 +64,8 @@ class Offload:
         self._layer = _Layer(self._lane, self._layer)
 
 
-class _Lane:
-    """The stream of the copies; none on a CPU."""
+class Lane:
+    """The stream of copies to and from the host; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,14 +94,14 @@ class _Moved:
 
     def __init__(self, here: Tensor) -> None:
         self.here: Tensor | None = here
-        self.host = torch.empty(here.shape, dtype=here.dtype, pin_memory=here.device.type != "cpu")
+        self.host = host_memory(here.numel(), here.dtype, here.device)
         self.host.copy_(here, non_blocking=True)
 
 
 class _Layer:
     """What one layer has moved."""
 
-    def __init__(self, lane: _Lane, before: _Layer | None) -> None:
+    def __init__(self, lane: Lane, before: _Layer | None) -> None:
         self.before = before
         self.copied: torch.Event | None = None
         self._returned: torch.Event | None = None

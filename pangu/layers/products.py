@@ -173,15 +173,16 @@ class _ColumnBackward(_Backward):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         region = ctx.region
+        _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
         grad = grads[0].contiguous()
         if _holding(ctx):
             sums = _started_sums(grad, weight.t(), region)
             _put_aside(ctx, x, region, grad, grad)
             return _complete(sums), *[None] * 5
-        whole = start_gather(x, region)
+        whole = start_gather(x, region) if weight_trained else None
         sums = _started_sums(grad, weight.t(), region)
-        grad_weight = _weight_gradient(grad, whole.wait())
-        return _complete(sums), grad_weight, None if ctx.bias is None else _bias_gradient(grad), None, None, None
+        grad_weight = None if whole is None else _weight_gradient(grad, whole.wait())
+        return _complete(sums), grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
 
 
 class _RowBackward(_Backward):
@@ -194,7 +195,9 @@ class _RowBackward(_Backward):
         if _holding(ctx):
             _put_aside(ctx, x, ALONE, whole, grad)
             return grad_x, *[None] * 5
-        return grad_x, _weight_gradient(whole, x), None if ctx.bias is None else _bias_gradient(grad), None, None, None
+        _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
+        grad_weight = _weight_gradient(whole, x) if weight_trained else None
+        return grad_x, grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
 
 
 def _holding(ctx: Any) -> bool:

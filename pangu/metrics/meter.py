@@ -43,6 +43,7 @@ class Meter:
         skipped: int = 0,
         loss_scale: float | None = None,
         validation_loss: float | None = None,
+        trust_ratios: dict[str, float] | None = None,
     ) -> StepRecord:
         """The figures of a step that saw `tokens` tokens (over all devices) in `seconds`; call it once per step."""
         self._tokens_seen += tokens
@@ -63,6 +64,7 @@ class Meter:
             loss_scale=loss_scale,
             validation_loss=validation_loss,
             validation_perplexity=None if validation_loss is None else perplexity(validation_loss),
+            trust_ratios=trust_ratios,
         )
 
 

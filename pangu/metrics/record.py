@@ -40,13 +40,15 @@ class StepRecord:
     """Mean negative log likelihood of held-out text, if this step was followed by a validation."""
     validation_perplexity: float | None = None
     """exp(`validation_loss`)."""
+    trust_ratios: dict[str, float] | None = None
+    """LAMB's ratio of each tensor in the last update, if asked for."""
 
-    def as_dict(self) -> dict[str, int | float | None]:
-        """All fields; those of validation are left out if there was none."""
+    def as_dict(self) -> dict[str, Any]:
+        """All fields; those of validation and the ratios are left out if there are none."""
         return {
             name: value
             for name, value in asdict(self).items()
-            if value is not None or not name.startswith("validation_")
+            if value is not None or not name.startswith(("validation_", "trust_"))
         }
 
 

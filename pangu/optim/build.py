@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
-from pangu.optim.lamb import Lamb
+from pangu.optim.lamb import Lamb, start_moments
 from pangu.topology.placement import Placement
 
 
@@ -20,12 +20,18 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW or LAMB over the given tensors; biases and norms get no decay and no layer-wise ratio.
 
+    AdamW is torch's fused kernel where the device has one. That wants moments in the format of the weights, so AdamW
+    with bf16 moments is our LAMB without its ratios. There is no choice of apex' kernels: torch's fused AdamW does the
+    same work as its FusedAdam, and its FusedLAMB knows neither cut tensors nor a ratio for each of the logical tensors
+    that are stored as one.
+
     Args:
         config: which optimizer and its constants.
         tensors: each logical tensor with this rank's slice of its fp32 (or fp64) values; gradients are their `grad`.
         over_ranks: for some placements, the function that adds up LAMB's sums of squares over the ranks that hold the
             other slices.
     """
+    moments = torch.bfloat16 if config.moments == "bf16" else None
     exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
     adapting = [placement for placement, _ in tensors if not (exclude and placement.is_vector)]
     full = [tensor for placement, tensor in tensors if not (exclude and placement.is_vector)]
@@ -35,16 +41,28 @@ def make_optimizer(
         {"params": bare, "weight_decay": 0.0},
     ]
     if isinstance(config, AdamConfig):
-        groups = [group for group in groups if group["params"]]
-        fused = all(tensor.device.type in ("cpu", "cuda") for tensor in full)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        if moments is None:
+            fused = all(tensor.device.type in ("cpu", "cuda") for _, tensor in tensors)
+            adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+            start_moments(adam, None, fused)
+            return adam
+        groups = [{**group, "adapt": False} for group in groups]
+        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, moments=moments)
     groups[0]["adapt"], groups[1]["adapt"] = True, False
     return Lamb(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         eps_inside_root=config.eps_inside_root,
         max_ratio=config.max_ratio,
+        moments=moments,
         sum_norms=over_ranks(adapting),
     )
+
+
+def implementation(optimizer: torch.optim.Optimizer) -> str:
+    """By what weights are updated, in words."""
+    if isinstance(optimizer, Lamb):
+        return "multi-tensor operations"
+    return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"

@@ -14,10 +14,27 @@ import torch
 from torch import Tensor
 
 
+def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None, fused: bool) -> None:
+    """Give every tensor of an optimizer a step count and two moments of 0.
+
+    Args:
+        optimizer: LAMB or torch's AdamW.
+        moments: format of the moments; None: that of the tensor.
+        fused: torch's fused kernel wants the step count beside the tensor; others read it on the host.
+    """
+    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+        optimizer.state[tensor] = {
+            "step": torch.zeros((), device=tensor.device if fused else "cpu"),
+            "exp_avg": torch.zeros_like(tensor, dtype=moments),
+            "exp_avg_sq": torch.zeros_like(tensor, dtype=moments),
+        }
+
+
 class Lamb(torch.optim.Optimizer):
     """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
 
-    r is 1 where either norm is 0. A parameter group may set `weight_decay` and `adapt` (false: r = 1 throughout).
+    r is 1 where either norm is 0. A parameter group may set `weight_decay` and `adapt` (false: r = 1 throughout, which
+    is AdamW).
     """
 
     def __init__(
@@ -30,6 +47,7 @@ class Lamb(torch.optim.Optimizer):
         *,
         eps_inside_root: bool = False,
         max_ratio: float | None = None,
+        moments: torch.dtype | None = None,
         sum_norms: Callable[[Tensor], Tensor] = lambda squares: squares,
     ) -> None:
         """
@@ -41,6 +59,8 @@ class Lamb(torch.optim.Optimizer):
             weight_decay: λ.
             eps_inside_root: √(v̂ + ε) instead of √v̂ + ε.
             max_ratio: largest trust ratio; None leaves it free.
+            moments: format that moments are kept in between steps; None: that of the tensors, which they are computed
+                in always.
             sum_norms: takes the sums of squares [2, tensors] of this rank's parts and returns those of the whole.
         """
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
@@ -48,6 +68,9 @@ class Lamb(torch.optim.Optimizer):
         self.eps_inside_root = eps_inside_root
         self.max_ratio = max_ratio
         self.sum_norms = sum_norms
+        self.ratios: dict[Tensor, Tensor] = {}
+        """r of the last step of every tensor that adapts."""
+        start_moments(self, moments, fused=False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -56,32 +79,30 @@ class Lamb(torch.optim.Optimizer):
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         groups = [(group, tensors) for group, tensors in groups if tensors]
         updates = [self._directions(group, tensors) for group, tensors in groups]
-        ratios = self._trust_ratios(groups, updates)
+        # a rank without a part of any tensor still meets the others
+        if any(group["adapt"] for group in self.param_groups):
+            self._find_ratios(groups, updates)
         for (group, tensors), update in zip(groups, updates, strict=True):
             if group["adapt"]:
-                torch._foreach_mul_(update, ratios[: len(tensors)])
-                ratios = ratios[len(tensors) :]
+                torch._foreach_mul_(update, [self.ratios[tensor] for tensor in tensors])
             torch._foreach_add_(tensors, update, alpha=-group["lr"])
         return loss
 
     def _directions(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
         """Update the moments and return u for each tensor."""
         for tensor in tensors:
-            if not self.state[tensor]:
-                self.state[tensor] = {
-                    "step": torch.zeros((), dtype=torch.float64),
-                    "exp_avg": torch.zeros_like(tensor),
-                    "exp_avg_sq": torch.zeros_like(tensor),
-                }
             self.state[tensor]["step"] += 1
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        first = [self.state[tensor]["exp_avg"] for tensor in tensors]
-        second = [self.state[tensor]["exp_avg_sq"] for tensor in tensors]
+        kept = [self.state[tensor][moment] for moment in ("exp_avg", "exp_avg_sq") for tensor in tensors]
+        wide = [moment.to(tensor.dtype) for moment, tensor in zip(kept, tensors * 2, strict=True)]
+        first, second = wide[: len(tensors)], wide[len(tensors) :]
         steps = [int(self.state[tensor]["step"]) for tensor in tensors]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        if wide[0] is not kept[0]:
+            torch._foreach_copy_(kept, wide)
 
         root = torch._foreach_div(second, [1 - beta2**t for t in steps])
         if self.eps_inside_root:
@@ -96,16 +117,13 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(update, tensors, alpha=group["weight_decay"])
         return list(update)
 
-    def _trust_ratios(
-        self, groups: list[tuple[dict[str, Any], list[Tensor]]], updates: list[list[Tensor]]
-    ) -> list[Tensor]:
-        """r of every tensor of the adapting groups, in order, as scalars on the device."""
+    def _find_ratios(self, groups: list[tuple[dict[str, Any], list[Tensor]]], updates: list[list[Tensor]]) -> None:
+        """r of every tensor of the adapting groups, as scalars on the device."""
         adapting = [
             (tensors, update) for (group, tensors), update in zip(groups, updates, strict=True) if group["adapt"]
         ]
         weights = [tensor for tensors, _ in adapting for tensor in tensors]
         directions = [tensor for _, update in adapting for tensor in update]
-        # a rank without a part of any tensor still meets the others
         norms = torch.zeros(2, 0)
         if weights:
             norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
@@ -114,4 +132,4 @@ class Lamb(torch.optim.Optimizer):
         ratios = weight_norm / update_norm.where(defined, 1.0)
         if self.max_ratio is not None:
             ratios = ratios.clamp(max=self.max_ratio)
-        return list(ratios.where(defined, 1.0).unbind())
+        self.ratios = dict(zip(weights, ratios.where(defined, 1.0).unbind(), strict=True))

@@ -247,7 +247,8 @@ class _Pass:
         live = self.live.pop((chunk, micro))
         if not self.runner.parts[chunk].last:
             live.gradients += self._take("gradient", chunk, chunk + 1, micro)
-        live.root.backward()
+        if live.root.requires_grad:  # not if all that was computed is frozen
+            live.root.backward()
         if live.received is not None:
             received = [tensor for tensor in live.received if tensor is not None]
             self.made["gradient", chunk, micro] = [

@@ -77,6 +77,10 @@ def describe(config: RunConfig, layout: Layout) -> str:
             f"{config.train.steps:,} steps = {config.train.steps * tokens:,} tokens, "
             f"{config.train.steps * tokens * training_flops_per_token(model):.3g} model FLOPs",
         ),
-        ("numbers", f"{config.precision.compute}, {config.optimizer.name}, recompute {config.memory.recompute}"),
+        (
+            "numbers",
+            f"{config.precision.compute}, {config.optimizer.name} with {config.optimizer.moments} moments, gradients "
+            f"reduced in {config.precision.reduce}, recompute {config.memory.recompute}",
+        ),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)

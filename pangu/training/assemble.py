@@ -7,6 +7,7 @@ from pangu.config.schema import RunConfig
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.kernels import choose_attention
+from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Mesh
@@ -32,4 +33,4 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, kernel
     build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
-    return Trainer(config, mesh, model, table, stages, later)
+    return Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))

@@ -102,6 +102,7 @@ class Loop:
             skipped=trainer.skipped,
             loss_scale=result.loss_scale if config.precision.loss_scale else None,
             validation_loss=validated,
+            trust_ratios=trainer.trust_ratios() if config.metrics.trust_ratios else None,
         )
         for writer in writers:
             writer.write(record)

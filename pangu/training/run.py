@@ -25,7 +25,10 @@ from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.metrics.plots import plot_loss
+from pangu.models.frozen import count_frozen
+from pangu.models.language_model import build_model
 from pangu.models.size import num_parameters
+from pangu.optim.build import implementation
 from pangu.pipeline.advice import advise
 from pangu.pipeline.draw import draw
 from pangu.pipeline.simulate import simulate
@@ -73,7 +76,10 @@ def run(values: Mapping[str, Any]) -> None:
         parallel.zero_group or 0,
     )
     stages = plan_stages(config, layout)
+    frozen = count_frozen(config.train.frozen, build_model(config.model)[1])
     log.info(describe(config, layout))
+    if frozen:
+        log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:
         for line in advise(stages.schedule, stages.durations, config.model.layers):
             log.info(line)
@@ -101,6 +107,8 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
     sources = _sources(config, mesh, launch)
     checkpoint = find_checkpoint(config, mesh)
     trainer = assemble(config, mesh, stages, kernel)
+    where = "host" if "optimizer" in config.memory.offload else "device"
+    log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, where, implementation(trainer.optimizer))
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)

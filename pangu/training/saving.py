@@ -201,16 +201,13 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
     updates = index["step"] - index["skipped"]
-    wanted = [(f"weight/{name}", part) for name, part in _of(trainer, lambda piece: piece.master)]
-    for piece in trainer.pieces if updates else []:
-        # torch's fused Adam wants its step count beside the weights; LAMB reads it on the host
-        where = piece.master.device if config.optimizer.name == "adam" else "cpu"
-        state = {moment: torch.zeros_like(piece.master) for moment in MOMENTS}
-        trainer.optimizer.state[piece.master] = {"step": torch.tensor(float(updates), device=where), **state}
+    wanted = [(f"weight/{name}", part) for name, part in _weights(trainer)]
+    for state in trainer.optimizer.state.values():
+        state["step"].fill_(updates)
     for moment in MOMENTS if updates else ():
-        wanted += [(f"{moment}/{name}", part) for name, part in _of(trainer, _moment(trainer, moment))]
+        wanted += [(f"{moment}/{name}", part) for name, part in _moments(trainer, moment)]
     together(trainer.mesh, lambda: load(path, index, wanted), here=True)
-    trainer.parameters.weights.publish()
+    trainer.parameters.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     trainer.loss_scale.scale = index["loss_scale"]["scale"]
     trainer.loss_scale.clean_steps = index["loss_scale"]["clean_steps"]
@@ -230,28 +227,32 @@ def load_weights(path: Path, config: RunConfig, trainer: Trainer) -> None:
     """
     mesh = trainer.mesh
     index = read_index(_intact(path, mesh))
-    wanted = [(f"weight/{name}", part) for name, part in _of(trainer, lambda piece: piece.master)]
+    wanted = [(f"weight/{name}", part) for name, part in _weights(trainer)]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather_objects({name: slice_.shape for name, slice_ in wanted}, mesh.group("world")):
         shapes |= part
     require_fit(path, index, shapes, "weight")
     load(path, index, wanted)
-    trainer.parameters.weights.publish()
+    trainer.parameters.publish()
     current = _identity(config)
     for key, value in index["identity"].items():
         if key.startswith("model.") and current.get(key) != value:
             log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
 
 
-def _of(trainer: Trainer, values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:
+def _of(pieces: Iterable[Piece], values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of them that this rank has; `values` of a piece are flat."""
-    for piece in trainer.pieces:
+    for piece in pieces:
         for part, offsets in piece.rectangles(values(piece)):
             yield piece.placement.name, Slice(part, piece.placement.shape, offsets)
 
 
-def _moment(trainer: Trainer, kind: str) -> Callable[[Piece], Tensor]:
-    return lambda piece: trainer.optimizer.state[piece.master][kind]
+def _weights(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+    return _of(trainer.pieces, lambda piece: piece.master)
+
+
+def _moments(trainer: Trainer, kind: str) -> Iterator[tuple[str, Slice]]:
+    return _of(trainer.parameters.trained_pieces, lambda piece: trainer.optimizer.state[piece.master][kind])
 
 
 def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
@@ -263,11 +264,15 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
         for piece in trainer.pieces
         if (piece.placement.cut_dim is None and at.tensor != 0) or (piece.placement.shared and at.pipeline != 0)
     }
-    kinds: dict[str, Callable[[Piece], Tensor]] = {"weight": lambda piece: piece.master}
-    if trainer.optimizer.state:
-        kinds |= {kind: _moment(trainer, kind) for kind in MOMENTS}
-    for kind, values in kinds.items():
-        yield from ((f"{kind}/{name}", part) for name, part in _of(trainer, values) if name not in skipped)
+    kinds = {"weight": _weights(trainer)}
+    if trainer.step > trainer.skipped:
+        kinds |= {kind: _moments(trainer, kind) for kind in MOMENTS}
+    for kind, parts in kinds.items():
+        for name, part in parts:
+            if name not in skipped:
+                # frozen weights and moments may be bf16, which the files do not know
+                wide = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
+                yield f"{kind}/{name}", replace(part, tensor=wide)
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pangu.collectives.messages import Channels
-from pangu.collectives.reduce import all_reduce, sum_of
+from pangu.collectives.reduce import all_reduce, gather_objects, sum_of
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.deferred import WeightGradients
@@ -18,6 +18,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.models.language_model import LanguageModel
 from pangu.optim.build import make_optimizer
 from pangu.optim.clip import clip_factor
+from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import Hooks, Runner
@@ -54,6 +55,7 @@ class Trainer:
         table: PlacementTable,
         stages: Stages,
         later: WeightGradients | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -63,6 +65,7 @@ class Trainer:
             table: its logical tensors.
             stages: the chunks of all stages and the schedule.
             later: where the layers of `model` put weight gradients aside; schedules that split backward need it.
+            frozen: parameters of `model` that are not trained.
         """
         self.config = config
         self.mesh = mesh
@@ -79,13 +82,16 @@ class Trainer:
             overlap=config.parallel.overlap,
             by_chunk=stages.schedule.two_phases,
             split_backward=stages.schedule.splits_backward,
+            offload=config.memory.offload,
+            message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
+            frozen=frozen,
         )
         self.parameters = ShardedParameters(model, table, chunks, mesh, policy)
 
         def over_ranks(placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
-            return lambda squares: self.parameters.squares.same(placements, squares)
+            return lambda squares: self.parameters.squares.same(placements, squares.to(mesh.device)).to(squares.device)
 
-        owned = [(piece.placement, piece.master) for piece in self.pieces]
+        owned = [(piece.placement, piece.master) for piece in self.parameters.trained_pieces]
         self.optimizer = make_optimizer(config.optimizer, owned, over_ranks)
         self.loss_scale = LossScale(config.precision.loss_scale)
         self.step = 0
@@ -105,7 +111,7 @@ class Trainer:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank updates: pieces of logical tensors."""
+        """What this rank keeps: pieces of logical tensors, frozen ones included."""
         return self.parameters.pieces
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
@@ -123,6 +129,13 @@ class Trainer:
         loss = self.runner.train(self.stages.schedule, batches, keys, per_token * self.loss_scale.scale)
         self.parameters.gradients.finish()
         return self._update(self._over_replicas(loss) * per_token)
+
+    def trust_ratios(self) -> dict[str, float]:
+        """LAMB's ratio of each tensor in the last update, of all ranks on all ranks; none with Adam."""
+        ratios = self.optimizer.ratios if isinstance(self.optimizer, Lamb) else {}
+        own = {p.placement.name: float(ratios[p.master]) for p in self.pieces if p.master in ratios}
+        parts = gather_objects(own, self.mesh.group("world"))
+        return {name: ratio for part in parts for name, ratio in part.items()}
 
     def _over_replicas(self, loss: Tensor | None) -> float:
         """Sum over replicas of what their last stage has, on every rank."""
@@ -143,8 +156,8 @@ class Trainer:
                 self.parameters.scale_gradients(factor)
             for param_group in self.optimizer.param_groups:
                 param_group["lr"] = rate
-            self.optimizer.step()
-            self.parameters.weights.publish()
+            # LAMB meets the other ranks in its step
+            self.parameters.update(self.optimizer.step, by_unit=self.config.optimizer.name == "adam")
         self.loss_scale.update(overflow=skipped)
         self.step += 1
         self.skipped += skipped

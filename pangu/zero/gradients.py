@@ -58,7 +58,12 @@ class GradientSum:
     """
 
     def __init__(
-        self, chunks: Mapping[int, Sequence[Unit]], groups: Groups, each_micro_batch: bool, overlap: bool = True
+        self,
+        chunks: Mapping[int, Sequence[Unit]],
+        groups: Groups,
+        each_micro_batch: bool,
+        overlap: bool = True,
+        message: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -68,15 +73,17 @@ class GradientSum:
             each_micro_batch: reduce after each micro-batch, so that no whole gradients are kept (ZeRO-2 and 3), rather
                 than once per step.
             overlap: false: wait for each reduction at once.
+            message: format in which gradients are sent and added up over replicas; None: that of the sums.
         """
         self.units = {chunk: list(reversed(units)) for chunk, units in chunks.items()}
         self.groups = groups
         self.each = each_micro_batch
         self.overlap = overlap
+        self._message = message if groups.data is not None else None
         everything = [unit for units in self.units.values() for unit in units]
         pieces = [piece for unit in everything for piece in unit.pieces]
         self._all = everything
-        self._partial = [p.master.grad for p in pieces if p.placement.partial and p.master.grad is not None]
+        self._partial = [p.grad for p in pieces if p.placement.partial and p.grad is not None]
         shared = {unit: {p.placement.shared for p in unit.pieces} - {None} for unit in everything}
         self._shared = [(unit, getattr(groups, name)) for unit, names in shared.items() for name in names if name]
         self._missing: dict[int, list[int]] = {}
@@ -152,12 +159,15 @@ class GradientSum:
         self._unsent[chunk] = max(start, stop)
 
     def _start(self, unit: Unit) -> _Sent:
-        groups = self.groups
+        groups, message = self.groups, self._message or unit.grad.dtype
         if unit.sharding.size == 1:
-            return _Sent(unit, unit.grad, None, start_ordered_all_reduce(unit.grad, groups.data))
+            part = unit.grad.to(message)
+            return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data))
         if unit.total is None:  # no parameter of it was used
             unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
-        part, total = torch.empty_like(unit.grad) if self.each else unit.grad, unit.total
+        total = unit.total.to(message)
+        in_place = not self.each and message == unit.grad.dtype
+        part = unit.grad if in_place else torch.empty_like(unit.grad, dtype=message)
         if unit.sharding.stage >= 2:
             unit.total = None
         return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard))
@@ -171,5 +181,7 @@ class GradientSum:
                 sent.work.wait()
             if unit.sharding.size > 1:
                 all_reduce(part, self.groups.copies)
-            if part is not unit.grad:
+            if self.each:
                 unit.grad.add_(part)
+            elif part is not unit.grad:
+                unit.grad.copy_(part)

@@ -52,12 +52,12 @@ def global_norm(
     """Euclidean norm of the gradient over all elements of the model, a scalar; not finite if any element is not.
 
     Args:
-        pieces: what this rank updates, with gradients.
+        pieces: what this rank updates.
         squares: of the stage.
         counted: for every tensor of the stage, whether this stage counts it.
         pipeline: the stages.
     """
-    gradients = [piece.master.grad for piece in pieces if piece.master.grad is not None]
+    gradients = [piece.grad for piece in pieces if piece.grad is not None]
     own = torch.stack(torch._foreach_norm(gradients)).square() if gradients else torch.zeros(0, device=counted.device)
     whole = squares.whole([piece.placement for piece in pieces], own)
     return all_reduce(whole.where(counted, 0.0).sum(), pipeline).sqrt()

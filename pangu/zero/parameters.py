@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import Pending, start_all_gather
 from pangu.layers.gate import Gate
+from pangu.layers.offload import Lane
 from pangu.zero.units import Unit
 
 TABLES = ("embedding", "position_bias")
@@ -54,6 +57,16 @@ class _After(Function):
         return grads[0], None, None
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """A copy from the host that is on its way."""
+
+    mark: torch.Event | None
+
+    def wait(self) -> None:
+        Lane.wait(self.mark)
+
+
 class Weights(Gate):
     """Sees to it that weights are there when a model uses them.
 
@@ -67,6 +80,8 @@ class Weights(Gate):
         regions: Mapping[str, Sequence[Unit]],
         order: Mapping[int, Sequence[str]],
         group: dist.ProcessGroup | None,
+        trained: Collection[str],
+        lane: Lane,
         overlap: bool = True,
     ) -> None:
         """
@@ -74,16 +89,20 @@ class Weights(Gate):
             regions: name -> units that it uses.
             order: chunk -> its regions in the order in which they begin.
             group: the replicas that share the units.
+            trained: regions from which gradients come, whatever their input is.
+            lane: for copies from the host.
             overlap: false: gather a unit when it is needed, not before.
         """
         self.regions = regions
         self.group = group
+        self.trained = trained
+        self.lane = lane
         self.overlap = overlap
         self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
         self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
         self.forward = {a: b for names in order.values() for a, b in pairwise(names)}
         """Region -> the one that opens after it in forward."""
-        self.backward = {a: b for names in order.values() for a, b in pairwise(_backward_order(names))}
+        self.backward = {a: b for names in order.values() for a, b in pairwise(self._backward_order(names))}
         """The same for backward."""
         self._works: dict[Unit, Pending | None] = {}
         """Gathers on their way."""
@@ -93,17 +112,20 @@ class Weights(Gate):
         """How many open regions use a unit."""
         self._held: set[Unit] = set()
 
-    def publish(self) -> None:
-        """Begin to send every rank what the others have updated; whatever was gathered before is out of date."""
-        for unit in self.units:
-            unit.publish()
-            if unit.sharding.stage == 3:
+    def publish(self, units: Iterable[Unit]) -> None:
+        """Begin to send every rank what the others have updated of some units; what was gathered is out of date."""
+        for unit in units:
+            self._finish(unit)
+            with self.lane.after_computation():
+                unit.publish()
+                if unit.sharding.stage == 3:
+                    self._release(unit)
+                elif unit.sharding.size > 1:
+                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group)
+                elif unit.master_away:
+                    self._works[unit] = _Copied(self.lane.mark())
+            if not self.overlap:
                 self._finish(unit)
-                self._release(unit)
-            elif unit.sharding.size > 1:
-                self._works[unit] = start_all_gather(unit.weights, unit.share, self.group)
-                if not self.overlap:
-                    self._finish(unit)
 
     def hold(self, chunk: int) -> None:
         """Keep the units of a chunk, once gathered, until `let_go`."""
@@ -118,6 +140,9 @@ class Weights(Gate):
 
     def before(self, region: str, x: Tensor) -> Tensor:
         """See `Gate`."""
+        if torch.is_grad_enabled() and region in self.trained and region not in TABLES and not x.requires_grad:
+            # all below is frozen: backward ends here, but has to come as far as this to close the region
+            x = x.detach().requires_grad_()
         return _Before.apply(x, region, self)
 
     def after(self, region: str, x: Tensor) -> Tensor:
@@ -135,7 +160,10 @@ class Weights(Gate):
 
     def close(self, region: str, following: Mapping[str, str]) -> None:
         """Release what a region used, unless the next one needs it."""
-        soon = self.regions[following[region]] if region in following else []
+        coming = following.get(region)
+        if region == "head" and "head" in self.forward:  # what follows it lies inside it, and is closed already
+            coming = following.get(coming or "")
+        soon = self.regions[coming] if coming else []
         for unit in self.regions.get(region, ()):
             self._users[unit] -= 1
             if unit not in soon:
@@ -143,8 +171,13 @@ class Weights(Gate):
 
     def _start(self, unit: Unit) -> None:
         if unit.sharding.stage == 3 and unit not in self._whole and unit not in self._works:
-            # not through the tensor that autograd knows: what it saved of the unit is still the same weights
-            self._works[unit] = start_all_gather(unit.hold().data, unit.share, self.group)
+            with self.lane.after_computation():
+                # not through the tensor that autograd knows: what it saved of the unit is still the same weights
+                whole, part = unit.hold().data, unit.share
+                if unit.share_away:
+                    part = whole[unit.own].copy_(part, non_blocking=True)
+                work = start_all_gather(whole, part, self.group)
+                self._works[unit] = _Copied(self.lane.mark()) if work is None else work
 
     def _finish(self, unit: Unit) -> None:
         if unit in self._works:
@@ -158,9 +191,14 @@ class Weights(Gate):
             self._whole.discard(unit)
             unit.release()
 
-
-def _backward_order(names: Sequence[str]) -> list[str]:
-    """In which order backward opens a chunk's regions: the last first, but the head before the query layer, which lies
-    inside it. Tables are not opened: their gradient does not depend on what is in them."""
-    returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
-    return ["head", *returning] if "head" in names else returning
+    def _backward_order(self, names: Sequence[str]) -> list[str]:
+        """In which order backward opens a chunk's regions: the last first, but the head before the query layer, which
+        lies inside it. Tables are not opened: their gradient does not depend on what is in them. Nor is what is frozen
+        at the bottom of the model."""
+        returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
+        returning = ["head", *returning] if "head" in names else returning
+        while returning and "embedding" in names and "embedding" not in self.trained:
+            if returning[-1] in self.trained:
+                break
+            returning.pop()
+        return returning

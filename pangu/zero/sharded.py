@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pangu.layers.offload import Lane
 from pangu.models.language_model import LanguageModel, Part
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
@@ -34,6 +35,12 @@ class Policy:
     schedule says, and reduce its gradients once, rather than at each micro-batch."""
     split_backward: bool = False
     """Weight gradients come later than the backward of their micro-batch: reduce once."""
+    offload: tuple[str, ...] = ()
+    """What lies in host memory: `optimizer`, `parameters`."""
+    message: torch.dtype | None = None
+    """Format in which gradients are added up over replicas; None: that of their sums."""
+    frozen: Collection[str] = ()
+    """Parameters of the model that are not trained."""
 
 
 class ShardedParameters:
@@ -51,22 +58,29 @@ class ShardedParameters:
             policy: how.
         """
         layout = mesh.layout
-        stage = layout.zero if layout.shards > 1 else 0
-        sharding = Sharding(stage, mesh.at.data % layout.shards, layout.shards, layout.data)
+        offload = tuple(what for what in ("optimizer", "parameters") if what in policy.offload)
+        # with its parameters on the host even a rank that shares with nobody has to fetch them
+        stage = layout.zero if layout.shards > 1 or "parameters" in offload else 0
+        sharding = Sharding(stage, mesh.at.data % layout.shards, layout.shards, layout.data, offload)
         self.groups = Groups.of(mesh)
         self.by_chunk = policy.by_chunk
         regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
         units: dict[int, list[Unit]] = {}
         unit_of: dict[str, Unit] = {}
-        for chunk, names in _group(model, table, regions, policy.bucket_bytes):
-            unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding)
-            units.setdefault(chunk, []).append(unit)
-            unit_of |= dict.fromkeys(names, unit)
+        for trained in (True, False):
+            chosen = _chosen(regions, policy.frozen, trained)
+            for chunk, names in _group(model, table, chosen, policy.bucket_bytes):
+                unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
+                unit_of |= dict.fromkeys(names, unit)
+                if trained:
+                    units.setdefault(chunk, []).append(unit)
         self.units = list(dict.fromkeys(unit_of.values()))
-        once = policy.by_chunk or policy.split_backward
-        self.gradients = GradientSum(
-            units, self.groups, each_micro_batch=sharding.stage >= 2 and not once, overlap=policy.overlap
-        )
+        self.trained = [unit for unit in self.units if unit.trained]
+        each = sharding.stage >= 2 and sharding.size > 1 and not (policy.by_chunk or policy.split_backward)
+        self.gradients = GradientSum(units, self.groups, each, policy.overlap, policy.message)
+        # nothing is copied to a CPU's own memory beside what it computes
+        self._lane = Lane(mesh.device if offload else torch.device("cpu"))
+        self.offload = offload
         self.weights = Weights(
             {
                 name: list(dict.fromkeys(unit_of[parameter] for parameter in parameters))
@@ -75,11 +89,13 @@ class ShardedParameters:
             },
             {chunk: list(uses) for chunk, uses in regions.items()},
             self.groups.shard,
+            _trained_regions(regions, policy.frozen),
+            self._lane,
             policy.overlap,
         )
-        if sharding.size > 1:
+        if sharding.size > 1 or offload:
             model.gate = self.weights
-            self.weights.publish()
+        self.publish()
         self.squares = Squares(list(table), self.groups, mesh.device)
         self._pipeline = mesh.group("pipeline")
         here = mesh.at.pipeline == 0
@@ -87,8 +103,49 @@ class ShardedParameters:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank updates."""
+        """What this rank keeps, frozen tensors included."""
         return [piece for unit in self.units for piece in unit.pieces]
+
+    @property
+    def trained_pieces(self) -> list[Piece]:
+        """What this rank updates."""
+        return [piece for unit in self.trained for piece in unit.pieces]
+
+    def publish(self) -> None:
+        """After masters were changed from outside: bring all weights up to date."""
+        self.weights.publish(self.units)
+
+    def update(self, step: Callable[[], object], by_unit: bool) -> None:
+        """Let an optimizer change the masters of what is trained, and bring the weights up to date.
+
+        Where the optimizer's state is on the host, gradients of a unit arrive and weights leave while others are
+        updated.
+
+        Args:
+            step: updates every tensor that has a gradient.
+            by_unit: it may be called for each unit; otherwise once, when all gradients have arrived.
+        """
+        groups = [[unit] for unit in self.trained] if by_unit else [self.trained]
+        if "optimizer" not in self.offload:
+            step()
+            self.weights.publish(self.trained)
+            return
+        arrivals = []
+        for units in groups:
+            with self._lane.after_computation():
+                for unit in units:
+                    assert unit.host_grad is not None
+                    unit.host_grad.copy_(unit.grad, non_blocking=True)
+            arrivals.append(self._lane.mark())
+        for units, arrival in zip(groups, arrivals, strict=True):
+            if arrival is not None:
+                arrival.synchronize()
+            for unit in units:
+                unit.lend_gradients(True)
+            step()
+            for unit in units:
+                unit.lend_gradients(False)
+            self.weights.publish(units)
 
     def gather(self, chunk: int) -> None:
         """The schedule's GATHER."""
@@ -102,11 +159,34 @@ class ShardedParameters:
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole model's gradient, the same on every rank, a scalar."""
-        return global_norm(self.pieces, self.squares, self._counted, self._pipeline)
+        return global_norm(self.trained_pieces, self.squares, self._counted, self._pipeline)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        torch._foreach_mul_([unit.grad for unit in self.units], factor)
+        torch._foreach_mul_([unit.grad for unit in self.trained], factor)
+
+
+def _chosen(
+    regions: Mapping[int, Mapping[str, Sequence[str]]], frozen: Collection[str], trained: bool
+) -> dict[int, dict[str, list[str]]]:
+    """The trained parameters of all regions, or the frozen ones."""
+    return {
+        chunk: {region: [name for name in names if (name not in frozen) == trained] for region, names in uses.items()}
+        for chunk, uses in regions.items()
+    }
+
+
+def _trained_regions(regions: Mapping[int, Mapping[str, Sequence[str]]], frozen: Collection[str]) -> set[str]:
+    """Regions whose output has a gradient even if their input has none, because something that they use is trained."""
+    found: set[str] = set()
+    for uses in regions.values():
+        biased = any(name not in frozen for name in uses.get("position_bias", ()))
+        trained = [biased or any(name not in frozen for name in names) for names in uses.values()]
+        for place, region in enumerate(uses):
+            # what follows the head in this order lies inside it
+            if any(trained[place:] if region == "head" else trained[place : place + 1]):
+                found.add(region)
+    return found
 
 
 def _group(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pangu.layers.initial import fill, replace_parameter
+from pangu.layers.offload import host_memory
 from pangu.topology.placement import Placement, PlacementTable
 
 ALIGNMENT = 32
@@ -34,17 +35,24 @@ class Sharding:
     """How many share; 1 at stage 0."""
     replicas: int = 1
     """How many could share: all stages have buffers of the same length."""
+    offload: tuple[str, ...] = ()
+    """What lies in host memory: `optimizer`, the master weights (and hence the moments), `parameters`, at stage 3 the
+    own share of the weights."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one logical tensor that this rank updates."""
+    """The part of one logical tensor that this rank keeps and, unless it is frozen, updates."""
 
     placement: Placement
     start: int
     """First element, in this rank's slice of the tensor laid out flat."""
     master: Tensor
-    """Weights in fp32 (fp64 in fp64), flat; `master.grad` is the gradient's sum."""
+    """Weights in fp32 (fp64 in fp64), flat; of a frozen tensor in the compute format."""
+    grad: Tensor | None
+    """The gradient's sum, on the device; None: frozen."""
+    host_grad: Tensor | None = None
+    """Where the gradient goes for the update, if the master lies on the host."""
 
     @property
     def is_whole(self) -> bool:
@@ -87,6 +95,7 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         sharding: Sharding = Sharding(),
+        trained: bool = True,
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
 
@@ -96,10 +105,12 @@ class Unit:
             table: their logical tensors.
             seed: of the first values.
             dtype: format that forward and backward compute in.
-            device: where the buffers lie.
+            device: where the model computes.
             sharding: what of it this rank keeps.
+            trained: false: frozen. There are no gradients, and no weights beside those that the model computes with.
         """
         self.sharding = sharding
+        self.trained = trained
         stored = [(name, model.get_parameter(name).shape) for name in names]
         self.numel = sum(shape.numel() for _, shape in stored)
         """Elements of the parameters, without the padding behind them."""
@@ -110,17 +121,31 @@ class Unit:
         """This rank's share of the buffer."""
 
         wide = torch.promote_types(dtype, torch.float32)
+        self.share_away = sharding.stage == 3 and "parameters" in sharding.offload
+        """Whether the own share of the weights lies on the host."""
+        self.master_away = trained and "optimizer" in sharding.offload
+        """Whether the master weights do."""
+
+        def new(dtype: torch.dtype, away: bool) -> Tensor:
+            return host_memory(share, dtype, device).zero_() if away else torch.zeros(share, dtype=dtype, device=device)
+
         self.weights = torch.zeros(self.padded, dtype=dtype, device=device)
         """What the model computes with; at stage 3 its storage is empty but for gathered units."""
-        self.share = self.weights[self.own] if sharding.stage < 3 else torch.zeros(share, dtype=dtype, device=device)
+        self.share = self.weights[self.own] if sharding.stage < 3 else new(dtype, self.share_away)
         """Weights of the own share, in the compute format."""
-        self.master = self.share if dtype == wide else torch.zeros(share, dtype=wide, device=device)
+        self.rounded = new(dtype, True) if self.master_away and not self.share_away else self.share
+        """The same where masters on the host are rounded to."""
+        beside = not trained or (dtype == wide and self.master_away == (self.share_away or self.master_away))
+        self.master = self.rounded if beside else new(wide, self.master_away)
         self.total: Tensor | None = None
         """Sum of this rank's own gradients of the whole buffer; None while there is none."""
-        if sharding.stage < 2:
+        if trained and (sharding.stage < 2 or sharding.size == 1):
             self.total = torch.zeros(self.padded, dtype=wide, device=device)
-        self.grad = torch.zeros(share, dtype=wide, device=device) if self.total is None else self.total[self.own]
-        """Gradients of the own share, summed over micro-batches and, once reduced, over replicas."""
+        grad = new(wide, False) if self.total is None else self.total[self.own]
+        self.grad = grad if trained else grad[:0]
+        """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
+        self.host_grad = new(wide, True) if self.master_away else None
+        """Where they go for the update, if the masters lie on the host."""
         self.pieces: list[Piece] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
         """Each parameter of the model with its place in the buffer."""
@@ -132,6 +157,7 @@ class Unit:
             for placement in table.stored_in(name):
                 self._add_piece(placement, span.start + placement.offset, seed)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
+            parameter.requires_grad_(trained)
             self.parameters.append((parameter, span))
         self.publish()
         if sharding.stage == 3:
@@ -142,16 +168,26 @@ class Unit:
         low, high = max(begin, self.own.start), min(begin + placement.local_numel, self.own.stop)
         if low < high:
             here = slice(low - self.own.start, high - self.own.start)
-            piece = Piece(placement, low - begin, self.master[here])
+            grad = self.grad[here] if self.trained else None
+            host_grad = None if self.host_grad is None else self.host_grad[here]
+            piece = Piece(placement, low - begin, self.master[here], grad, host_grad)
             for part, offsets in piece.rectangles(piece.master):
                 fill(part, placement, seed, offsets)
-            piece.master.grad = self.grad[here]
+            if not self.master_away:
+                piece.master.grad = grad
             self.pieces.append(piece)
 
     def publish(self) -> None:
         """Round the master weights of the own share into the weights that the model computes with."""
-        if self.share is not self.master:
-            self.share.copy_(self.master)
+        if self.rounded is not self.master:
+            self.rounded.copy_(self.master, non_blocking=True)
+        if self.share is not self.rounded:
+            self.share.copy_(self.rounded, non_blocking=True)
+
+    def lend_gradients(self, lend: bool) -> None:
+        """Let the optimizer see the gradients on the host, or no gradients: it passes over what has none."""
+        for piece in self.pieces:
+            piece.master.grad = piece.host_grad if lend else None
 
     def hold(self) -> Tensor:
         """Make room for all weights at stage 3, and return the room, to be filled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,9 +77,10 @@ def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[
 
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
-    values = {p.placement.name: p.master.grad if of_gradients else p.master for p in trainer.pieces}
+    pieces = trainer.parameters.trained_pieces if of_gradients else trainer.pieces
+    values = {p.placement.name: p.grad if of_gradients else p.master for p in pieces}
     together: dict[str, Tensor] = {}
-    for held in gather_objects(rectangles(trainer.pieces, values), trainer.mesh.group("world")):
+    for held in gather_objects(rectangles(pieces, values), trainer.mesh.group("world")):
         for name, shape, offsets, part in held:
             tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
             place = tuple(slice(o, o + size) for o, size in zip(offsets, part.shape, strict=True))
@@ -135,20 +136,23 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
     }
 
 
-def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
-    """Initial weights bit for bit; losses, norms, every gradient of every step and the final weights to rounding."""
+def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float, frozen: Collection[str] = ()) -> None:
+    """Initial weights bit for bit; losses, norms, every gradient of every step and the final weights to rounding. All
+    weights move but the frozen ones, which have no gradient."""
     assert ours["first"].keys() == one["first"].keys()
     assert all(torch.equal(ours["first"][name], weight) for name, weight in one["first"].items())
     for mine, reference in zip(ours["results"], one["results"], strict=True):
         assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
         assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
     for mine, reference in zip(ours["gradients"], one["gradients"], strict=True):
+        assert mine.keys() == reference.keys() == one["first"].keys() - set(frozen)
         for name, gradient in reference.items():
             # a key's bias has gradient 0 in exact arithmetic: the terms that cancel give the scale of rounding
             scale = max(float(gradient.abs().max()), 0.01)
             torch.testing.assert_close(mine[name], gradient, rtol=0, atol=100 * tolerance * scale, msg=name)
     for name, weight in one["weights"].items():
         torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1000 * tolerance, msg=name)
-        assert not torch.equal(weight, one["first"][name]), f"{name} did not move"
+        still = torch.equal(weight, one["first"][name]) and torch.equal(ours["weights"][name], weight)
+        assert still == (name in frozen), f"{name} moved or did not"
     torch.testing.assert_close(ours["logits"], one["logits"], rtol=0, atol=1000 * tolerance)
     assert ours["validation"] == pytest.approx(one["validation"], rel=1000 * tolerance)

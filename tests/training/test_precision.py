@@ -29,6 +29,11 @@ def batches(trainer: Trainer, step: int) -> list[Batch]:
         return loader.micro_batches(config.batch.global_size * step)
 
 
+def updates(trainer: Trainer) -> set[int]:
+    """How often the optimizer has updated its tensors."""
+    return {int(state["step"]) for state in trainer.optimizer.state.values()}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_weights_are_the_rounded_masters(precision: str) -> None:
     trainer = trainer_of(f"precision={precision}")
@@ -82,7 +87,7 @@ def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
     assert trainer.skipped == 1
     assert trainer.loss_scale.scale == 5e29
     assert all(torch.equal(unit.master, old) for unit, old in zip(trainer.parameters.units, before, strict=True))
-    assert not trainer.optimizer.state
+    assert updates(trainer) == {0}
     second = trainer.train_step(batches(trainer, 1))
     assert second.lr == first.lr  # a skipped step is no update
 
@@ -115,4 +120,4 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_every_format() -> None:
         trainer.parameters.units[0].master[0] = torch.inf
     result = trainer.train_step(batch)
     assert result.skipped
-    assert not trainer.optimizer.state
+    assert updates(trainer) == {0}

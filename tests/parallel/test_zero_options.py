@@ -1,0 +1,203 @@
+"""What can be added to ZeRO: state on the host, frozen tensors, narrow moments and messages."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from pangu.config.errors import ConfigError
+from pangu.models.frozen import count_frozen
+from pangu.models.language_model import build_model
+from pangu.topology.layout import Layout
+from pangu.zero.units import Unit
+from tests.configs import tiny
+from tests.parallel.harness import OVERRIDES, compare, train_layout
+from tests.parallel.test_zero import MODEL, same_bits
+from tests.spawn import Pool
+
+BOTTOM = ("embedding.*", "layers.0.*")
+"""Backward has nothing to do here."""
+SCATTERED = ("layers.1.*", "layers.0.mlp.*.bias", "final_norm.*")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize(
+    ("layout", "precision", "host"),
+    [
+        (Layout(), "fp32", "optimizer"),
+        (Layout(data=2), "bf16", "optimizer"),
+        (Layout(data=2, zero=2), "fp32", "optimizer"),
+        (Layout(data=2, zero=2), "bf16", "optimizer"),
+        (Layout(data=2, zero=3), "fp32", "optimizer"),
+        (Layout(data=2, zero=3), "bf16", "parameters"),
+        (Layout(data=2, zero=3), "bf16", "optimizer,parameters"),
+        (Layout(tensor=2, zero=3), "fp32", "optimizer,parameters"),
+        (Layout(pipeline=2, zero=3), "fp32", "parameters"),
+    ],
+    ids=str,
+)
+def test_what_lies_on_the_host_changes_no_bit(
+    pool: Pool, layout: Layout, precision: str, host: str, optimizer: str
+) -> None:
+    overrides = (*MODEL, f"precision={precision}", f"optimizer={optimizer}")
+    here, away = (
+        pool.run(layout.world, train_layout, layout, 3, *overrides, f"memory.offload=[{offload}]")[0]
+        for offload in ("", host)
+    )
+    same_bits(away, here)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize("patterns", [BOTTOM, SCATTERED])
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (Layout(data=2), "1f1b"),
+        (Layout(data=2, zero=2), "1f1b"),
+        (Layout(data=2, zero=3), "1f1b"),
+        (Layout(tensor=2, sequence=True), "1f1b"),
+        (Layout(pipeline=2), "zb_h1"),
+        (Layout(pipeline=2, data=2, zero=3), "1f1b"),
+        (Layout(pipeline=3), "1f1b"),
+    ],
+    ids=str,
+)
+def test_frozen_tensors_stay_in_every_layout(
+    pool: Pool, layout: Layout, schedule: str, patterns: tuple[str, ...], optimizer: str
+) -> None:
+    """With three stages and the bottom frozen, the first has nothing to train."""
+    overrides = (*MODEL, "precision=fp64", f"optimizer={optimizer}", f"train.frozen=[{','.join(patterns)}]")
+    one = train_layout(0, 1, Layout(), 3, *overrides)
+    frozen = {name for name in one["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert len(frozen) > 2
+    ranks = pool.run(layout.world, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")
+    compare(ranks[0], one, 1e-12, frozen)
+
+
+@pytest.mark.parametrize("patterns", [(), BOTTOM, SCATTERED])
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+def test_every_unit_is_released(pool: Pool, kind: str, patterns: tuple[str, ...]) -> None:
+    """After 3 steps no weights are whole but, of those that are used first, what the last update sent."""
+    overrides = (*MODEL, f"model.kind={kind}", f"train.frozen=[{','.join(patterns)}]")
+    for held in pool.run(2, whole_units, Layout(data=2, zero=3), *overrides):
+        assert held == [(0, 0)] * 3
+
+
+def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[tuple[int, int]]:
+    """After each step, the number of units that are whole and of gathers on their way."""
+    found: list[tuple[int, int]] = []
+    from pangu.training.step import Trainer
+
+    update = Trainer._update
+
+    def looked_at(trainer: Trainer, loss: float) -> Any:
+        weights = trainer.parameters.weights
+        found.append((len(weights._whole), len(weights._works)))
+        return update(trainer, loss)
+
+    with patch.object(Trainer, "_update", looked_at):
+        train_layout(rank, world, layout, 3, *overrides)
+    return found
+
+
+def frozen_problems(*patterns: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        count_frozen(patterns, build_model(tiny().model)[1])
+    return str(caught.value)
+
+
+def test_patterns_that_cannot_be_meant_are_refused() -> None:
+    text = frozen_problems("layers.9.*", "layers.0.attention.query.weight")
+    assert "train.frozen = layers.9.*: fits no tensor of the model" in text
+    assert (
+        "freezes layers.0.attention.query.weight but not layers.0.attention.key.weight, layers.0.attention.value.weight"
+    ) in text
+    assert "leaves nothing to train" in frozen_problems("*")
+    assert count_frozen(["*.bias"], build_model(tiny().model)[1]) > 0
+
+
+class Skipped(nn.Module):
+    """A layer that some ranks do not use."""
+
+    def forward(self, carried: Any, *_: Any) -> Any:
+        """What came in."""
+        return carried
+
+
+def train_without_a_layer(rank: int, world: int, layout: Layout, absent: bool, *overrides: str) -> Any:
+    from pangu.training import assemble as assembly
+
+    made = assembly.Trainer
+
+    def without(*arguments: Any) -> Any:
+        trainer = made(*arguments)
+        if absent and rank == world - 1:
+            trainer.model.layers["1"] = Skipped()
+        return trainer
+
+    with patch.object(assembly, "Trainer", without):
+        return train_layout(rank, world, layout, 2, *overrides)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parameters_that_a_rank_does_not_use_hold_nobody_up(pool: Pool, zero: int) -> None:
+    """The last rank's layer 1 is passed over: its gradient is that of the other rank alone, at every stage."""
+    layout = Layout(data=2, zero=zero)
+    ours, first = (pool.run(2, train_without_a_layer, Layout(data=2, zero=z), True, *MODEL)[0] for z in (zero, 0))
+    for mine, reference in zip(ours["gradients"], first["gradients"], strict=True):
+        for name, gradient in reference.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name)
+    full = pool.run(2, train_without_a_layer, layout, False, *MODEL)[0]
+    assert ours["results"][0].loss != full["results"][0].loss
+    assert float(ours["gradients"][0]["layers.1.mlp.up.weight"].abs().max()) > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_bf16_moments_stay_near_fp32_ones(pool: Pool, optimizer: str) -> None:
+    """An update is a mean gradient over the root of a mean square, each within 0.4 % / (1 - beta) of what it would be:
+    4 % and half of 8 %. Sharded or not, the bits are the same: moments are rounded one by one."""
+    overrides = (*OVERRIDES, "batch.micro_size=1", "batch.global_size=2", f"optimizer={optimizer}")
+    overrides = (*overrides, "optimizer.betas=[0.9,0.95]", "optimizer.clip=null", "optimizer.lr=0.001")
+    narrow = (*overrides, "optimizer.moments=bf16")
+    wide = train_layout(0, 1, Layout(), 4, *overrides)
+    ours = train_layout(0, 1, Layout(), 4, *narrow)
+    for name in wide["weights"].keys() - {f"layers.{layer}.attention.key.bias" for layer in range(3)}:  # no gradient
+        weight = wide["weights"][name]
+        moved, apart = weight - wide["first"][name], ours["weights"][name] - weight
+        assert 0 < float(apart.norm()) < 0.08 * float(moved.norm()), name
+    first, second = (pool.run(2, train_layout, Layout(data=2, zero=zero), 3, *narrow)[0] for zero in (1, 3))
+    same_bits(second, first)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bf16_messages_round_each_gradient_once_more(pool: Pool, zero: int) -> None:
+    """Two roundings of 2^-9 each: of what is sent and of the sum."""
+    overrides = (*MODEL, "optimizer.clip=null")
+    layout = Layout(data=2, zero=zero)
+    wide, narrow = (
+        pool.run(2, train_layout, layout, 1, *overrides, f"precision.reduce={reduce}")[0] for reduce in ("fp32", "bf16")
+    )
+    (exact,), (ours,) = wide["gradients"], narrow["gradients"]
+    for name, gradient in exact.items():
+        # a bias of keys has gradient 0 in exact arithmetic
+        apart, size = float((ours[name] - gradient).norm()), float(gradient.norm())
+        assert apart < 2**-8 * size or size < 1e-6, name
+    assert any(not torch.equal(ours[name], gradient) for name, gradient in exact.items())
+
+
+def test_masters_on_the_host_lie_beside_the_device() -> None:
+    """Nothing is shared: what the copies carry is all that a device sees."""
+    config = tiny("precision=bf16")
+    model, table = build_model(config.model)
+    from pangu.zero.units import Sharding
+
+    sharding = Sharding(stage=3, offload=("optimizer", "parameters"))
+    names = [name for name, _ in model.named_parameters()]
+    unit = Unit(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
+    tensors = [unit.weights, unit.share, unit.master, unit.grad, unit.host_grad]
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5
