@@ -197,10 +197,8 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     own = [part for part in parts if part.name != HEAD or not config.model.tied_head]
     weights = [weight for part in own for weight in part.weights * part.count]
     partial = sum(math.prod(weight.shape) for weight in weights if weight.partial)
-    optimizer = config.optimizer
-    squares = 0
-    if isinstance(optimizer, LambConfig):
-        squares = 2 * sum(not optimizer.exclude_vectors or len(weight.shape) > 1 for weight in weights)
+    # of those that LAMB does not scale as well: every sum of squares has a place for each tensor
+    squares = 2 * len(weights) if isinstance(config.optimizer, LambConfig) else 0
     sent = [
         ("gradients", partial, "sum of the gradients of what every rank holds whole"),
         ("clip norm", len(weights), "squared gradient norm of each tensor"),

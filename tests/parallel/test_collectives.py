@@ -196,7 +196,7 @@ def test_the_planner_predicts_every_call_and_byte(
 
 def step(rank: int, world: int, *overrides: str) -> Counts:
     """Collectives of a step of two micro-batches."""
-    config = tiny(*overrides)
+    config = tiny(*overrides, "batch.global_size=4")
     mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
     trainer = assemble(config, mesh)
     tokens = np.arange(4 * 17, dtype=np.int64).reshape(4, 17)
