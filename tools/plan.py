@@ -1,5 +1,5 @@
-"""Tells what a configuration asks for before it is started; with --sharding how every weight is cut over the
-tensor-parallel ranks and what those ranks send each other.
+"""Tells what a configuration asks for before it is started: of a pipeline what each stage holds, does and sends; with
+--sharding how every weight is cut over the tensor-parallel ranks and what those ranks send each other.
 
 Needs neither the devices of the run nor its data."""
 
@@ -22,6 +22,8 @@ from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.errors import UserError, exit_status
 from pangu.config.schema import RunConfig
+from pangu.pipeline.advice import advise
+from pangu.pipeline.stages import plan_stages
 from pangu.planning.report import describe, size
 from pangu.planning.sharding import (
     BACKWARD,
@@ -33,6 +35,7 @@ from pangu.planning.sharding import (
     step_messages,
     traffic,
 )
+from pangu.planning.stages import view_stages
 from pangu.topology.layout import Layout
 
 _EXAMPLE = """example:
@@ -74,7 +77,24 @@ def load(overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
     config = build(RunConfig, {**{str(key): value for key, value in composed.items()}, "dry_run": True})
     data = check(config, world=1)
     parallel = config.parallel
-    return config, Layout(parallel.tensor, parallel.pipeline, data, parallel.zero, parallel.sequence)
+    return config, Layout(
+        parallel.tensor, parallel.pipeline, data, parallel.zero, parallel.sequence, virtual=parallel.virtual
+    )
+
+
+def print_stages(console: Console, config: RunConfig, layout: Layout) -> None:
+    """What the schedule asks for, and a table of the pipeline's stages."""
+    stages = plan_stages(config, layout)
+    for line in advise(stages.schedule, stages.durations, config.model.layers):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    table = _table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
+    for stage, view in enumerate(view_stages(config, layout, stages)):
+        sends = "; ".join(f"{size(count)} to stage {peer}" for peer, count in view.sends.items())
+        sums = "; ".join(f"{name} {size(count)}" for name, count in view.shared.items())
+        numbers = (f"{view.idle:.1%}", f"{view.held:.3g}")
+        table.add_row(*map(Text, (str(stage), " | ".join(view.chunks), *numbers, sends, sums)))
+    console.print()
+    console.print(table)
 
 
 def print_sharding(console: Console, config: RunConfig, layout: Layout) -> None:
@@ -157,6 +177,8 @@ def plan(options: argparse.Namespace) -> None:
     config, layout = load(options.overrides)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(describe(config, layout), markup=False, highlight=False, soft_wrap=True)
+    if layout.pipeline > 1:
+        print_stages(console, config, layout)
     if options.sharding:
         print_sharding(console, config, layout)
 

@@ -35,6 +35,14 @@ def test_without_sharding_it_describes() -> None:
     assert "mlp.up" not in done.stdout
 
 
+def test_the_stages_of_a_pipeline() -> None:
+    done = tool("+config=pangu_200b", "parallel.data=1", name="plan")
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "0 embedding, layers 0-3 7.4% 16 32.0 MiB to stage 1 embedding.word.weight 0.31 GiB" in lines, done.stdout
+    assert "1 layers 4-7 7.4% 15 32.0 MiB to stage 2; 32.0 MiB to stage 0" in lines
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

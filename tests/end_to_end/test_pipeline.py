@@ -1,0 +1,73 @@
+"""A pipeline from the command line: the same losses as one process, and one message when a stage is stuck."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import SMALL, command, metrics, pretrain
+from tests.spawn import repository
+
+QUIET = (*SMALL, "model.layers=4", "data=synthetic", "validation.every=0", "checkpoint.every=0", "train.steps=3")
+
+STUCK = """
+import os, time
+from pathlib import Path
+
+from pangu.pipeline.actions import Kind
+from pangu.pipeline.runner import _Pass
+from pangu.training.command import pretrain
+
+carry_out = _Pass._carry_out
+
+
+def perhaps(self, place, action):
+    if os.environ["RANK"] == "1" and action.kind is Kind.BACKWARD and action.micro == 1:
+        HAPPENS
+    carry_out(self, place, action)
+
+
+_Pass._carry_out = perhaps
+if __name__ == "__main__":
+    pretrain(Path("ROOT") / "configs")
+"""
+
+
+def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    """fp32: 3 steps to a few roundings of 6e-8."""
+    assert pretrain(tmp_path / "one", *QUIET).returncode == 0
+    done = pretrain(tmp_path / "two", *QUIET, "parallel.pipeline=2", "profile=true", processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == 3
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-6)
+    names = ("pipeline.svg", "pipeline.png", "pipeline_measured.svg", "pipeline_measured.png", "pipeline_measured.json")
+    assert all((tmp_path / "two" / "plots" / name).stat().st_size for name in names)
+
+
+def run_stuck(folder: Path, happens: str) -> tuple[str, float]:
+    """What a run says whose second stage does this in its second backward, and how long it took."""
+    script = folder / "stuck.py"
+    script.write_text(STUCK.replace("HAPPENS", happens).replace("ROOT", str(repository())), encoding="utf-8")
+    began = time.monotonic()
+    done = command(str(script), *QUIET, "parallel.pipeline=2", "parallel.timeout_s=5", processes=2, timeout=200)
+    assert done.returncode not in (0, None)
+    return done.stderr, time.monotonic() - began
+
+
+def test_a_stuck_stage_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    said, seconds = run_stuck(tmp_path, "time.sleep(150)")
+    expected = "error: rank 0, stage 0: RECV_GRADIENT of chunk 0, micro-batch 1, peer stage 1: did not come through"
+    assert said.count(expected) == said.count("error: rank") == 1, said
+    assert "StageError" not in said  # no traceback of ours; the launcher adds one of its own
+    assert seconds < 100
+
+
+def test_a_dead_stage_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The launcher names the process that died; the message of the others may come too late."""
+    said, seconds = run_stuck(tmp_path, "os._exit(7)")
+    assert re.search(r"rank *: 1 .*\n *exitcode *: 7", said), said
+    assert seconds < 100
