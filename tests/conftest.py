@@ -10,6 +10,11 @@ import torch
 from tests.spawn import Pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--kills=50`: the long form of the kill test."""
+    parser.addoption("--kills", type=int, default=5, help="processes or runs that the kill test kills")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes that live for the whole session."""

@@ -19,11 +19,19 @@ class Launch:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    attempt: int = 0
+    """How often the launcher has started the processes again (`torchrun --max-restarts`)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
         """Read torchrun's variables."""
-        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
+        names = {
+            "rank": "RANK",
+            "world": "WORLD_SIZE",
+            "local_rank": "LOCAL_RANK",
+            "local_world": "LOCAL_WORLD_SIZE",
+            "attempt": "TORCHELASTIC_RESTART_COUNT",
+        }
         return cls(**{field: int(environment[name]) for field, name in names.items() if name in environment})
 
 

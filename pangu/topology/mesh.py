@@ -25,13 +25,20 @@ class Mesh:
     """Seconds that a process waits for another one before it gives up."""
 
     @classmethod
-    def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0) -> Mesh:
-        """Join the other processes of the run; a layout of one device needs no process group and makes none."""
+    def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
+        """Join the other processes of the run; a layout of one device needs no process group and makes none.
+
+        `attempt`: how often the launcher has started the processes again.
+        """
         if layout.world == 1:
             return cls(layout, 0, device)
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun's store outlives the processes: those that it starts again must not find the dead ones' addresses
+            store = dist.PrefixStore(f"attempt-{attempt}", store)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         assert dist.group.WORLD is not None
         mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s)
         for axis in (*AXES, "shard", "copies", "ends"):

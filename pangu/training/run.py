@@ -85,7 +85,7 @@ def run(values: Mapping[str, Any]) -> None:
     products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[config.precision.compute])
     torch.set_float32_matmul_precision(products)
     log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
-    mesh = Mesh.connect(layout, device, parallel.timeout_s)
+    mesh = Mesh.connect(layout, device, parallel.timeout_s, launch.attempt)
     try:
         output = Path(config.train.output)
         together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)

@@ -51,25 +51,41 @@ def command(
 
 @contextmanager
 def started(output: Path, *overrides: str, processes: int = 0, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """`pretrain`, not waited for, in a session of its own, all of which is killed at the end; stderr goes to a pipe."""
+    """`pretrain`, not waited for and killed at the end; stderr goes to `OUTPUT.err`."""
     words = (str(repository() / "pretrain.py"), *overrides, f"train.output={output}")
     line, environment = _words(words, processes, restarts)
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(line, cwd=repository(), env=environment, start_new_session=True, **pipes) as process:
+    with (
+        output.with_suffix(".err").open("w") as said,
+        subprocess.Popen(
+            line, cwd=repository(), env=environment, stdout=subprocess.DEVNULL, stderr=said, text=True
+        ) as process,
+    ):
         try:
             yield process
         finally:
             kill_all(process)
 
 
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """Process numbers of what a launcher has started."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in children.stdout.split()]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to all processes of a started command: the launcher's, and each worker's, which lead groups of theirs."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True, text=True, check=False
-    ).stdout
-    for pid in listed.split():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+    """SIGKILL to a launcher, so that it restarts nothing, and to its workers."""
+    pids = workers(process)
+    process.kill()
+    for pid in pids:
+        kill(pid)
 
 
 def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str]:

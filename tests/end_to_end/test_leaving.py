@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import signal
 import time
 from collections.abc import Callable
-from os import kill
 from pathlib import Path
+from typing import Any
 
-from tests.end_to_end.commands import SMALL, metrics, started
+import pytest
+
+from tests.end_to_end.commands import SMALL, kill, kill_all, metrics, pretrain, started, workers
 
 WORDS = (
     *SMALL,
@@ -39,15 +44,62 @@ def first_process(output: Path) -> int:
 
 
 def test_one_of_two_processes_is_told_to_save_and_then_to_stop(tmp_path: Path) -> None:
-    with started(tmp_path, *WORDS, "train.steps=1000000", "checkpoint.every=1000000", processes=2) as run:
-        wait_until(lambda: num_steps(tmp_path) > 2)
-        kill(first_process(tmp_path), signal.SIGUSR1)
-        wait_until(lambda: len(list(tmp_path.glob("checkpoints/step-????????"))) == 1)
-        before = num_steps(tmp_path)
-        wait_until(lambda: num_steps(tmp_path) > before)
-        kill(first_process(tmp_path), signal.SIGTERM)
-        _, said = run.communicate(timeout=60)
-    assert run.returncode == 0
-    last = metrics(tmp_path)[-1]["step"]
+    output = tmp_path / "run"
+    with started(output, *WORDS, "train.steps=1000000", "checkpoint.every=1000000", processes=2) as run:
+        wait_until(lambda: num_steps(output) > 2)
+        os.kill(first_process(output), signal.SIGUSR1)
+        wait_until(lambda: len(list(output.glob("checkpoints/step-????????"))) == 1)
+        before = num_steps(output)
+        wait_until(lambda: num_steps(output) > before)
+        os.kill(first_process(output), signal.SIGTERM)
+        assert run.wait(timeout=60) == 0
+    said = output.with_suffix(".err").read_text()
+    last = metrics(output)[-1]["step"]
     assert f"stopped after step {last} (SIGTERM)" in said
-    assert (tmp_path / "checkpoints" / f"step-{last:08d}" / "index.json").is_file()
+    assert (output / "checkpoints" / f"step-{last:08d}" / "index.json").is_file()
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_come_back(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """SIGKILL of one rank, after which torchrun starts both again by itself, or of everything, after which the same
+    command is given again; at random moments, most of them during a save. `--kills=50` is the long form.
+
+    The losses of the whole run are those of the unbroken one bit for bit, and no sample is lost or seen twice.
+    """
+    kills = request.config.getoption("--kills")
+    steps = 40 * (kills + 1)
+    words = (*WORDS, f"train.steps={steps}", "checkpoint.every=2")
+    assert pretrain(tmp_path / "whole", *words, processes=2).returncode == 0
+    output = tmp_path / "run"
+    chance = random.Random(0)
+    done = 0
+    while done < kills:
+        with started(output, *words, processes=2, restarts=kills) as run:
+            for everything in [False] * chance.randint(0, 2) + [True]:
+                target = newest(output) + chance.randint(1, 25)
+                wait_until(lambda target=target: run.poll() is not None or num_steps(output) >= target)
+                time.sleep(0.05 * chance.random())
+                assert run.poll() is None, output.with_suffix(".err").read_text()
+                if everything:
+                    kill_all(run)
+                else:
+                    victims = workers(run)
+                    assert len(victims) == 2
+                    kill(chance.choice(victims))
+                    wait_until(lambda victims=victims: not set(victims) & set(workers(run)))
+                done += 1
+    finished = pretrain(output, *words, processes=2)
+    assert finished.returncode == 0, finished.stderr
+    assert figures(output) == figures(tmp_path / "whole")
+    assert len(figures(output)) == steps
+    index = json.loads((output / "checkpoints" / f"step-{steps:08d}" / "index.json").read_text())
+    assert index["samples"] == 4 * steps
+
+
+def newest(output: Path) -> int:
+    """Step of the newest checkpoint."""
+    return max((int(path.name[5:]) for path in output.glob("checkpoints/step-????????")), default=0)
+
+
+def figures(output: Path) -> list[tuple[Any, ...]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"], m["tokens"]) for m in metrics(output)]
