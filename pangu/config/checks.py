@@ -301,6 +301,7 @@ def _run(config: RunConfig) -> Iterator[Problem]:
     yield from _at_least("train.steps", config.train.steps, 1)
     yield from _at_least("train.seed", config.train.seed, 0)
     yield from _stop_after(config)
+    yield from _at_least("train.check_replicas", config.train.check_replicas, 0)
     yield from _at_least("validation.every", config.validation.every, 0)
     yield from _at_least("validation.sequences", config.validation.sequences, 1)
     yield from _at_least("checkpoint.every", config.checkpoint.every, 0)

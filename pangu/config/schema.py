@@ -116,6 +116,9 @@ class TrainConfig:
     stop_after: float | str | None
     """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
     it; writing the checkpoint comes on top. null: no limit."""
+    check_replicas: int
+    """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
+    they differ. 0: no checks."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
     frozen: tuple[str, ...]

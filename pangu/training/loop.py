@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pangu.collectives.reduce import answered
+from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources
@@ -18,6 +19,7 @@ from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
 from pangu.training.profile import record_step
+from pangu.training.replicas import find_difference
 from pangu.training.requests import Requests
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
@@ -106,6 +108,11 @@ class Loop:
         )
         for writer in writers:
             writer.write(record)
+        if self._due(config.train.check_replicas) and (difference := find_difference(trainer)):
+            raise UserError(
+                f"train.check_replicas: after step {trainer.step} copies of {difference} differ; look for a "
+                "bad device, and continue from a checkpoint that is older than the fault"
+            )
         asked = self.requests.after_step(time.perf_counter() - began)
         if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
             saver.save(self.samples)

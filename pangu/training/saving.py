@@ -201,11 +201,11 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> int:
     index = read_index(path)
     _compare(path, index["identity"], _identity(config))
     updates = index["step"] - index["skipped"]
-    wanted = [(f"weight/{name}", part) for name, part in _weights(trainer)]
+    wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
     for state in trainer.optimizer.state.values():
         state["step"].fill_(updates)
     for moment in MOMENTS if updates else ():
-        wanted += [(f"{moment}/{name}", part) for name, part in _moments(trainer, moment)]
+        wanted += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
     together(trainer.mesh, lambda: load(path, index, wanted), here=True)
     trainer.parameters.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
@@ -227,7 +227,7 @@ def load_weights(path: Path, config: RunConfig, trainer: Trainer) -> None:
     """
     mesh = trainer.mesh
     index = read_index(_intact(path, mesh))
-    wanted = [(f"weight/{name}", part) for name, part in _weights(trainer)]
+    wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather_objects({name: slice_.shape for name, slice_ in wanted}, mesh.group("world")):
         shapes |= part
@@ -247,11 +247,13 @@ def _of(pieces: Iterable[Piece], values: Callable[[Piece], Tensor]) -> Iterator[
             yield piece.placement.name, Slice(part, piece.placement.shape, offsets)
 
 
-def _weights(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+    """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
     return _of(trainer.pieces, lambda piece: piece.master)
 
 
-def _moments(trainer: Trainer, kind: str) -> Iterator[tuple[str, Slice]]:
+def moments_of(trainer: Trainer, kind: str) -> Iterator[tuple[str, Slice]]:
+    """The same of one of the optimizer's moments, which exist once a step is made."""
     return _of(trainer.parameters.trained_pieces, lambda piece: trainer.optimizer.state[piece.master][kind])
 
 
@@ -264,13 +266,13 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
         for piece in trainer.pieces
         if (piece.placement.cut_dim is None and at.tensor != 0) or (piece.placement.shared and at.pipeline != 0)
     }
-    kinds = {"weight": _weights(trainer)}
+    kinds = {"weight": weights_of(trainer)}
     if trainer.step > trainer.skipped:
-        kinds |= {kind: _moments(trainer, kind) for kind in MOMENTS}
+        kinds |= {kind: moments_of(trainer, kind) for kind in MOMENTS}
     for kind, parts in kinds.items():
         for name, part in parts:
             if name not in skipped:
-                # frozen weights and moments may be bf16, which the files do not know
+                # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
                 wide = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
                 yield f"{kind}/{name}", replace(part, tensor=wide)
 

@@ -133,6 +133,7 @@ def problems(*overrides: str, world: int = 1) -> str:
             ["checkpoint.resume=a", "checkpoint.init_from=b"],
             "checkpoint.init_from = b: a run that continues checkpoint.resume = a has its weights from there",
         ),
+        (["train.check_replicas=-1"], "train.check_replicas = -1: must be at least 0"),
         (["train.stop_after=soon"], "train.stop_after = soon: must be a time; 5400, 90m, 1h30m or null work"),
         (["train.stop_after=0"], "train.stop_after = 0.0: must be above 0"),
         (

@@ -12,6 +12,7 @@ import pytest
 
 from pangu.checkpoint import files
 from pangu.config.errors import UserError
+from pangu.training import loop
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import train
 
@@ -64,3 +65,11 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
         train(tmp_path, 4, f"checkpoint.asynchronous={asynchronous}")
     full.clear()
     assert train(tmp_path, 4)[:3] == losses
+
+
+def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every second step, as asked for."""
+    monkeypatch.setattr(loop, "find_difference", lambda trainer: f"weight/{trainer.step}")
+    with pytest.raises(UserError, match="after step 2 copies of weight/2 differ"):
+        train(tmp_path, 4, "train.check_replicas=2")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

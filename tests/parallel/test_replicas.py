@@ -1,0 +1,56 @@
+"""Copies that differ in one bit are found and named; equal ones are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pangu.data.batch import make_batch
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.assemble import assemble
+from pangu.training.replicas import find_difference
+from tests.configs import tiny
+from tests.parallel.harness import parallel_keys
+from tests.spawn import Pool
+
+
+def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> tuple[list[str | None], str]:
+    """What the check says after a step, and once a bit of a copied tensor is turned over on one rank; its name."""
+    config = tiny(*parallel_keys(layout), "lr_schedule.warmup_steps=1")
+    mesh = Mesh.connect(layout, torch.device("cpu"))
+    trainer = assemble(config, mesh)
+    tokens = np.arange(8 * 17).reshape(8, 17) % 101
+    mine = range(mesh.at.data, 8, layout.data)
+    trainer.train_step(
+        [make_batch(tokens[[i, i + layout.data]], [i, i + layout.data], config.data.packing) for i in mine[::2]]
+    )
+    first = find_difference(trainer)
+    tied = layout.pipeline > 1 and layout.data == 1
+    places = ((piece, piece.placement) for piece in trainer.pieces)
+    piece = next(piece for piece, at in places if (at.shared if tied else at.is_vector and at.cut_dim is None))
+    values = piece.master if kind == "weight" else trainer.optimizer.state[piece.master][kind]
+    if rank == culprit:
+        values.view(torch.int32)[-1] ^= 1
+    return [first, find_difference(trainer)], f"{kind}/{piece.placement.name}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "culprit", "kind", "ranks"),
+    [
+        (Layout(data=2), 1, "weight", "ranks 0 and 1 (data axis)"),
+        (Layout(tensor=2, sequence=True), 0, "exp_avg", "ranks 0 and 1 (tensor axis)"),
+        (Layout(tensor=2, data=2, zero=2), 3, "weight", "ranks 2 and 3 (tensor axis)"),
+        (Layout(data=4, zero=1, zero_group=2), 2, "exp_avg_sq", "ranks 0 and 2 (data axis)"),
+        (Layout(pipeline=2), 1, "weight", "ranks 0 and 1 (pipeline axis)"),
+        (Layout(pipeline=2, data=2), 3, "weight", "ranks 2 and 3 (data axis)"),
+    ],
+)
+def test_one_bit_is_found(pool: Pool, layout: Layout, culprit: int, kind: str, ranks: str) -> None:
+    told = pool.run(layout.world, answers, layout, culprit, kind)
+    for (before, after), _ in told:
+        assert before is None
+        assert after is not None
+        assert after.startswith(f"{told[culprit][1]} from element ")
+        assert after.endswith(ranks)
