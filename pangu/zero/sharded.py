@@ -96,7 +96,8 @@ class ShardedParameters:
         if sharding.size > 1 or offload:
             model.gate = self.weights
         self.publish()
-        self.squares = Squares(list(table), self.groups, mesh.device)
+        wide = torch.promote_types(policy.dtype, torch.float32)
+        self.squares = Squares(list(table), self.groups, mesh.device, wide)
         self._pipeline = mesh.group("pipeline")
         here = mesh.at.pipeline == 0
         self._counted = torch.tensor([here or placement.shared is None for placement in table], device=mesh.device)
@@ -163,7 +164,8 @@ class ShardedParameters:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        torch._foreach_mul_([unit.grad for unit in self.trained], factor)
+        for unit in self.trained:
+            unit.grad.mul_(factor)
 
 
 def _chosen(
