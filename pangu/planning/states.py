@@ -43,7 +43,7 @@ class UnitPlan:
     numel: int
     padded: int
     kept: int
-    """Elements of this rank's share, padding left out."""
+    """Elements of logical tensors in this rank's share, without padding of the unit or of a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         step = layout.data * ALIGNMENT if layout.data > 1 else 1
         padded = -(-numel // step) * step
         share = padded // layout.shards
-        kept = min(max(numel - at.data % layout.shards * share, 0), share)
+        first, begin, kept = at.data % layout.shards * share, 0, 0
+        for name in names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                kept += max(0, min(start + entry.local_numel, first + share) - max(start, first))
+            begin += model.get_parameter(name).numel()
         units.append(UnitPlan(chunk, trained, numel, padded, kept))
         unit_of |= dict.fromkeys(names, units[-1])
     uses = {

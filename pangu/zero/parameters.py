@@ -127,6 +127,11 @@ class Weights(Gate):
             if not self.overlap:
                 self._finish(unit)
 
+    def wait(self) -> None:
+        """Wait for all that is on its way."""
+        for unit in list(self._works):
+            self._finish(unit)
+
     def hold(self, chunk: int) -> None:
         """Keep the units of a chunk, once gathered, until `let_go`."""
         self._held |= self._of_chunk[chunk]

@@ -111,8 +111,10 @@ class ShardedParameters:
         return [piece for unit in self.trained for piece in unit.pieces]
 
     def publish(self) -> None:
-        """After masters were changed from outside: bring all weights up to date."""
+        """After masters were changed from outside: bring all weights up to date, and wait until they are, so that
+        masters, which may be part of them, can be changed again."""
         self.weights.publish(self.units)
+        self.weights.wait()
 
     def update(self, step: Callable[[], object], by_unit: bool) -> None:
         """Let an optimizer change the masters of what is trained, and bring the weights up to date.
