@@ -78,6 +78,7 @@ def loop(
     precision: str,
     micro: int,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Step:
     """The usual loop: autocast for bf16, accumulation in the parameters' own gradients, clipping, fused AdamW.
 
@@ -87,11 +88,12 @@ def loop(
         precision: `fp32` or `bf16`.
         micro: sequences in a micro-batch.
         around: a context that forward and backward need.
+        optimizer: None: fused AdamW.
     """
     # torch's fused and foreach kernels cannot mix cut (DTensor) and whole parameters
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (False, True)]
     groups = [group for group in groups if group]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
+    optimizer = optimizer or torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
 
     def step(batch: Tensor) -> float:
         total = 0.0

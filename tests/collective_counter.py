@@ -11,19 +11,22 @@ import torch.distributed as dist
 
 from pangu.planning.sharding import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
 
+ALL_TO_ALL = "all-to-all"
+"""What gathers and reduce-scatters of flat buffers are made of on gloo; each rank sends as much as the buffer holds."""
+
 # function of torch.distributed -> (its kind, the bytes of the whole tensor among its positional arguments)
 COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
     "all_reduce": (ALL_REDUCE, lambda tensor: tensor.nbytes),
     "all_gather_into_tensor": (ALL_GATHER, lambda whole, part: whole.nbytes),
     "all_gather_single": (ALL_GATHER, lambda whole, part: whole.nbytes),
     "all_gather": (ALL_GATHER, lambda parts, part: sum(each.nbytes for each in parts)),
+    "all_to_all_single": (ALL_TO_ALL, lambda received, sent: sent.nbytes),
     "reduce_scatter_tensor": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
     "reduce_scatter_single": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
 }
 REFUSED = (
     "all_gather_object",
     "all_to_all",
-    "all_to_all_single",
     "broadcast",
     "broadcast_object_list",
     "gather",

@@ -53,6 +53,12 @@ class ParallelConfig:
     timeout_s: float
     """Seconds that a process waits for a message of another one before the run ends with an error."""
 
+    @property
+    def bucket_bytes(self) -> float:
+        """`bucket_mib` in bytes, or what null means."""
+        default = 0.0 if self.zero else 25.0
+        return 2**20 * (default if self.bucket_mib is None else self.bucket_mib)
+
 
 @dataclass(frozen=True)
 class BatchConfig:

@@ -34,6 +34,7 @@ from pangu.pipeline.draw import draw
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.report import describe
+from pangu.planning.states import held_bytes, plan_states, tell_states
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -109,6 +110,12 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
     trainer = assemble(config, mesh, stages, kernel)
     where = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, where, implementation(trainer.optimizer))
+    for line in tell_states(
+        plan_states(config, mesh.layout, mesh.rank, stages),
+        held_bytes(trainer.parameters.units, trainer.optimizer),
+        mesh.layout,
+    ):
+        log.info(line)
     samples = 0
     if checkpoint is not None:
         samples = load_checkpoint(checkpoint, config, trainer)

@@ -72,13 +72,10 @@ class Trainer:
         self.model = model
         self.stages = stages
         chunks = stages.of(mesh.at.pipeline)
-        bucket = config.parallel.bucket_mib
-        if bucket is None:
-            bucket = 0.0 if config.parallel.zero else 25.0
         policy = Policy(
             seed=config.train.seed,
             dtype=DTYPES[config.precision.compute],
-            bucket_bytes=bucket * 2**20,
+            bucket_bytes=config.parallel.bucket_bytes,
             overlap=config.parallel.overlap,
             by_chunk=stages.schedule.two_phases,
             split_backward=stages.schedule.splits_backward,

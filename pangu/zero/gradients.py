@@ -98,7 +98,8 @@ class GradientSum:
 
     def start_step(self) -> None:
         """Forget the gradients of the last step."""
-        torch._foreach_zero_([unit.grad if unit.total is None else unit.total for unit in self._all])
+        for unit in self._all:
+            (unit.grad if unit.total is None else unit.total).zero_()
         self._missing.clear()
         self._unsent.clear()
 

@@ -17,14 +17,18 @@ from pangu.zero.units import Piece
 class Squares:
     """Adds up the sums of squares of what the ranks of a stage hold of each logical tensor."""
 
-    def __init__(self, placements: Sequence[Placement], groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self, placements: Sequence[Placement], groups: Groups, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """
         Args:
             placements: all logical tensors of the stage in the same order on every rank of it.
             groups: who holds the other parts.
             device: where the sums are.
+            dtype: of the sums, also on a rank that holds no part of anything.
         """
         self._groups = groups
+        self._dtype = dtype
         self._place = {placement.name: place for place, placement in enumerate(placements)}
         self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=device)
 
@@ -34,8 +38,8 @@ class Squares:
         Parts are added up over the replicas that share a tensor, and over the tensor-parallel ranks where it is cut.
         """
         places = [self._place[placement.name] for placement in placements]
-        total = squares.new_zeros((*squares.shape[:-1], len(self._place)))
-        total[..., places] = squares
+        total = squares.new_zeros((*squares.shape[:-1], len(self._place)), dtype=self._dtype)
+        total[..., places] = squares.to(self._dtype)
         all_reduce(total, self._groups.shard)
         if self._groups.tensor is None:
             return total

@@ -102,7 +102,7 @@ class Weights(Gate):
         self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
         self.forward = {a: b for names in order.values() for a, b in pairwise(names)}
         """Region -> the one that opens after it in forward."""
-        self.backward = {a: b for names in order.values() for a, b in pairwise(self._backward_order(names))}
+        self.backward = {a: b for names in order.values() for a, b in pairwise(backward_order(names, trained))}
         """The same for backward."""
         self._works: dict[Unit, Pending | None] = {}
         """Gathers on their way."""
@@ -126,6 +126,11 @@ class Weights(Gate):
                     self._works[unit] = _Copied(self.lane.mark())
             if not self.overlap:
                 self._finish(unit)
+
+    def wait(self) -> None:
+        """Wait for all that is on its way."""
+        for unit in list(self._works):
+            self._finish(unit)
 
     def hold(self, chunk: int) -> None:
         """Keep the units of a chunk, once gathered, until `let_go`."""
@@ -191,14 +196,13 @@ class Weights(Gate):
             self._whole.discard(unit)
             unit.release()
 
-    def _backward_order(self, names: Sequence[str]) -> list[str]:
-        """In which order backward opens a chunk's regions: the last first, but the head before the query layer, which
-        lies inside it. Tables are not opened: their gradient does not depend on what is in them. Nor is what is frozen
-        at the bottom of the model."""
-        returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
-        returning = ["head", *returning] if "head" in names else returning
-        while returning and "embedding" in names and "embedding" not in self.trained:
-            if returning[-1] in self.trained:
-                break
-            returning.pop()
-        return returning
+
+def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
+    """In which order backward opens a chunk's regions, given in the order of forward: the last first, but the head
+    before the query layer, which lies inside it. Tables are not opened: their gradient does not depend on what is in
+    them. Nor is what is frozen at the bottom of the model."""
+    returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
+    returning = ["head", *returning] if "head" in names else returning
+    while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
+        returning.pop()
+    return returning

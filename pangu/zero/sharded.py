@@ -67,13 +67,11 @@ class ShardedParameters:
         regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
         units: dict[int, list[Unit]] = {}
         unit_of: dict[str, Unit] = {}
-        for trained in (True, False):
-            chosen = _chosen(regions, policy.frozen, trained)
-            for chunk, names in _group(model, table, chosen, policy.bucket_bytes):
-                unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
-                unit_of |= dict.fromkeys(names, unit)
-                if trained:
-                    units.setdefault(chunk, []).append(unit)
+        for chunk, names, trained in group_parameters(model, table, regions, policy.bucket_bytes, policy.frozen):
+            unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
+            unit_of |= dict.fromkeys(names, unit)
+            if trained:
+                units.setdefault(chunk, []).append(unit)
         self.units = list(dict.fromkeys(unit_of.values()))
         self.trained = [unit for unit in self.units if unit.trained]
         each = sharding.stage >= 2 and sharding.size > 1 and not (policy.by_chunk or policy.split_backward)
@@ -89,14 +87,15 @@ class ShardedParameters:
             },
             {chunk: list(uses) for chunk, uses in regions.items()},
             self.groups.shard,
-            _trained_regions(regions, policy.frozen),
+            trained_regions(regions, policy.frozen),
             self._lane,
             policy.overlap,
         )
         if sharding.size > 1 or offload:
             model.gate = self.weights
         self.publish()
-        self.squares = Squares(list(table), self.groups, mesh.device)
+        wide = torch.promote_types(policy.dtype, torch.float32)
+        self.squares = Squares(list(table), self.groups, mesh.device, wide)
         self._pipeline = mesh.group("pipeline")
         here = mesh.at.pipeline == 0
         self._counted = torch.tensor([here or placement.shared is None for placement in table], device=mesh.device)
@@ -112,8 +111,10 @@ class ShardedParameters:
         return [piece for unit in self.trained for piece in unit.pieces]
 
     def publish(self) -> None:
-        """After masters were changed from outside: bring all weights up to date."""
+        """After masters were changed from outside: bring all weights up to date, and wait until they are, so that
+        masters, which may be part of them, can be changed again."""
         self.weights.publish(self.units)
+        self.weights.wait()
 
     def update(self, step: Callable[[], object], by_unit: bool) -> None:
         """Let an optimizer change the masters of what is trained, and bring the weights up to date.
@@ -163,20 +164,30 @@ class ShardedParameters:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        torch._foreach_mul_([unit.grad for unit in self.trained], factor)
+        for unit in self.trained:
+            unit.grad.mul_(factor)
 
 
-def _chosen(
-    regions: Mapping[int, Mapping[str, Sequence[str]]], frozen: Collection[str], trained: bool
-) -> dict[int, dict[str, list[str]]]:
-    """The trained parameters of all regions, or the frozen ones."""
-    return {
-        chunk: {region: [name for name in names if (name not in frozen) == trained] for region, names in uses.items()}
-        for chunk, uses in regions.items()
-    }
+Regions = Mapping[int, Mapping[str, Sequence[str]]]
+"""Chunk -> region -> the parameters that it uses."""
 
 
-def _trained_regions(regions: Mapping[int, Mapping[str, Sequence[str]]], frozen: Collection[str]) -> set[str]:
+def group_parameters(
+    model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float, frozen: Collection[str]
+) -> list[tuple[int, list[str], bool]]:
+    """Chunk and parameters of each unit, in the order of the forward pass, and whether they are trained: first the
+    trained ones, then the frozen ones."""
+    units = []
+    for trained in (True, False):
+        chosen = {
+            chunk: {region: [n for n in names if (n not in frozen) == trained] for region, names in uses.items()}
+            for chunk, uses in regions.items()
+        }
+        units += [(chunk, names, trained) for chunk, names in _group(model, table, chosen, bucket)]
+    return units
+
+
+def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
     """Regions whose output has a gradient even if their input has none, because something that they use is trained."""
     found: set[str] = set()
     for uses in regions.values():
@@ -189,9 +200,7 @@ def _trained_regions(regions: Mapping[int, Mapping[str, Sequence[str]]], frozen:
     return found
 
 
-def _group(
-    model: LanguageModel, table: PlacementTable, regions: Mapping[int, Mapping[str, Sequence[str]]], bucket: float
-) -> list[tuple[int, list[str]]]:
+def _group(model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float) -> list[tuple[int, list[str]]]:
     """Chunk and parameters of each unit, in the order of the forward pass.
 
     Parameters of a region stay together, and neighbouring regions of a chunk are joined until they fill the bucket. A

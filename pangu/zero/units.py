@@ -141,8 +141,9 @@ class Unit:
         """Sum of this rank's own gradients of the whole buffer; None while there is none."""
         if trained and (sharding.stage < 2 or sharding.size == 1):
             self.total = torch.zeros(self.padded, dtype=wide, device=device)
-        grad = new(wide, False) if self.total is None else self.total[self.own]
-        self.grad = grad if trained else grad[:0]
+        self.grad = torch.empty(0, device=device)
+        if trained:
+            self.grad = new(wide, False) if self.total is None else self.total[self.own]
         """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
         self.host_grad = new(wide, True) if self.master_away else None
         """Where they go for the update, if the masters lie on the host."""

@@ -49,7 +49,7 @@ def run(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], step
 )
 def test_20_steps_in_float64(inside: bool, max_ratio: float | None, exclude: bool, decay: float) -> None:
     """1e-12: each step adds a few roundings of 1.1e-16 to numbers of order 1."""
-    config = LambConfig("lamb", 0.01, (0.9, 0.99), 1e-6, inside, decay, exclude, max_ratio, None)
+    config = LambConfig("lamb", 0.01, (0.9, 0.99), 1e-6, inside, decay, exclude, max_ratio, "fp32", None)
     ours = weights()
     run(make_optimizer(config, entries(ours)), ours, 20)
     reference = LambReference(
@@ -79,7 +79,7 @@ def test_ratio_is_1_where_a_norm_is_0() -> None:
 
 
 def test_adamw_decays_matrices_only() -> None:
-    config = AdamConfig("adam", 0.01, (0.9, 0.99), 1e-8, 0.1, None)
+    config = AdamConfig("adam", 0.01, (0.9, 0.99), 1e-8, 0.1, "fp32", None)
     ours = weights()
     run(make_optimizer(config, entries(ours)), ours, 20)
     reference = AdamWReference(weights(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, excluded=VECTORS)

@@ -1,0 +1,120 @@
+"""One training step of a GPT on two replicas (gloo processes): ours at every ZeRO stage beside torch's DDP, its
+ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
+
+    python -m benchmarks.zero --output benchmarks/results/zero.json
+
+`plain` is the loop of one process on half of the batch, which is what each replica computes, without communication.
+DeepSpeed is measured if it can be imported (`pip install --target DIR deepspeed`, DIR on PYTHONPATH); where it cannot
+train here, its rows say why and the others are measured without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.models import PlainGPT, loop, pangu_step
+from benchmarks.side_by_side import Step, command_line, measure
+
+PROCESSES = 2
+DEEPSPEED = tuple(f"deepspeed_{stage}" for stage in (1, 2, 3))
+PEERS = ("plain", *(f"pangu_{stage}" for stage in range(4)), "ddp", "zero_optimizer", "fsdp2", *DEEPSPEED)
+
+
+def own_part(batch: Tensor) -> Tensor:
+    """This replica's samples."""
+    return batch.chunk(PROCESSES)[dist.get_rank()]
+
+
+def replicated(make: Callable[[], Step]) -> Step:
+    """A step on this replica's samples."""
+    step = make()
+    return lambda batch: step(own_part(batch))
+
+
+def ddp(precision: str, vocab: int, micro: int, sharded: bool) -> Step:
+    """DistributedDataParallel; `sharded`: AdamW's state is dealt to the replicas (ZeRO-1)."""
+    model = DistributedDataParallel(PlainGPT(vocab))
+    optimizer = None
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    return loop(model, model, precision, micro, optimizer=optimizer)
+
+
+def fsdp2(precision: str, vocab: int, micro: int) -> Step:
+    """`fully_shard` of every block and of the rest, bf16 by its own policy."""
+    model = PlainGPT(vocab)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return loop(model, model, "fp32", micro)
+
+
+def deepspeed(precision: str, vocab: int, micro: int, stage: int) -> Step:
+    """DeepSpeed's engine with torch's AdamW."""
+    import deepspeed as library
+
+    model: nn.Module = PlainGPT(vocab)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(batch: Tensor) -> float:
+        total = 0.0
+        for part in batch.split(micro):
+            value = engine(part[:, :-1], part[:, 1:])
+            engine.backward(value)
+            engine.step()
+            total += float(value.detach())
+        return total
+
+    return step
+
+
+def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
+    """See `side_by_side.Make`."""
+    torch.manual_seed(0)
+    name, _, stage = peer.rpartition("_")
+    if name == "pangu":
+        return replicated(lambda: pangu_step(precision, vocab, micro, f"parallel.zero={stage}"))
+    if name == "deepspeed":
+        return replicated(lambda: deepspeed(precision, vocab, micro, int(stage)))
+    if peer == "fsdp2":
+        return replicated(lambda: fsdp2(precision, vocab, micro))
+    if peer == "plain":
+        model = PlainGPT(vocab)
+        return replicated(lambda: loop(model, model, precision, micro))
+    return replicated(lambda: ddp(precision, vocab, micro, sharded=peer == "zero_optimizer"))
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what can run."""
+    if importlib.util.find_spec("deepspeed") is None:
+        print("deepspeed is not installed: its rows are left out", file=sys.stderr)
+        arguments.peers = [peer for peer in arguments.peers if peer not in DEEPSPEED]
+    measure(make, PROCESSES, arguments)
+
+
+if __name__ == "__main__":
+    sys.modules["benchmarks.zero"] = sys.modules["__main__"]
+    main(command_line(__doc__, PEERS, threads=1))

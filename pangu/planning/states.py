@@ -1,0 +1,222 @@
+"""What a rank keeps of parameters, gradients and optimizer state, and what replicas send each other, to the byte.
+
+Rajbhandari et al. 2020, sections 5 and 7, with what is usually left out: padding, buffers, and what a tied word
+embedding or a head that stays gathered saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pangu.collectives.regions import TensorRegion
+from pangu.config.schema import RunConfig
+from pangu.layers.builder import Builder
+from pangu.models.frozen import frozen_parameters
+from pangu.models.language_model import build_model
+from pangu.pipeline.actions import Kind
+from pangu.pipeline.stages import Stages
+from pangu.planning.report import size
+from pangu.planning.sharding import BYTES
+from pangu.topology.layout import Layout
+from pangu.topology.placement import PlacementTable
+from pangu.zero.gradients import IN_FLIGHT
+from pangu.zero.parameters import backward_order
+from pangu.zero.sharded import group_parameters, trained_regions
+from pangu.zero.units import ALIGNMENT, Unit
+
+PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
+HOST = " on the host"
+GATHERED, UNDER_WAY = "gathered weights", "whole gradients"
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPlan:
+    """A unit in numbers (see `zero.units`)."""
+
+    chunk: int
+    trained: bool
+    numel: int
+    padded: int
+    kept: int
+    """Elements of logical tensors in this rank's share, without padding of the unit or of a vocabulary."""
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """What one rank keeps and sends."""
+
+    bytes: dict[str, int]
+    """By what it is for, `HOST` behind what lies there; it is there all the time."""
+    buffers: dict[str, int]
+    """Most bytes there are at a time of what comes and goes."""
+    sent_gradients: int
+    """Bytes of gradients that a rank sends in a step; those of a hybrid sharding's copies come on top."""
+    sent_weights: int
+    """Bytes of weights."""
+
+
+def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) -> StatePlan:
+    """What a rank keeps, from the configuration alone."""
+    at = layout.coordinates(rank)
+    region = TensorRegion(rank=at.tensor, size=layout.tensor, sequence=layout.sequence)
+    parts = stages.of(at.pipeline)
+    build = Builder(PlacementTable(), region=region)
+    model, table = build_model(config.model, build=build, parts=list(parts.values()))
+    frozen = frozen_parameters(config.train.frozen, table)
+    regions = {chunk: model.regions(part) for chunk, part in parts.items()}
+    away = "parameters" in config.memory.offload
+    stage = layout.zero if layout.shards > 1 or away else 0
+    units: list[UnitPlan] = []
+    unit_of: dict[str, UnitPlan] = {}
+    for chunk, names, trained in group_parameters(model, table, regions, config.parallel.bucket_bytes, frozen):
+        numel = sum(model.get_parameter(name).numel() for name in names)
+        step = layout.data * ALIGNMENT if layout.data > 1 else 1
+        padded = -(-numel // step) * step
+        share = padded // layout.shards
+        first, begin, kept = at.data % layout.shards * share, 0, 0
+        for name in names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                kept += max(0, min(start + entry.local_numel, first + share) - max(start, first))
+            begin += model.get_parameter(name).numel()
+        units.append(UnitPlan(chunk, trained, numel, padded, kept))
+        unit_of |= dict.fromkeys(names, units[-1])
+    uses = {
+        chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
+        for chunk, names in regions.items()
+    }
+    learning = trained_regions(regions, frozen)
+    narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
+    message = 2 if config.precision.reduce == "bf16" else wide
+    accumulation = config.batch.global_size // (config.batch.micro_size * layout.data)
+    late = stages.schedule.two_phases or stages.schedule.splits_backward
+    each = stage >= 2 and layout.shards > 1 and not late
+    learned = [unit for unit in units if unit.trained]
+
+    # those that several chunks use are reduced once
+    gradients = sum(unit.padded * (accumulation if each and unit.chunk >= 0 else 1) for unit in learned) * message
+    weights, gathered = 0, 0
+    if stage in (1, 2):
+        weights = sum(unit.padded for unit in learned)
+    elif stage == 3:
+        for chunk, using in uses.items():
+            back = backward_order(list(using), learning)
+            if stages.schedule.two_phases:
+                actions = stages.schedule.actions[at.pipeline]
+                times = sum(action.kind is Kind.GATHER and action.chunk == chunk for action in actions)
+                held = sum(unit.padded for unit in {unit for each_of in using.values() for unit in each_of})
+                weights += times * held
+                gathered = max(gathered, held)
+            else:
+                weights += accumulation * sum(unit.padded for unit in _gathers(using, back))
+                gathered = max(gathered, _most_at_once(using, back))
+    others = (layout.shards - 1) / layout.shards
+    ring = (layout.data - 1) / layout.data
+    whole = [unit.padded for unit in learned]
+    buffers = {
+        GATHERED: gathered * narrow,
+        # of the unit in backward, of those that are being reduced, and what these receive
+        UNDER_WAY: 0 if stage < 2 else wide * sum(whole) if not each else (2 * IN_FLIGHT + 1) * wide * max(whole),
+    }
+    return StatePlan(
+        bytes=_kept(config, layout, units, stage),
+        buffers={name: count for name, count in buffers.items() if count},
+        sent_gradients=round(gradients * (others if layout.shards > 1 else 2 * ring)),
+        sent_weights=round(weights * narrow * others),
+    )
+
+
+def _kept(config: RunConfig, layout: Layout, units: Iterable[UnitPlan], stage: int) -> dict[str, int]:
+    narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
+    moment = 2 if config.optimizer.moments == "bf16" else wide
+    masters_away = "optimizer" in config.memory.offload
+    share_away = stage == 3 and "parameters" in config.memory.offload
+    total: dict[str, int] = {}
+
+    def add(name: str, count: int, away: bool = False) -> None:
+        if count:
+            total[name + HOST * away] = total.get(name + HOST * away, 0) + count
+
+    for unit in units:
+        share = unit.padded // layout.shards
+        add(PARAMETERS, (share if stage == 3 else unit.padded) * narrow, share_away)
+        if not unit.trained:
+            continue
+        add(GRADIENTS, (share if stage >= 2 and layout.shards > 1 else unit.padded) * wide)
+        if masters_away:
+            add(GRADIENTS, share * wide, True)
+        same_place = masters_away == share_away
+        if narrow < wide or not same_place:
+            add(MASTERS, share * wide, masters_away)
+        if masters_away and not share_away and narrow < wide:
+            add(MASTERS, share * narrow, True)  # rounded there before they are sent
+        add(MOMENTS, 2 * unit.kept * moment, masters_away)
+    return total
+
+
+def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitPlan]:
+    """Units that are gathered for a micro-batch, in order, with repetitions: what a region needs is there if the region
+    before it used it too. The head stays gathered between forward and backward."""
+    found: list[UnitPlan] = []
+    here: list[UnitPlan] = []
+    staying: list[UnitPlan] = []
+    for region, units in names.items():
+        found += [unit for unit in units if unit not in here]
+        staying = units if region == "head" else staying
+        here = [*units, *staying]
+    here = staying
+    for region in back:
+        if region != "head":
+            found += [unit for unit in names[region] if unit not in here]
+            # a query layer lies inside the head
+            here = [*names[region], *(staying if region == back[1] and list(names)[-1] != "head" else [])]
+    return found
+
+
+def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
+    """Elements of the units that are whole while a region computes and the next one is gathered."""
+    windows: list[tuple[str, ...]] = [*pairwise(names), *pairwise(back)]
+    if "head" in back and list(names)[-1] != "head":
+        windows.append(tuple(back[:3]))
+    sets = [{unit for region in window for unit in names[region]} for window in windows]
+    return max(sum(unit.padded for unit in units) for units in sets)
+
+
+def held_bytes(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The same as `StatePlan.bytes`, of the buffers that are there."""
+    total: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def add(name: str, away: bool, *tensors: Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None and (storage := tensor.untyped_storage())._cdata not in seen and storage.nbytes():
+                seen.add(storage._cdata)
+                total[name + HOST * away] = total.get(name + HOST * away, 0) + storage.nbytes()
+
+    for unit in units:
+        add(PARAMETERS, unit.share_away, unit.weights, unit.share)
+        add(GRADIENTS, False, unit.total, unit.grad)
+        add(GRADIENTS, True, unit.host_grad)
+        add(MASTERS, unit.master_away, unit.rounded, unit.master)
+        for piece in unit.pieces:
+            state = optimizer.state.get(piece.master, {})
+            add(MOMENTS, unit.master_away, state.get("exp_avg"), state.get("exp_avg_sq"))
+    return total
+
+
+def tell_states(plan: StatePlan, held: Mapping[str, int], layout: Layout) -> list[str]:
+    """The plan and what was measured, in a few lines."""
+    kept = ", ".join(f"{name} {size(count)}" for name, count in plan.bytes.items())
+    predicted, measured = sum(plan.bytes.values()), sum(held.values())
+    lines = [f"{'memory':<12} {kept}: {size(predicted)} predicted, {size(measured)} measured"]
+    if plan.buffers:
+        lines.append(f"{'buffers':<12} at most " + ", ".join(f"{name} {size(n)}" for name, n in plan.buffers.items()))
+    if layout.data > 1:
+        sent = f"gradients {size(plan.sent_gradients)}, weights {size(plan.sent_weights)} a step"
+        lines.append(f"{'sent':<12} to other replicas: {sent}")
+    return lines

@@ -1,0 +1,138 @@
+"""Bytes that a rank keeps and sends are those of the plan, which are those of the ZeRO paper with padding."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from pangu.config.schema import RunConfig
+from pangu.data.loader import Loader
+from pangu.pipeline.stages import plan_stages
+from pangu.planning import states
+from pangu.planning.states import GATHERED, StatePlan, held_bytes, plan_states
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.assemble import assemble
+from pangu.zero.parameters import Weights
+from tests.collective_counter import ALL_TO_ALL, counted
+from tests.configs import tiny
+from tests.parallel.harness import RaggedStream, parallel_keys
+from tests.spawn import Pool
+
+SMALL = ("model.attention=reference", "batch.micro_size=1", "parallel.bucket_mib=null")
+
+
+class Gathered:
+    """Most bytes of weights that are whole or on their way at a time at stage 3."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.most = 0
+        self.weights = weights
+        for unit in weights.units:
+            unit.hold = self.watching(unit.hold)  # type: ignore[method-assign]
+
+    def watching(self, hold: Any) -> Any:
+        """`hold`, and a look around."""
+
+        def held() -> Any:
+            whole = hold()
+            now = sum(unit.weights.untyped_storage().nbytes() for unit in self.weights.units)
+            self.most = max(self.most, now)
+            return whole
+
+        return held
+
+
+def plan_of(config: RunConfig, layout: Layout, rank: int) -> StatePlan:
+    return plan_states(config, layout, rank, plan_stages(config, layout))
+
+
+def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str, Any]:
+    """Bytes kept, at once and sent by a rank, beside those of the plan; the second of two steps is counted."""
+    config = tiny(*SMALL, *overrides, *parallel_keys(layout))
+    trainer = assemble(config, Mesh.connect(layout, torch.device("cpu")))
+    watched = Gathered(trainer.parameters.weights)
+    at, size = trainer.mesh.at, config.batch.global_size
+    with Loader(RaggedStream(), config.data.packing, size, config.batch.micro_size, at.data, layout.data) as loader:
+        batches = loader.micro_batches(0)
+    trainer.train_step(batches)
+    with counted() if layout.pipeline == 1 else nullcontext({}) as totals:
+        trainer.train_step(batches)
+    return {
+        "plan": plan_of(config, layout, rank),
+        "held": held_bytes(trainer.parameters.units, trainer.optimizer),
+        "gathered": watched.most,
+        "sent": {kind: traffic.bytes for kind, traffic in totals.items()},
+        "numel": sum(unit.numel for unit in trainer.parameters.units),
+    }
+
+
+@pytest.mark.parametrize("kind", ["pangu", "gpt"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("data", [2, 4])
+def test_plan_and_buffers_agree_to_the_byte(pool: Pool, data: int, zero: int, accumulation: int, kind: str) -> None:
+    overrides = (f"model.kind={kind}", f"batch.global_size={data * accumulation}", "precision=bf16")
+    layout = Layout(data=data, zero=zero)
+    for found in pool.run(data, measure, layout, *overrides):
+        plan: StatePlan = found["plan"]
+        assert found["held"] == plan.bytes
+        assert found["gathered"] == plan.buffers.get(GATHERED, 0)
+        sent = plan.sent_gradients + plan.sent_weights
+        if zero == 0 and data == 2:
+            # ... and the number of targets and the loss, as doubles
+            assert found["sent"] == {"all-reduce": sent + 16}
+        elif zero > 0:
+            assert found["sent"][ALL_TO_ALL] * (data - 1) // data == sent
+        # the table of ZeRO's paper, in bf16 with fp32 gradients; padding is less than a tenth of so small a model
+        shard = [data if zero >= stage else 1 for stage in (1, 2, 3)]
+        paper = found["numel"] * (2 / shard[2] + 4 / shard[1] + 12 / shard[0])
+        assert 0.97 * paper < sum(plan.bytes.values()) < 1.1 * paper
+        # sent: reduce-scatter and gather cost one each, of 4 and 2 bytes
+        each = found["numel"] * (data - 1) / data
+        rounds = accumulation if zero >= 2 else 1
+        assert plan.sent_gradients == pytest.approx(4 * each * rounds * (1 if zero else 2), rel=0.1)
+        if zero in (1, 2):
+            assert plan.sent_weights == pytest.approx(2 * each, rel=0.1)
+        if zero == 3:
+            # at most twice: tables and the head are not gathered for backward again
+            assert 2 * each < plan.sent_weights / accumulation < 2 * 2 * 1.1 * each
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        (Layout(data=2, zero=1), ("memory.offload=[optimizer]",)),
+        (Layout(data=2, zero=3), ("memory.offload=[optimizer,parameters]", "optimizer.moments=bf16")),
+        (Layout(data=2, zero=3), ("memory.offload=[parameters]", "precision=fp32")),
+        (Layout(data=2, zero=2), ("train.frozen=[layers.1.*]", "precision.reduce=bf16")),
+        (Layout(data=2, zero=3), ("train.frozen=[embedding.*,layers.0.*]",)),
+        (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
+        (Layout(tensor=2, data=2, zero=2), ()),
+    ],
+    ids=str,
+)
+def test_plan_and_buffers_agree_with_options(pool: Pool, layout: Layout, overrides: tuple[str, ...]) -> None:
+    chosen = ("batch.global_size=4", "precision=bf16", *overrides)
+    for found in pool.run(layout.world, measure, layout, *chosen):
+        plan: StatePlan = found["plan"]
+        assert found["held"] == plan.bytes
+        assert found["gathered"] == plan.buffers.get(GATHERED, 0)
+        if layout.pipeline == 1:
+            assert found["sent"][ALL_TO_ALL] // 2 == plan.sent_gradients + plan.sent_weights
+
+
+def test_what_the_log_says() -> None:
+    config = tiny("precision=bf16", "parallel.zero=3", "parallel.data=4")
+    layout = Layout(data=4, zero=3)
+    plan = plan_of(config, layout, 0)
+    memory, buffers, sent = states.tell_states(plan, plan.bytes, layout)
+    kept = ("parameters 20.9 KiB", "gradients 41.9 KiB", "master weights 41.9 KiB", "moments 83.8 KiB")
+    assert all(part in memory for part in kept)
+    assert "0.2 MiB predicted, 0.2 MiB measured" in memory
+    assert "gathered weights" in buffers
+    assert "whole gradients" in buffers
+    assert "a step" in sent
