@@ -52,7 +52,6 @@ def describe(config: RunConfig, layout: Layout) -> str:
     states = model_states(config.precision, layout)
     share = parameters / layout.model
     tokens = batch.global_size * model.sequence
-    moments, reduce = config.optimizer.moments, config.precision.reduce
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
     rows = [
