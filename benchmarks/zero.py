@@ -3,7 +3,8 @@ ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
 
     python -m benchmarks.zero --output benchmarks/results/zero.json
 
-`plain` is the loop of one process on half of the batch, which is what each replica computes, without communication.
+`plain` is the loop of one process on half of the batch, which is what each replica computes, without communication. A step is one
+micro-batch of every replica.
 DeepSpeed is measured if it can be imported (`pip install --target DIR deepspeed`, DIR on PYTHONPATH); where it cannot
 train here, its rows say why and the others are measured without it.
 """
@@ -96,7 +97,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
     torch.manual_seed(0)
     name, _, stage = peer.rpartition("_")
     if name == "pangu":
-        return replicated(lambda: pangu_step(precision, vocab, micro, f"parallel.zero={stage}"))
+        batch = (f"batch.micro_size={micro}", f"batch.global_size={PROCESSES * micro}")
+        return replicated(lambda: pangu_step(precision, vocab, micro, f"parallel.zero={stage}", *batch))
     if name == "deepspeed":
         return replicated(lambda: deepspeed(precision, vocab, micro, int(stage)))
     if peer == "fsdp2":
@@ -112,6 +114,7 @@ def main(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed: its rows are left out", file=sys.stderr)
         arguments.peers = [peer for peer in arguments.peers if peer not in DEEPSPEED]
+    arguments.batch = PROCESSES * arguments.micro
     measure(make, PROCESSES, arguments)
 
 

@@ -22,13 +22,13 @@ def problems(*overrides: str, world: int = 1) -> str:
     [
         (
             ["memory.offload=[parameters]"],
-            "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; [optimizer] works, or "
-            "parallel.zero=3",
+            "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; [optimizer] works, "
+            "or parallel.zero=3",
         ),
         (
             ["optimizer=lamb", "optimizer.moments=bf16"],
-            "optimizer.betas[1] = 0.999: bf16 moments have 8 bits: one that decays by less than a part in 256 in a step "
-            "stays where it is; 0.99 works, or optimizer.moments=fp32",
+            "optimizer.betas[1] = 0.999: bf16 moments have 8 bits: one that decays by less than a part in 256 in a "
+            "step stays where it is; 0.99 works, or optimizer.moments=fp32",
         ),
         (["precision=fp64", "optimizer.moments=bf16"], "optimizer.moments = bf16: fp64 is for exact comparisons"),
         (["precision=fp64", "precision.reduce=bf16"], "precision.reduce = bf16: fp64 is for exact comparisons"),

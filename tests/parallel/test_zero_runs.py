@@ -13,7 +13,7 @@ from pangu.data.loader import Loader
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
-from pangu.training.saving import load_checkpoint, save_checkpoint
+from pangu.training.saving import Saver, load_checkpoint
 from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
@@ -114,7 +114,8 @@ def save(rank: int, world: int, layout: Layout, folder: str, *overrides: str) ->
     """Two steps, a checkpoint, one more step."""
     trainer = trainer_of(layout, f"train.output={folder}", *overrides)
     train(trainer, range(2))
-    save_checkpoint(trainer.config, trainer, 8)
+    with Saver(trainer.config, trainer) as saver:
+        saver.save(8)
     train(trainer, range(2, 3))
     return whole(trainer, of_gradients=False)
 
