@@ -151,7 +151,9 @@ def test_parameters_that_a_rank_does_not_use_hold_nobody_up(pool: Pool, zero: in
     ours, first = (pool.run(2, train_without_a_layer, Layout(data=2, zero=z), True, *MODEL)[0] for z in (zero, 0))
     for mine, reference in zip(ours["gradients"], first["gradients"], strict=True):
         for name, gradient in reference.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name)
+            # a key's bias has gradient 0 in exact arithmetic: the terms that cancel give the scale of rounding
+            scale = max(float(gradient.abs().max()), 0.01)
+            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
     full = pool.run(2, train_without_a_layer, layout, False, *MODEL)[0]
     assert ours["results"][0].loss != full["results"][0].loss
     assert float(ours["gradients"][0]["layers.1.mlp.up.weight"].abs().max()) > 0
