@@ -74,6 +74,8 @@ class Hooks:
     """Its parameters are not needed for a while."""
     expect: Callable[[int, bool], None] = lambda chunk, last: None
     """A whole backward of it is about to run, perhaps the last one: what becomes complete may be reduced at once."""
+    done: Callable[[int], None] = lambda chunk: None
+    """That backward has run."""
     reduce: Callable[[int], None] = lambda chunk: None
     """Its gradients are complete."""
 
@@ -206,6 +208,7 @@ class _Pass:
             case Kind.BACKWARD:
                 hooks.expect(chunk, place in self.last_backwards)
                 self._backward(action)
+                hooks.done(chunk)
             case Kind.BACKWARD_INPUT:
                 with self.runner.later.held(_key(action)):
                     self._backward(action)

@@ -64,15 +64,17 @@ class Layout:
     def peers(self, rank: int, axis: str) -> list[int]:
         """Global ranks along one axis through `rank`, in the order of that coordinate.
 
-        Beside `AXES`: `shard`, the neighbouring replicas that share a unit's buffer; `copies`, the replicas that hold
-        the same share; `ends`, the first and the last stage.
+        Beside `AXES`: `shard` and `gather`, the neighbouring replicas that share a unit's buffer, once for gradients
+        and once for weights, which arrive in an order of their own; `copies`, the replicas that hold the same share;
+        `ends`, the first and the last stage.
         """
         at = self.coordinates(rank)
         start = at.data - at.data % self.shards
         places = {
             "shard": range(start, start + self.shards),
+            "gather": range(start, start + self.shards),
             "copies": range(at.data % self.shards, self.data, self.shards),
             "ends": (0, self.pipeline - 1),
         }.get(axis)
-        along = {"shard": "data", "copies": "data", "ends": "pipeline"}.get(axis, axis)
+        along = {"shard": "data", "gather": "data", "copies": "data", "ends": "pipeline"}.get(axis, axis)
         return [self.rank(replace(at, **{along: p})) for p in places or range(getattr(self, along))]

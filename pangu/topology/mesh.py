@@ -41,7 +41,7 @@ class Mesh:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         assert dist.group.WORLD is not None
         mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s)
-        for axis in (*AXES, "shard", "copies", "ends"):
+        for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must make as

@@ -103,7 +103,7 @@ class Trainer:
             Channels(mesh, stages.schedule.lanes) if mesh.layout.pipeline > 1 else None,
             policy.dtype,
             later or WeightGradients(),
-            Hooks(self.parameters.gather, self.parameters.release, gradients.expect, gradients.reduce),
+            Hooks(self.parameters.gather, self.parameters.release, gradients.expect, gradients.done, gradients.reduce),
         )
 
     @property

@@ -105,11 +105,14 @@ class GradientSum:
 
     def expect(self, chunk: int, last: bool) -> None:
         """Say that a whole backward of a chunk is about to run, and whether it is the last one of the step."""
-        if self.each:
-            self.reduce(chunk)
         if self.each or last:
             self._missing[chunk] = [len(unit.parameters) for unit in self.units.get(chunk, ())]
             self._unsent[chunk] = 0
+
+    def done(self, chunk: int) -> None:
+        """Say that it has run. What this rank did not reach must be sent now: others wait for it before they go on."""
+        if self.each:
+            self.reduce(chunk)
 
     def reduce(self, chunk: int) -> None:
         """Send what is left of a chunk: units with parameters that backward did not reach."""

@@ -86,7 +86,7 @@ class ShardedParameters:
                 for name, parameters in uses.items()
             },
             {chunk: list(uses) for chunk, uses in regions.items()},
-            self.groups.shard,
+            mesh.group("gather"),
             trained_regions(regions, policy.frozen),
             self._lane,
             policy.overlap,
