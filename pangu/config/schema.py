@@ -186,7 +186,7 @@ class MetricsConfig:
     wandb_project: str
     """Project name there."""
     trust_ratios: bool
-    """Write LAMB's ratio of every tensor into metrics.jsonl, each step."""
+    """Write LAMB's ratio of every tensor into metrics.jsonl and the trackers, each step."""
 
 
 @dataclass(frozen=True)

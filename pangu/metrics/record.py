@@ -71,7 +71,8 @@ _TAGS = {
 
 def tracked(record: StepRecord) -> dict[str, float]:
     """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
-    return {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None}
+    ratios = {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
+    return {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None} | ratios
 
 
 def to_json(record: StepRecord) -> str:
@@ -79,11 +80,13 @@ def to_json(record: StepRecord) -> str:
 
     JSON has no word for infinity and NaN, which appear when a step overflows: they are written as null.
     """
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.as_dict().items()
-    }
-    return json.dumps(finite, allow_nan=False)
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(record.as_dict()), allow_nan=False)
 
 
 def from_json(line: str) -> dict[str, Any] | None:

@@ -52,10 +52,10 @@ def test_what_is_not_a_whole_record_is_none(line: str) -> None:
 
 
 def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make) -> None:
-    full = record(loss_scale=65536.0, validation_loss=2.0, validation_perplexity=7.4)
-    assert sorted(tracked(full).values()) == sorted(
-        value for name, value in full.as_dict().items() if name != "step" and value is not None
-    )
+    full = record(loss_scale=65536.0, validation_loss=2.0, validation_perplexity=7.4, trust_ratios={"w": 0.25})
+    plain = {name: value for name, value in full.as_dict().items() if name not in ("step", "trust_ratios")}
+    assert sorted(tracked(full).values()) == sorted([*(value for value in plain.values() if value is not None), 0.25])
+    assert tracked(full)["trust_ratio/w"] == 0.25
     assert len(tracked(full)) == len(fields(StepRecord)) - 1
     assert "speed/mfu" not in tracked(record(mfu=None))
     assert tracked(full)["validation/loss"] == 2.0

@@ -102,7 +102,7 @@ def test_unwritable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run/tensorboard"):
         TensorBoardWriter(tmp_path / "run" / "tensorboard")
     with pytest.raises(UserError, match=rf"{tmp_path}/run\b"):
-        make_writers(MetricsConfig(1, False, "off", "p"), tmp_path / "run", 10, 0, {})
+        make_writers(MetricsConfig(1, False, "off", "p", False), tmp_path / "run", 10, 0, {})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -150,7 +150,9 @@ def test_configuration_chooses_the_writers(
     monkeypatch.setattr(WandbWriter, "_work", lambda *_: None)
     output = tmp_path / "new" / "run"
     (tmp_path / "new").mkdir()
-    writers = make_writers(MetricsConfig(5, tensorboard, wandb, "project"), output, 100, 0, {"model": {"layers": 2}})
+    writers = make_writers(
+        MetricsConfig(5, tensorboard, wandb, "project", False), output, 100, 0, {"model": {"layers": 2}}
+    )
     assert [type(writer) for writer in writers] == kinds
     for writer in writers:
         writer.close()

@@ -167,5 +167,5 @@ def trainer_with_weights(config, weights):
     with torch.no_grad():
         for piece in trainer.pieces:
             piece.master.copy_(weights[piece.placement.name].flatten())
-    trainer.parameters.weights.publish()
+    trainer.parameters.publish()
     return trainer
