@@ -163,12 +163,17 @@ def micro_batches(batch: Tensor, micro: int) -> list[Batch]:
 
 
 def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
-    """A step of our trainer; arguments as for `pangu_trainer`."""
-    trainer = pangu_trainer(precision, vocab, *overrides)
-    products = choose_fp32_products(trainer.config.precision.fp32_products, trainer.mesh.device, DTYPES[precision])
+    """A step of our trainer, which is built at the first one, when the batch is known; arguments as for
+    `pangu_trainer`."""
+    trainer: Trainer | None = None
 
     def step(batch: Tensor) -> float:
-        torch.set_float32_matmul_precision(products)
+        nonlocal trainer
+        if trainer is None:
+            sizes = (f"batch.micro_size={micro}", f"batch.global_size={len(batch)}")
+            trainer = pangu_trainer(precision, vocab, *sizes, *overrides)
+        requested, device = trainer.config.precision.fp32_products, trainer.mesh.device
+        torch.set_float32_matmul_precision(choose_fp32_products(requested, device, DTYPES[precision]))
         loss = trainer.train_step(micro_batches(batch, micro)).loss
         torch.set_float32_matmul_precision("highest")  # what the others run with
         return loss
