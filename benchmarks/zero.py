@@ -5,8 +5,8 @@ ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
 
 `plain` is the loop of one process on half of the batch, which is what each replica computes, without communication. A
 step is one micro-batch of every replica.
-DeepSpeed is measured if it can be imported (`pip install --target DIR deepspeed`, DIR on PYTHONPATH); where it cannot
-train here, its rows say why and the others are measured without it.
+DeepSpeed is measured if it can be imported (`pip install --target DIR deepspeed`, DIR on PYTHONPATH), otherwise its
+rows are left out; `--peers` leaves it out where it can be imported but not train.
 """
 
 from __future__ import annotations

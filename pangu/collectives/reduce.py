@@ -41,7 +41,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Wo
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
 
-class Pending(Protocol):
+class Waitable(Protocol):
     """Something that a collective is still filling; complete after `wait()`."""
 
     def wait(self) -> Any:
@@ -60,7 +60,7 @@ class _Exchanged:
         self.finish()
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
     """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`."""
     if group is None:
         return None
@@ -70,7 +70,7 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | Non
     return named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
     """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
     it; valid after `wait()`.
 
@@ -93,7 +93,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup |
     return _Exchanged(work, add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> Pending | None:
+def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
     """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
     if group is None or not _exchanges(group) or dist.get_world_size(group) == 2:  # a + b = b + a
         return start_all_reduce(whole, group)

@@ -1,7 +1,7 @@
 """Makes parameters: enters every logical tensor in the placement table and returns an empty parameter for the module.
 
-Models are built on the meta device, where nothing takes memory; `initial.materialise` or the units of `pangu.zero` give
-the parameters their storage and their first values afterwards.
+Models are built on the meta device, where nothing takes memory; the units of `pangu.zero` give the parameters their
+storage and their first values afterwards.
 """
 
 from __future__ import annotations

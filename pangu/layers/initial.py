@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pangu.topology.placement import Placement, PlacementTable
+from pangu.topology.placement import Placement
 from pangu.topology.random import generator
 
 TILE = 128
@@ -60,20 +60,3 @@ def replace_parameter(model: nn.Module, name: str, tensor: Tensor) -> nn.Paramet
     parameter = nn.Parameter(tensor)
     setattr(owner, name.rpartition(".")[2], parameter)
     return parameter
-
-
-def materialise(
-    model: nn.Module, table: PlacementTable, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> None:
-    """Give a model from the meta device real parameters, one by one, filled with their first values."""
-    for name, parameter in list(model.named_parameters()):
-        stored = torch.zeros(parameter.shape, dtype=dtype, device=device)
-        for placement in table.stored_in(name):
-            fill(logical_view(stored, placement), placement, seed)
-        replace_parameter(model, name, stored)
-
-
-def logical_view(stored: Tensor, placement: Placement) -> Tensor:
-    """The part of a stored parameter (or of anything of its size) that holds the slice of one logical tensor."""
-    flat = stored.view(-1)[placement.offset : placement.offset + placement.local_numel]
-    return flat.view(placement.local_shape)

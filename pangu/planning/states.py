@@ -27,7 +27,7 @@ from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import IN_FLIGHT
 from pangu.zero.parameters import backward_order
 from pangu.zero.sharded import group_parameters, trained_regions
-from pangu.zero.units import ALIGNMENT, Unit
+from pangu.zero.units import Sharding, Unit
 
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 HOST = " on the host"
@@ -40,7 +40,6 @@ class UnitPlan:
 
     chunk: int
     trained: bool
-    numel: int
     padded: int
     kept: int
     """Elements of logical tensors in this rank's share, without padding of the unit or of a vocabulary."""
@@ -63,47 +62,20 @@ class StatePlan:
 def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) -> StatePlan:
     """What a rank keeps, from the configuration alone."""
     at = layout.coordinates(rank)
-    region = TensorRegion(rank=at.tensor, size=layout.tensor, sequence=layout.sequence)
-    parts = stages.of(at.pipeline)
-    build = Builder(PlacementTable(), region=region)
-    model, table = build_model(config.model, build=build, parts=list(parts.values()))
-    frozen = frozen_parameters(config.train.frozen, table)
-    regions = {chunk: model.regions(part) for chunk, part in parts.items()}
-    away = "parameters" in config.memory.offload
-    stage = layout.zero if layout.shards > 1 or away else 0
-    units: list[UnitPlan] = []
-    unit_of: dict[str, UnitPlan] = {}
-    for chunk, names, trained in group_parameters(model, table, regions, config.parallel.bucket_bytes, frozen):
-        numel = sum(model.get_parameter(name).numel() for name in names)
-        step = layout.data * ALIGNMENT if layout.data > 1 else 1
-        padded = -(-numel // step) * step
-        share = padded // layout.shards
-        first, begin, kept = at.data % layout.shards * share, 0, 0
-        for name in names:
-            for entry in table.stored_in(name):
-                start = begin + entry.offset
-                kept += max(0, min(start + entry.local_numel, first + share) - max(start, first))
-            begin += model.get_parameter(name).numel()
-        units.append(UnitPlan(chunk, trained, numel, padded, kept))
-        unit_of |= dict.fromkeys(names, units[-1])
-    uses = {
-        chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
-        for chunk, names in regions.items()
-    }
-    learning = trained_regions(regions, frozen)
+    sharding = Sharding.of(layout, at.data, config.memory.offload)
+    units, uses, learning = _plan_units(config, layout, rank, stages, sharding)
     narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
     message = 2 if config.precision.reduce == "bf16" else wide
     accumulation = config.batch.global_size // (config.batch.micro_size * layout.data)
-    late = stages.schedule.two_phases or stages.schedule.splits_backward
-    each = stage >= 2 and layout.shards > 1 and not late
+    each = sharding.reduces_each(once=stages.schedule.two_phases or stages.schedule.splits_backward)
     learned = [unit for unit in units if unit.trained]
 
     # those that several chunks use are reduced once
     gradients = sum(unit.padded * (accumulation if each and unit.chunk >= 0 else 1) for unit in learned) * message
     weights, gathered = 0, 0
-    if stage in (1, 2):
+    if sharding.stage in (1, 2):
         weights = sum(unit.padded for unit in learned)
-    elif stage == 3:
+    elif sharding.stage == 3:
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
             if stages.schedule.two_phases:
@@ -121,21 +93,55 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     buffers = {
         GATHERED: gathered * narrow,
         # of the unit in backward, of those that are being reduced, and what these receive
-        UNDER_WAY: 0 if stage < 2 else wide * sum(whole) if not each else (2 * IN_FLIGHT + 1) * wide * max(whole),
+        UNDER_WAY: 0 if sharding.stage < 2 else wide * (sum(whole) if not each else (2 * IN_FLIGHT + 1) * max(whole)),
     }
     return StatePlan(
-        bytes=_kept(config, layout, units, stage),
+        bytes=_kept(config, units, sharding),
         buffers={name: count for name, count in buffers.items() if count},
         sent_gradients=round(gradients * (others if layout.shards > 1 else 2 * ring)),
         sent_weights=round(weights * narrow * others),
     )
 
 
-def _kept(config: RunConfig, layout: Layout, units: Iterable[UnitPlan], stage: int) -> dict[str, int]:
+Uses = Mapping[int, Mapping[str, list[UnitPlan]]]
+"""Chunk -> region -> the units that it uses."""
+
+
+def _plan_units(
+    config: RunConfig, layout: Layout, rank: int, stages: Stages, sharding: Sharding
+) -> tuple[list[UnitPlan], Uses, set[str]]:
+    """The units of a rank, which regions use them, and the regions from which gradients come."""
+    at = layout.coordinates(rank)
+    region = TensorRegion(rank=at.tensor, size=layout.tensor, sequence=layout.sequence)
+    parts = stages.of(at.pipeline)
+    build = Builder(PlacementTable(), region=region)
+    model, table = build_model(config.model, build=build, parts=list(parts.values()))
+    frozen = frozen_parameters(config.train.frozen, table)
+    regions = {chunk: model.regions(part) for chunk, part in parts.items()}
+    units: list[UnitPlan] = []
+    unit_of: dict[str, UnitPlan] = {}
+    for chunk, names, trained in group_parameters(model, table, regions, config.parallel.bucket_bytes, frozen):
+        padded = sharding.padded(sum(model.get_parameter(name).numel() for name in names))
+        own, begin, kept = sharding.own(padded), 0, 0
+        for name in names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
+            begin += model.get_parameter(name).numel()
+        units.append(UnitPlan(chunk, trained, padded, kept))
+        unit_of |= dict.fromkeys(names, units[-1])
+    uses = {
+        chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
+        for chunk, names in regions.items()
+    }
+    return units, uses, trained_regions(regions, frozen)
+
+
+def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
     narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
     moment = 2 if config.optimizer.moments == "bf16" else wide
-    masters_away = "optimizer" in config.memory.offload
-    share_away = stage == 3 and "parameters" in config.memory.offload
+    stage, masters_away = sharding.stage, "optimizer" in sharding.offload
+    share_away = stage == 3 and "parameters" in sharding.offload
     total: dict[str, int] = {}
 
     def add(name: str, count: int, away: bool = False) -> None:
@@ -143,11 +149,11 @@ def _kept(config: RunConfig, layout: Layout, units: Iterable[UnitPlan], stage: i
             total[name + HOST * away] = total.get(name + HOST * away, 0) + count
 
     for unit in units:
-        share = unit.padded // layout.shards
+        share = unit.padded // sharding.size
         add(PARAMETERS, (share if stage == 3 else unit.padded) * narrow, share_away)
         if not unit.trained:
             continue
-        add(GRADIENTS, (share if stage >= 2 and layout.shards > 1 else unit.padded) * wide)
+        add(GRADIENTS, (share if stage >= 2 and sharding.size > 1 else unit.padded) * wide)
         if masters_away:
             add(GRADIENTS, share * wide, True)
         same_place = masters_away == share_away

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import Pending, all_reduce, start_ordered_all_reduce, start_reduce_scatter
+from pangu.collectives.reduce import Waitable, all_reduce, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh
 from pangu.zero.units import Unit
 
@@ -47,7 +47,7 @@ class _Sent:
     """What the collective fills: the gradient of the own share, or of this micro-batch's."""
     total: Tensor | None
     """What it reads, if it is not kept: the next micro-batch begins another one."""
-    work: Pending | None
+    work: Waitable | None
 
 
 class GradientSum:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import Pending, start_all_gather
+from pangu.collectives.reduce import Waitable, start_all_gather
 from pangu.layers.gate import Gate
 from pangu.layers.offload import Lane
 from pangu.zero.units import Unit
@@ -104,7 +104,7 @@ class Weights(Gate):
         """Region -> the one that opens after it in forward."""
         self.backward = {a: b for names in order.values() for a, b in pairwise(backward_order(names, trained))}
         """The same for backward."""
-        self._works: dict[Unit, Pending | None] = {}
+        self._works: dict[Unit, Waitable | None] = {}
         """Gathers on their way."""
         self._whole: set[Unit] = set()
         """Units at stage 3 whose weights are all here."""

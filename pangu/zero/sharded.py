@@ -57,11 +57,7 @@ class ShardedParameters:
             mesh: who shares what.
             policy: how.
         """
-        layout = mesh.layout
-        offload = tuple(what for what in ("optimizer", "parameters") if what in policy.offload)
-        # with its parameters on the host even a rank that shares with nobody has to fetch them
-        stage = layout.zero if layout.shards > 1 or "parameters" in offload else 0
-        sharding = Sharding(stage, mesh.at.data % layout.shards, layout.shards, layout.data, offload)
+        sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
         self.by_chunk = policy.by_chunk
         regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
@@ -74,11 +70,11 @@ class ShardedParameters:
                 units.setdefault(chunk, []).append(unit)
         self.units = list(dict.fromkeys(unit_of.values()))
         self.trained = [unit for unit in self.units if unit.trained]
-        each = sharding.stage >= 2 and sharding.size > 1 and not (policy.by_chunk or policy.split_backward)
+        each = sharding.reduces_each(once=policy.by_chunk or policy.split_backward)
         self.gradients = GradientSum(units, self.groups, each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
-        self._lane = Lane(mesh.device if offload else torch.device("cpu"))
-        self.offload = offload
+        self._lane = Lane(mesh.device if sharding.offload else torch.device("cpu"))
+        self.offload = sharding.offload
         self.weights = Weights(
             {
                 name: list(dict.fromkeys(unit_of[parameter] for parameter in parameters))
@@ -91,7 +87,7 @@ class ShardedParameters:
             self._lane,
             policy.overlap,
         )
-        if sharding.size > 1 or offload:
+        if sharding.size > 1 or self.offload:
             model.gate = self.weights
         self.publish()
         wide = torch.promote_types(policy.dtype, torch.float32)

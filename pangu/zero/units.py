@@ -9,7 +9,7 @@ al. 2020, section 5) are switches of it: what is not sharded has one share, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pangu.layers.initial import fill, replace_parameter
 from pangu.layers.offload import host_memory
+from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement, PlacementTable
 
 ALIGNMENT = 32
@@ -38,6 +39,29 @@ class Sharding:
     offload: tuple[str, ...] = ()
     """What lies in host memory: `optimizer`, the master weights (and hence the moments), `parameters`, at stage 3 the
     own share of the weights."""
+
+    @classmethod
+    def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
+        """That of one replica of a layout; of `offload` what concerns units."""
+        away = tuple(what for what in ("optimizer", "parameters") if what in offload)
+        # with its parameters on the host even a rank that shares with nobody has to fetch them
+        stage = layout.zero if layout.shards > 1 or "parameters" in away else 0
+        return cls(stage, replica % layout.shards, layout.shards, layout.data, away)
+
+    def padded(self, numel: int) -> int:
+        """Length of the buffer of so many elements."""
+        step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
+        return -(-numel // step) * step
+
+    def own(self, padded: int) -> slice:
+        """This rank's share of a buffer."""
+        share = padded // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def reduces_each(self, once: bool) -> bool:
+        """Whether gradients are reduced after each micro-batch, so that no whole ones are kept. `once`: the schedule
+        wants them to be reduced once per step."""
+        return self.stage >= 2 and self.size > 1 and not once
 
 
 @dataclass(frozen=True)
@@ -114,12 +138,30 @@ class Unit:
         stored = [(name, model.get_parameter(name).shape) for name in names]
         self.numel = sum(shape.numel() for _, shape in stored)
         """Elements of the parameters, without the padding behind them."""
-        unit = sharding.replicas * ALIGNMENT if sharding.replicas > 1 else 1
-        self.padded = -(-self.numel // unit) * unit
-        share = self.padded // sharding.size
-        self.own = slice(sharding.rank * share, (sharding.rank + 1) * share)
+        self.padded = sharding.padded(self.numel)
+        self.own = sharding.own(self.padded)
         """This rank's share of the buffer."""
+        self._allocate(dtype, device)
+        self.pieces: list[Piece] = []
+        self.parameters: list[tuple[nn.Parameter, slice]] = []
+        """Each parameter of the model with its place in the buffer."""
 
+        offset = 0
+        for name, shape in stored:
+            span = slice(offset, offset + shape.numel())
+            offset = span.stop
+            for placement in table.stored_in(name):
+                self._add_piece(placement, span.start + placement.offset, seed)
+            parameter = replace_parameter(model, name, self.weights[span].view(shape))
+            parameter.requires_grad_(trained)
+            self.parameters.append((parameter, span))
+        self.publish()
+        if sharding.stage == 3:
+            self.release()
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """The buffers: weights in `dtype`, all else in fp32 (fp64 in fp64)."""
+        sharding, trained, share = self.sharding, self.trained, self.padded // self.sharding.size
         wide = torch.promote_types(dtype, torch.float32)
         self.share_away = sharding.stage == 3 and "parameters" in sharding.offload
         """Whether the own share of the weights lies on the host."""
@@ -147,22 +189,6 @@ class Unit:
         """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
         self.host_grad = new(wide, True) if self.master_away else None
         """Where they go for the update, if the masters lie on the host."""
-        self.pieces: list[Piece] = []
-        self.parameters: list[tuple[nn.Parameter, slice]] = []
-        """Each parameter of the model with its place in the buffer."""
-
-        offset = 0
-        for name, shape in stored:
-            span = slice(offset, offset + shape.numel())
-            offset = span.stop
-            for placement in table.stored_in(name):
-                self._add_piece(placement, span.start + placement.offset, seed)
-            parameter = replace_parameter(model, name, self.weights[span].view(shape))
-            parameter.requires_grad_(trained)
-            self.parameters.append((parameter, span))
-        self.publish()
-        if sharding.stage == 3:
-            self.release()
 
     def _add_piece(self, placement: Placement, begin: int, seed: int) -> None:
         """Enter what this rank updates of a logical tensor whose slice begins at element `begin` of the buffer."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pangu.config.model import ModelConfig
-from pangu.layers.initial import logical_view, materialise
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.topology.placement import PlacementTable
+from tests.weights import logical_view, materialise
 
 TINY = ModelConfig(
     kind="pangu",

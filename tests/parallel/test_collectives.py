@@ -11,7 +11,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.initial import materialise
 from pangu.models.language_model import Options, build_model
 from pangu.planning.sharding import (
     ALL_GATHER,
@@ -34,6 +33,7 @@ from pangu.training.assemble import assemble
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.spawn import Pool
+from tests.weights import materialise
 
 Counts = dict[str, Traffic]
 HIDDEN = 4 * 16 * 2 * 32

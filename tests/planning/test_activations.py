@@ -17,7 +17,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.initial import materialise
 from pangu.layers.loss import Head
 from pangu.models.language_model import Options, build_model
 from pangu.planning.activations import head_peak, layer_activations
@@ -28,6 +27,7 @@ from pangu.training.step import DTYPES
 from tests.configs import tiny
 from tests.memory import LiveBytes
 from tests.spawn import Pool
+from tests.weights import materialise
 
 USUAL = ("model.kind=gpt", "model.ffn=80", "model.dropout=0.1", "model.attention_dropout=0.1", "precision=bf16")
 SELECTIVE = "memory.recompute=selective"
