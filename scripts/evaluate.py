@@ -18,18 +18,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pangu.checkpoint.files import list_checkpoints
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
+from pangu.evaluation.command import add_model_arguments, connected, require_positive
 from pangu.evaluation.loading import LoadedModel, load_model
 from pangu.evaluation.tasks.ask import Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup, chosen
 from pangu.evaluation.tasks.report import AnswerFile, result, table
 from pangu.evaluation.tasks.task import Item, Task
-from pangu.topology.launch import Launch, choose_device
-from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
+from pangu.topology.launch import Launch
 from pangu.training.together import together
 
 _EXAMPLE = """examples:
@@ -44,7 +43,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="run folder (its newest checkpoint is taken) or checkpoint folder")
+    add_model_arguments(parser)
     parser.add_argument(
         "--task", nargs="+", required=True, metavar="NAME", help=f"perplexity (of --input), {', '.join(TASKS)}"
     )
@@ -71,16 +70,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="results as JSON; answers go to FILE.answers.jsonl as they come"
     )
-    parser.add_argument("--rows", type=int, default=8, help="texts computed at a time (8)")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share every matrix, under torchrun (1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="devices that share the layers, under torchrun (1)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp64"], help="(that of the run)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
     options = parser.parse_args(arguments)
-    for name in ("rows", "tensor", "pipeline", "limit", "stride"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
+    require_positive(parser, options, "limit", "stride")
     if options.shots != "few" and not options.shots.isdecimal():
         parser.error(f"--shots {options.shots}: must be a number, or few")
     if "perplexity" in options.task and not options.input:
@@ -121,15 +112,7 @@ def _texts(options: argparse.Namespace) -> list[Item]:
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Carry out the command. Raises UserError."""
     questions = gather_questions(options)
-    shared = options.tensor * options.pipeline
-    if launch.world % shared:
-        raise UserError(
-            f"--tensor {options.tensor} --pipeline {options.pipeline}: takes a multiple of {shared} processes, and "
-            f"this command has {launch.world}; start it with torchrun --nproc-per-node={shared}"
-        )
-    layout = Layout(options.tensor, options.pipeline, launch.world // shared)
-    mesh = Mesh.connect(layout, choose_device(options.device, launch), attempt=launch.attempt)
-    try:
+    with connected(options, launch, replicas=True) as mesh:
         # one process looks, as another checkpoint may be written meanwhile
         (path, *_) = together(mesh, lambda: _newest(options.model), here=mesh.is_first)
         assert path is not None
@@ -137,8 +120,6 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         model = load_model(path, mesh, options.precision, rows=options.rows)
         with progress_bar(mesh.is_first) as progress:
             results = [_measure(model, one, file, progress) for one in questions]
-    finally:
-        mesh.close()
     if launch.rank == 0:
         _tell(options, path, results)
 

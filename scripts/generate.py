@@ -10,13 +10,12 @@ from pathlib import Path
 
 from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.files import progress_bar, write_atomically
+from pangu.evaluation.command import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.loading import LoadedModel, load_model
 from pangu.evaluation.text import continue_prompts, encode_prompts
 from pangu.models.size import num_parameters
-from pangu.topology.launch import Launch, choose_device
-from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
+from pangu.topology.launch import Launch
 
 _EXAMPLE = """examples:
   python scripts/generate.py runs/quickstart --prompt 'def ' --prompt 'import ' --max-tokens 40
@@ -30,11 +29,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "model",
-        type=Path,
-        help="run folder (its newest checkpoint is taken), checkpoint folder, or folder of transformers",
-    )
+    add_model_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
     what.add_argument(
@@ -60,15 +55,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--repetition-penalty", type=float, default=1.0, help="divides scores of tokens that were there before (1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt draw the same text (0)")
-    parser.add_argument("--rows", type=int, default=8, help="prompts computed at a time (8)")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share every matrix, under torchrun (1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="devices that share the layers, under torchrun (1)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp64"], help="(that of the run)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
     options = parser.parse_args(arguments)
-    for name in ("rows", "tensor", "pipeline"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
+    require_positive(parser, options)
     return options
 
 
@@ -103,14 +91,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         options.seed,
     )
     texts = options.prompt or read_prompts(options.prompts)
-    layout = Layout(options.tensor, options.pipeline)
-    if launch.world != layout.world:
-        raise UserError(
-            f"--tensor {options.tensor} --pipeline {options.pipeline}: takes {layout.world} processes, and this "
-            f"command has {launch.world}; start it with torchrun --nproc-per-node={layout.world}"
-        )
-    mesh = Mesh.connect(layout, choose_device(options.device, launch), attempt=launch.attempt)
-    try:
+    with connected(options, launch, replicas=False) as mesh:
         model = load_model(options.model, mesh, options.precision, rows=options.rows)
         if model.tokenizer is None:
             raise UserError(f"{options.model}: was trained on data without a tokenizer")
@@ -119,8 +100,6 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
             told = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
             print(f"{options.model}: {told}".replace("torch.", ""), file=sys.stderr)
         _continue(model, prompts, sampling, options.output)
-    finally:
-        mesh.close()
 
 
 def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, output: Path | None) -> None:

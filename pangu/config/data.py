@@ -72,3 +72,7 @@ class SyntheticData:
     """Selects the data source."""
     packing: PackingConfig
     """Documents, masks and padding."""
+
+
+DataConfig = StdlibData | IndexedData | SyntheticData
+"""A source of data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pangu.config.data import IndexedData, StdlibData, SyntheticData
+from pangu.config.data import DataConfig, IndexedData, SyntheticData
 from pangu.config.errors import Problem
 
 
@@ -25,7 +25,7 @@ class EvaluateConfig:
     """Questions of each task, the same ones every time; null: all."""
 
 
-def contradictions(evaluate: EvaluateConfig, data: StdlibData | IndexedData | SyntheticData) -> Iterator[Problem]:
+def contradictions(evaluate: EvaluateConfig, data: DataConfig) -> Iterator[Problem]:
     """What is wrong with these keys, for a run on some data."""
     lowest = {"every": 0, "shots": 0, "limit": 1}
     for key, low in lowest.items():

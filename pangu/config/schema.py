@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from pangu.config.data import IndexedData, StdlibData, SyntheticData
+from pangu.config.data import DataConfig
 from pangu.config.evaluate import EvaluateConfig
 from pangu.config.faults import FaultsConfig
 from pangu.config.model import ModelConfig
@@ -229,7 +229,7 @@ class RunConfig:
     """Optimizer, chosen by its `name`."""
     lr_schedule: LrScheduleConfig
     """Learning rate over the run."""
-    data: StdlibData | IndexedData | SyntheticData
+    data: DataConfig
     """Data source, chosen by its `kind`."""
     train: TrainConfig
     """Steps, seed, run folder, device."""

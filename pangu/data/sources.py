@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pangu.config.data import IndexedData, StdlibData, SyntheticData, TokenizerConfig
+from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import bin_path, idx_path, open_indexed
 from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-
-DataConfig = StdlibData | IndexedData | SyntheticData
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,20 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-import yaml
 
 from pangu.checkpoint.files import Slice, list_checkpoints
 from pangu.checkpoint.formats.convert import require_fit
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
+from pangu.checkpoint.run_folder import trained_model
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
-from pangu.config.build import build
 from pangu.config.checks import shared_matrices
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
-from pangu.config.optimizer import PrecisionConfig
-from pangu.data.sources import DataConfig, open_tokenizer
+from pangu.data.sources import open_tokenizer
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
@@ -55,15 +53,6 @@ class LoadedModel:
     """Id that ends a document, if there is one."""
     rows: int = 8
     """Texts computed at a time."""
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What a run's configuration says of its model; the names are those of `RunConfig`."""
-
-    model: ModelConfig
-    data: DataConfig
-    precision: PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
 
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
-    trained = _trained(checkpoint)
+    trained = trained_model(checkpoint)
     return _Found(
         trained.model,
         trained.precision.compute,
@@ -159,20 +148,6 @@ def _checkpoint(path: Path) -> Path:
     if not found:
         raise UserError(f"{path}: neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)")
     return found[-1]
-
-
-def _trained(checkpoint: Path) -> _Trained:
-    """From the config.yaml of the run folder."""
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        known = {key: values[key] for key in _Trained.__dataclass_fields__}
-    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read ({error})") from error
-    try:
-        return build(_Trained, known)
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[Part, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pangu.config.errors import LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
 
 PATIENCE_SECONDS = 2.0
@@ -35,6 +37,9 @@ class Mesh:
         """Join the other processes of the run; a layout of one device needs no process group and makes none.
 
         `attempt`: how often the launcher has started the processes again.
+
+        Raises:
+            LocalError: if they did not all come within `timeout_s`.
         """
         if layout.world == 1:
             return cls(layout, 0, device)
@@ -42,10 +47,18 @@ class Mesh:
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
             timeout = timedelta(seconds=timeout_s)
-            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-            # torchrun's store outlives the processes: those that it starts again must not find the dead ones' addresses
-            store = dist.PrefixStore(f"attempt-{attempt}", store)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+            try:
+                store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+                # torchrun's store outlives the processes: those that it starts again must not find the dead ones'
+                store = dist.PrefixStore(f"attempt-{attempt}", store)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+            except dist.DistError as error:
+                place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                raise LocalError(
+                    f"rank {os.environ.get('RANK')}: the {layout.world} processes of this run did not all come to "
+                    f"{place} within {timeout_s:g} s (parallel.timeout_s); a process that could not start says why "
+                    f"itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
+                ) from error
         assert dist.group.WORLD is not None
         mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s, store)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):

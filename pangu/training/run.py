@@ -7,13 +7,12 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
+from pangu.checkpoint.run_folder import save_config
 from pangu.collectives.reduce import answered
 from pangu.config.build import build
 from pangu.config.errors import writing
@@ -88,10 +87,10 @@ def run(values: Mapping[str, Any]) -> None:
     mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     try:
         output = Path(config.train.output)
-        together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
         with ExitStack() as held:
-            together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
             held.enter_context(answered(mesh, lambda: "before or after training"))
+            together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
+            together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
             requests = Requests(mesh, began, config.train.stop_after_s)
             _train(config, mesh, launch, stages, kernel, requests)
     finally:
@@ -121,7 +120,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
-    together(mesh, lambda: _save_config(output, config), here=mesh.is_first)
+    together(mesh, lambda: save_config(output, config), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         validation = None
         if sources.validation is not None and config.validation.every:
@@ -143,11 +142,6 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
 def _make_run_folder(output: Path) -> None:
     with writing(output):
         (output / "plots").mkdir(parents=True, exist_ok=True)
-
-
-def _save_config(output: Path, config: RunConfig) -> None:
-    with writing(output):
-        (output / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
 
 
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:

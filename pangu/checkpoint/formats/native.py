@@ -6,11 +6,8 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from pangu.checkpoint.files import (
@@ -26,11 +23,10 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
 from pangu.checkpoint.identity import identity
-from pangu.config.build import build
+from pangu.checkpoint.run_folder import save_config, trained_model
 from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.config.schema import RunConfig
 from pangu.data.stdlib import StdlibPaths
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
@@ -45,7 +41,7 @@ class PanguSource(Source):
         self._index = read_index(self._path)
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
-        config = _config_of(self._path.resolve().parent.parent / "config.yaml")
+        config = trained_model(self._path)
         self.known = asdict(config.model)
         self.packing = asdict(config.data.packing)
         if isinstance(config.data, StdlibData):
@@ -67,16 +63,6 @@ class PanguSource(Source):
 
     def read(self, stored: Stored) -> Tensor:
         return read_tensor(self._path, self._index, f"weight/{stored.name}")
-
-
-def _config_of(path: Path) -> RunConfig:
-    try:
-        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: is not the configuration of a run")
-    return build(RunConfig, values)
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
@@ -106,7 +92,7 @@ def write(path: Path, job: Job) -> None:
         "layout": asdict(Layout()),
     }
     commit(checkpoint, [written], facts)
-    (path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
+    save_config(path, config)
 
 
 def _copy_tokenizer(job: Job, path: Path) -> TokenizerConfig | None:

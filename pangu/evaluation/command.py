@@ -1,0 +1,63 @@
+"""What commands that load a model share: arguments, and the processes that the model is spread over."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pangu.config.errors import UserError
+from pangu.layers.formats import DTYPES
+from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and how it is computed."""
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="run folder (its newest checkpoint is taken), checkpoint folder, or folder of transformers",
+    )
+    parser.add_argument("--rows", type=int, default=8, help="texts computed at a time (8)")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share every matrix, under torchrun (1)")
+    parser.add_argument("--pipeline", type=int, default=1, help="devices that share the layers, under torchrun (1)")
+    parser.add_argument("--precision", choices=list(DTYPES), help="(that of the run)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+
+
+def require_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End with a message unless the named arguments and those of the model are at least 1, or were not given."""
+    for name in ("rows", "tensor", "pipeline", *names):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+
+
+@contextmanager
+def connected(options: argparse.Namespace, launch: Launch, *, replicas: bool) -> Iterator[Mesh]:
+    """All processes of the command, in the layout that was asked for.
+
+    Args:
+        options: of `add_model_arguments`.
+        launch: number of processes and place among them.
+        replicas: more processes than one model takes hold copies of it, which share the work.
+
+    Raises:
+        UserError: if so many processes cannot share the model.
+    """
+    shared = options.tensor * options.pipeline
+    if launch.world % shared or (launch.world > shared and not replicas):
+        multiple = "a multiple of " if replicas else ""
+        raise UserError(
+            f"--tensor {options.tensor} --pipeline {options.pipeline}: takes {multiple}{shared} processes, and this "
+            f"command has {launch.world}; start it with torchrun --nproc-per-node={shared}"
+        )
+    layout = Layout(options.tensor, options.pipeline, launch.world // shared)
+    mesh = Mesh.connect(layout, choose_device(options.device, launch), attempt=launch.attempt)
+    try:
+        yield mesh
+    finally:
+        mesh.close()
