@@ -1,4 +1,5 @@
-"""One training step of a GPT whose layers two gloo processes share, ours beside torch.distributed.pipelining.
+"""One training step of a GPT whose layers two gloo processes share, ours beside torch.distributed.pipelining and
+DeepSpeed (if it can be imported, see benchmarks/with_deepspeed.py).
 
     python -m benchmarks.pipeline --output benchmarks/results/pipeline.json
 
@@ -23,6 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
+from benchmarks import with_deepspeed
 from benchmarks.models import PlainGPT, pangu_step, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
 
@@ -45,7 +47,7 @@ OURS = {
     "zb_h1": ONCE,
     "zb_v": IN_A_V,
 }
-PEERS = ("plain", *TORCH, *OURS)
+PEERS = ("plain", *TORCH, "deepspeed", *OURS)
 
 
 class Chunk(nn.Module):
@@ -117,6 +119,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return plain_on_one(precision, vocab, micro)
     if peer in TORCH:
         return torch_pipeline(*TORCH[peer], precision, vocab)
+    if peer == "deepspeed":
+        return with_deepspeed.pipeline(precision, vocab, micro, MICRO_BATCHES, ONCE)
     layers = OURS[peer]
     return pangu_step(
         precision,
@@ -132,4 +136,6 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
 
 
 if __name__ == "__main__":
-    measure(make, PROCESSES, command_line(__doc__, PEERS, threads=1, vocab=(8192,), micro=1))
+    arguments = command_line(__doc__, PEERS, threads=1, vocab=(8192,), micro=1)
+    arguments.peers = with_deepspeed.without_absent(arguments.peers)
+    measure(make, PROCESSES, arguments)

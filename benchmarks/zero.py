@@ -3,34 +3,32 @@ ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
 
     python -m benchmarks.zero --output benchmarks/results/zero.json
 
-`plain` is the loop of one process on half of the batch, which is what each replica computes, without communication. A
-step is one micro-batch of every replica.
-DeepSpeed is measured if it can be imported (`pip install --target DIR deepspeed`, DIR on PYTHONPATH), otherwise its
-rows are left out; `--peers` leaves it out where it can be imported but not train.
+`plain` is the loop of one process with as many threads as all processes have together, while the others wait. A step is
+one micro-batch of every replica. DeepSpeed is measured if it can be imported (see benchmarks/with_deepspeed.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.models import PlainGPT, loop, pangu_step
+from benchmarks import with_deepspeed
+from benchmarks.models import PlainGPT, loop, pangu_step, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
 
 PROCESSES = 2
+OURS = tuple(f"pangu_{stage}" for stage in range(4))
 DEEPSPEED = tuple(f"deepspeed_{stage}" for stage in (1, 2, 3))
-PEERS = ("plain", *(f"pangu_{stage}" for stage in range(4)), "ddp", "zero_optimizer", "fsdp2", *DEEPSPEED)
+PEERS = ("plain", *OURS, "ddp", "zero_optimizer", "fsdp2", *DEEPSPEED)
 
 
 def own_part(batch: Tensor) -> Tensor:
@@ -64,34 +62,6 @@ def fsdp2(precision: str, vocab: int, micro: int) -> Step:
     return loop(model, model, "fp32", micro)
 
 
-def deepspeed(precision: str, vocab: int, micro: int, stage: int) -> Step:
-    """DeepSpeed's engine with torch's AdamW."""
-    import deepspeed as library
-
-    model: nn.Module = PlainGPT(vocab)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": precision == "bf16"},
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-
-    def step(batch: Tensor) -> float:
-        total = 0.0
-        for part in batch.split(micro):
-            value = engine(part[:, :-1], part[:, 1:])
-            engine.backward(value)
-            engine.step()
-            total += float(value.detach())
-        return total
-
-    return step
-
-
 def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
     """See `side_by_side.Make`."""
     torch.manual_seed(0)
@@ -100,20 +70,17 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         batch = (f"batch.micro_size={micro}", f"batch.global_size={PROCESSES * micro}")
         return replicated(lambda: pangu_step(precision, vocab, micro, f"parallel.zero={stage}", *batch))
     if name == "deepspeed":
-        return replicated(lambda: deepspeed(precision, vocab, micro, int(stage)))
+        return replicated(lambda: with_deepspeed.zero(precision, vocab, micro, int(stage)))
     if peer == "fsdp2":
         return replicated(lambda: fsdp2(precision, vocab, micro))
     if peer == "plain":
-        model = PlainGPT(vocab)
-        return replicated(lambda: loop(model, model, precision, micro))
+        return plain_on_one(precision, vocab, micro)
     return replicated(lambda: ddp(precision, vocab, micro, sharded=peer == "zero_optimizer"))
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what can run."""
-    if importlib.util.find_spec("deepspeed") is None:
-        print("deepspeed is not installed: its rows are left out", file=sys.stderr)
-        arguments.peers = [peer for peer in arguments.peers if peer not in DEEPSPEED]
+    arguments.peers = with_deepspeed.without_absent(arguments.peers)
     arguments.batch = PROCESSES * arguments.micro
     measure(make, PROCESSES, arguments)
 

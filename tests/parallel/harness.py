@@ -39,6 +39,9 @@ OVERRIDES = (
 )
 
 
+BF16 = torch.bfloat16  # which numpy does not know
+
+
 class RaggedStream:
     """Random tokens of which a different share of each sample is padding; some end a document."""
 
@@ -67,10 +70,11 @@ def parallel_keys(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[str, Any, Any, Tensor]]:
-    """Name, global shape, global offsets and values of everything that a rank holds."""
+def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[str, Any, Any, Tensor | np.ndarray]]:
+    """Name, global shape, global offsets and values of everything that a rank holds. As arrays where there is such a
+    format: pickling many small tensors takes longer than the steps that made them."""
     return [
-        (piece.placement.name, piece.placement.shape, offsets, part.clone())
+        (piece.placement.name, piece.placement.shape, offsets, part.clone() if part.dtype == BF16 else part.numpy())
         for piece in pieces
         for part, offsets in piece.rectangles(values[piece.placement.name])
     ]
@@ -82,7 +86,8 @@ def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     values = {p.placement.name: p.grad if of_gradients else p.master for p in pieces}
     together: dict[str, Tensor] = {}
     for held in gather_objects(rectangles(pieces, values), trainer.mesh.group("world")):
-        for name, shape, offsets, part in held:
+        for name, shape, offsets, values_held in held:
+            part = torch.as_tensor(values_held)
             tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
             place = tuple(slice(o, o + size) for o, size in zip(offsets, part.shape, strict=True))
             here = tensor[place]
@@ -107,8 +112,8 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
     """Train a few steps on one rank of a layout.
 
     Returns:
-        First weights, results and gradients of every step, weights, held-out loss, all put together from all ranks;
-        numbers of elements held.
+        Numbers of units and of elements held, and, on the first rank, first weights, results and gradients of every
+        step, weights and held-out loss, put together from all ranks.
     """
     torch.manual_seed(rank)  # nothing may depend on torch's own state
     config = tiny(*overrides, *parallel_keys(layout))
@@ -123,16 +128,20 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
             gradients.append(whole(trainer, of_gradients=True))
     held_out = np.stack([RaggedStream()[1000 + i] for i in range(4)])
     batches = [make_batch(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
-    return {
+    found = {
         "logits": grown_texts(LoadedModel(trainer.runner, trainer.stages.schedule, mesh, config.model, None, None)),
         "first": first,
         "results": results,
         "gradients": gradients,
         "weights": whole(trainer, of_gradients=False),
         "validation": mean_loss(trainer.runner, trainer.stages.schedule, batches, mesh),
-        "units": len(trainer.parameters.units),
-        "elements": sum(unit.numel for unit in trainer.parameters.units),
-        "masters": sum(unit.master.numel() for unit in trainer.parameters.units),
+    }
+    units = trainer.parameters.units
+    return {
+        **(found if rank == 0 else {}),
+        "units": len(units),
+        "elements": sum(unit.numel for unit in units),
+        "masters": sum(unit.master.numel() for unit in units),
     }
 
 
