@@ -31,10 +31,17 @@ def without_absent(peers: Sequence[str]) -> list[str]:
     return [peer for peer in peers if not peer.startswith("deepspeed")]
 
 
-def _engine(model: nn.Module, precision: str, micro: int, accumulation: int, stage: int) -> Any:
-    """DeepSpeed's engine with torch's AdamW."""
+def _library() -> Any:
+    """DeepSpeed, told of the process group that there is."""
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     import deepspeed
 
+    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
+    return deepspeed
+
+
+def _engine(model: nn.Module, precision: str, micro: int, accumulation: int, stage: int) -> Any:
+    """DeepSpeed's engine with torch's AdamW."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
@@ -45,7 +52,7 @@ def _engine(model: nn.Module, precision: str, micro: int, accumulation: int, sta
         "steps_per_print": 10**9,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    return _library().initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
 
 def zero(precision: str, vocab: int, micro: int, stage: int) -> Step:
@@ -78,11 +85,9 @@ class _First(nn.Module):
 
 def pipeline(precision: str, vocab: int, micro: int, micro_batches: int, layers: tuple[int, int]) -> Step:
     """DeepSpeed's 1F1B on two processes; `layers` are those of each."""
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
-    import deepspeed
+    _library()
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
     plain = PlainGPT(vocab)
 
     class Table(nn.Embedding):
