@@ -167,14 +167,17 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
     """A step of our trainer, which is built at the first one, when the batch is known; arguments as for
     `pangu_trainer`."""
     trainer: Trainer | None = None
+    products = ""
 
     def step(batch: Tensor) -> float:
-        nonlocal trainer
+        nonlocal trainer, products
         if trainer is None:
             sizes = (f"batch.micro_size={micro}", f"batch.global_size={len(batch)}")
             trainer = pangu_trainer(precision, vocab, *sizes, *overrides)
-        requested, device = trainer.config.precision.fp32_products, trainer.mesh.device
-        torch.set_float32_matmul_precision(choose_fp32_products(requested, device, DTYPES[precision]))
+            products = choose_fp32_products(
+                trainer.config.precision.fp32_products, trainer.mesh.device, DTYPES[precision]
+            )
+        torch.set_float32_matmul_precision(products)
         loss = trainer.train_step(micro_batches(batch, micro)).loss
         torch.set_float32_matmul_precision("highest")  # what the others run with
         return loss

@@ -70,7 +70,7 @@ class ModelConfig:
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
     attention: Literal["auto", "reference", "sdpa", "blocked", "flex", "flash_attn"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
-    `blocked`: the same with a faster backward pass, on CPUs, without attention dropout and position biases;
+    `blocked`: the same with backward by blocks of queries, on CPUs, without attention dropout or position biases;
     `flex`: torch's FlexAttention, on GPUs, without attention dropout; `flash_attn`: the package flash-attn, on GPUs in
     bf16 and fp16; `auto`: the fastest of the first three for the device and precision, named in the log."""
 

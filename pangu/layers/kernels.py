@@ -22,7 +22,7 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.layers.biases import Bias
-from pangu.layers.blocked import blocked_attention, forward_by_blocks
+from pangu.layers.blocked import SHORT, blocked_attention, forward_by_blocks
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.formats import DTYPES
 from pangu.layers.masks import AttentionMask
@@ -236,8 +236,9 @@ def over_cache(kernel: type[Kernel]) -> type[Kernel]:
 def choose_attention(model: ModelConfig, precision: str, device: torch.device) -> str:
     """The kernel that a model is trained with: `model.attention`, or what `auto` stands for.
 
-    `blocked` is the fastest on a CPU; it can neither drop probabilities nor add a bias. Torch's fused kernel comes
-    next, save in 16-bit formats without matrix tiles (AMX), where explicit scores are 2 to 3 times faster.
+    Torch's fused kernel, but on a CPU in 16-bit formats: without matrix tiles (AMX) explicit scores are 2 to 3 times
+    faster, and with them `blocked` is for sequences that are not long. `blocked` can neither drop probabilities nor
+    add a bias.
 
     Raises:
         UserError: if the requested kernel cannot train this model on this device.
@@ -249,6 +250,11 @@ def choose_attention(model: ModelConfig, precision: str, device: torch.device) -
         if model.attention == "flash_attn":
             _flash_attn()
         return model.attention
-    slow = device.type == "cpu" and (model.attention_dropout > 0 or forward_by_blocks(DTYPES[precision]))
-    order = ("blocked", "reference") if slow else ("blocked", "sdpa", "reference")
+    order = ["sdpa", "reference"]
+    if device.type == "cpu":
+        dtype = DTYPES[precision]
+        if model.attention_dropout > 0 or forward_by_blocks(dtype):
+            order.remove("sdpa")
+        if forward_by_blocks(dtype) or (dtype.itemsize == 2 and model.sequence <= SHORT):
+            order.insert(0, "blocked")
     return next(kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type)))

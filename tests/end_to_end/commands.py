@@ -25,6 +25,16 @@ SMALL = (
     "metrics.tensorboard=false",
 )
 
+HANG = """
+import signal, time
+
+
+def hang():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun would wait 30 s for it to end
+    time.sleep(150)
+"""
+"""For scripts of tests."""
+
 
 def _words(words: tuple[str, ...], processes: int, restarts: int) -> tuple[list[str], dict[str, str]]:
     """Command and environment of `python WORDS`, or of torchrun."""

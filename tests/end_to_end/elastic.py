@@ -42,15 +42,13 @@ WORDS = (
     "lr_schedule=constant",
     "lr_schedule.warmup_steps=1",
     "validation.every=0",
-    "checkpoint.every=10",
+    "checkpoint.every=5",
     "metrics.wandb=off",
     "metrics.tensorboard=false",
     "metrics.every=100000",
 )
-CONF = "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"
+CONF = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3"
 """The agents wait so long for more of them, and hold one for dead that says nothing for 3 s."""
-STEPS = 40
-"""At least so many with each number of processes."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,9 @@ def phases(log: Path) -> list[Phase]:
     return told
 
 
-def run(folder: Path) -> list[Phase]:
-    """The elastic run in `folder`/elastic and the unbroken one, on one process, in `folder`/whole."""
+def run(folder: Path, min_steps: int) -> list[Phase]:
+    """The elastic run in `folder`/elastic, of at least so many steps with each number of processes, and the unbroken
+    one, on one process, in `folder`/whole."""
     with IndexedWriter(folder / "corpus", 256) as writer:
         for path in sorted((repository() / "pangu").glob("*/*.py")):
             writer.add(list(path.read_bytes()))
@@ -117,7 +116,7 @@ def run(folder: Path) -> list[Phase]:
         now = phases(log)[-1:]
         figures = output / "metrics.jsonl"
         steps = len(figures.read_bytes().splitlines()) if figures.exists() else 0
-        return bool(now) and now[0].processes == processes and steps >= now[0].first_step + STEPS > STEPS
+        return bool(now) and now[0].processes == processes and steps >= now[0].first_step + min_steps > min_steps
 
     endless = (*words, "train.steps=1000000", f"train.output={output}")
     with ExitStack() as running:
@@ -168,4 +167,4 @@ def draw(folder: Path, told: list[Phase], picture: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        draw(Path(scratch), run(Path(scratch)), Path(sys.argv[1]))
+        draw(Path(scratch), run(Path(scratch), 40), Path(sys.argv[1]))

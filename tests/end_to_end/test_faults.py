@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, command, metrics
+from tests.end_to_end.commands import HANG, SMALL, command, metrics
 from tests.spawn import repository
 
 QUIET = (*SMALL, "data=synthetic", "validation.every=0", "lr_schedule.warmup_steps=1", "checkpoint.every=2")
 
 SCRIPT = f"""
-import dataclasses, math, os, time
+import dataclasses, math, os
 from pathlib import Path
 
 from pangu.training.command import pretrain
@@ -23,7 +23,7 @@ from pangu.training.step import Trainer
 
 RANK = int(os.environ["RANK"])
 train_step = Trainer.train_step
-
+{HANG}
 
 def changed(trainer, batches):
     CODE
@@ -46,9 +46,9 @@ def run_changed(folder: Path, code: list[str], *words: str) -> subprocess.Comple
 def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(tmp_path: Path, sleeps: str, doing: str) -> None:
     code = ["if RANK == 1 and trainer.step == 2:"]
     if sleeps == "step":
-        code += ["    time.sleep(150)"]
+        code += ["    hang()"]
     else:
-        code += ["    trainer._over_replicas = lambda loss: time.sleep(150)"]
+        code += ["    trainer._over_replicas = lambda loss: hang()"]
     began = time.monotonic()
     done = run_changed(
         tmp_path, [*code, "return train_step(trainer, batches)"], "parallel.timeout_s=5", "train.steps=9"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, command, metrics, pretrain
+from tests.end_to_end.commands import HANG, SMALL, command, metrics, pretrain
 from tests.spawn import repository
 
 QUIET = (*SMALL, "model.layers=4", "data=synthetic", "validation.every=0", "checkpoint.every=0", "train.steps=3")
 
-STUCK = """
-import os, time
+STUCK = f"""
+import os
 from pathlib import Path
 
 from pangu.pipeline.actions import Kind
@@ -22,7 +22,7 @@ from pangu.pipeline.runner import _Pass
 from pangu.training.command import pretrain
 
 carry_out = _Pass._carry_out
-
+{HANG}
 
 def perhaps(self, place, action):
     if os.environ["RANK"] == "1" and action.kind is Kind.BACKWARD and action.micro == 1:
@@ -60,7 +60,7 @@ def run_stuck(folder: Path, happens: str) -> tuple[str, float]:
 
 
 def test_a_stuck_stage_ends_the_run_with_one_message(tmp_path: Path) -> None:
-    said, seconds = run_stuck(tmp_path, "time.sleep(150)")
+    said, seconds = run_stuck(tmp_path, "hang()")
     expected = (
         "error: rank 0, stage 0, step 1: RECV_GRADIENT of chunk 0, micro-batch 1, peer stage 1: did not come through"
     )

@@ -202,12 +202,13 @@ def test_auto_takes_the_fastest_kernel_that_can_compute_it(
 ) -> None:
     drops = variant(attention_dropout=0.1)
     biased = variant(positions="alibi")
-    assert choose_attention(variant(), "fp32", CPU) == "blocked"
+    assert choose_attention(variant(), "fp32", CPU) == "sdpa"
     assert choose_attention(biased, "fp32", CPU) == "sdpa"
     assert choose_attention(drops, "fp32", CPU) == "reference"
     for tiles, kernel in ((False, "reference"), (True, "sdpa")):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
         assert choose_attention(variant(), "bf16", CPU) == "blocked"
+        assert choose_attention(variant(sequence=1024), "bf16", CPU) == ("sdpa" if tiles else "blocked")
         assert choose_attention(biased, "bf16", CPU) == kernel
     assert choose_attention(drops, "bf16", CUDA) == "sdpa"
     assert choose_attention(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == "sdpa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,12 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
         "elements": sum(unit.numel for unit in units),
         "masters": sum(unit.master.numel() for unit in units),
     }
+
+
+@lru_cache(maxsize=8)
+def one_process(steps: int, *overrides: str) -> dict[str, Any]:
+    """`train_layout` on one process, with which several layouts are compared."""
+    return train_layout(0, 1, Layout(), steps, *overrides)
 
 
 def grown_texts(model: LoadedModel) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 from pangu.topology.layout import Layout
-from tests.parallel.harness import OVERRIDES, compare, small_trainer, train_layout
+from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
 from tests.spawn import Pool
 
 MODEL = (*OVERRIDES, "model.hidden=16", "model.heads=4", "batch.micro_size=1")
@@ -51,11 +50,6 @@ def test_the_sample_has_every_pair_of_values() -> None:
     assert set().union(*map(pairs, covering_sample())) == set().union(*map(pairs, product(*FACTORS)))
 
 
-@cache
-def one_process(*overrides: str) -> dict[str, Any]:
-    return train_layout(0, 1, Layout(), 3, *overrides)
-
-
 @pytest.mark.parametrize(("schedule", "micro_batches", "stages", "tensor", "tied", "kind"), covering_sample(), ids=str)
 def test_every_schedule_gives_the_same_run_in_float64(
     pool: Pool, schedule: str, micro_batches: int, stages: int, tensor: tuple[int, bool], tied: str, kind: str
@@ -71,7 +65,7 @@ def test_every_schedule_gives_the_same_run_in_float64(
     size, sequence = tensor
     layout = Layout(tensor=size, pipeline=stages, virtual=SCHEDULES[schedule], sequence=sequence)
     ours = pool.run(layout.world, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")[0]
-    compare(ours, one_process(*overrides), 1e-12)
+    compare(ours, one_process(3, *overrides), 1e-12)
 
 
 RELATIVE = "model.positions=relative model.relative_buckets=6 model.relative_distance=9"
@@ -103,7 +97,7 @@ def test_what_else_a_stage_does_gives_the_same_run_in_float64(
 ) -> None:
     overrides = (*FP64, f"model.kind={kind}", "model.layers=6", "batch.global_size=4", *model.split())
     ours = pool.run(layout.world, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}", *more.split())
-    compare(ours[0], one_process(*overrides), 1e-12)
+    compare(ours[0], one_process(3, *overrides), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +110,7 @@ def test_narrow_formats_follow_one_process(pool: Pool, precision: str, rounding:
     overrides = (*MODEL, f"precision={precision}", "model.layers=5", "batch.global_size=4")
     layout = Layout(pipeline=2, virtual=SCHEDULES[schedule])
     ours = pool.run(2, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")[0]["results"]
-    one = one_process(*overrides)["results"]
+    one = one_process(3, *overrides)["results"]
     assert ours[0].loss == one[0].loss
     for mine, reference in zip(ours, one, strict=True):
         assert mine.loss == pytest.approx(reference.loss, rel=4 * rounding)

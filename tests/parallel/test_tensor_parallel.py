@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from pangu.collectives.regions import TensorRegion, enter, leave
 from pangu.topology.layout import Layout
-from tests.parallel.harness import OVERRIDES, compare, train_layout
+from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.spawn import Pool
 
 # (tensor, data, sequence parallel); heads are 12, so that 3 divides them, and the vocabulary of 101 is uneven for all
@@ -34,7 +33,7 @@ def test_every_layout_gives_the_same_run_in_float64(pool: Pool, kind: str, optim
     gradient and the weights to 1e-12 relative: sums of at most 96 products in another order, 1.1e-16 each."""
     model = ("model.kind=gpt",) if kind == "gpt" else ()
     overrides = (*FP64, *model, f"optimizer={optimizer}")
-    one = train(0, 1, 1, False, 3, "reference", *overrides)
+    one = one_process(3, *overrides)
     assert len(LAYOUTS) == 7
     for tensor, data, sequence in LAYOUTS:
         if sequence and 16 % tensor:
@@ -66,16 +65,10 @@ def test_recompute_offload_and_chunked_loss_under_tensor_parallelism(
     pool: Pool, sequence: bool, overrides: tuple[str, ...]
 ) -> None:
     """On 2 ranks with or without sequence parallelism, and on 4 ranks the other way round."""
-    one = one_process()
+    one = one_process(2, *FP64)
     compare(train(0, 1, 1, False, 2, "reference", *FP64, *overrides), one, 1e-13)
     for layout in ((2, sequence), (4, not sequence)):
         compare(pool.run(layout[0], train, *layout, 2, "reference", *FP64, *overrides)[0], one, 1e-12)
-
-
-@functools.cache
-def one_process() -> dict[str, Any]:
-    """The run that all others are compared with."""
-    return train(0, 1, 1, False, 2, "reference", *FP64)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -86,7 +79,7 @@ def test_products_in_chunks_give_the_same_run_in_float64(pool: Pool, kind: str, 
     sum in an order that depends on the place in the message."""
     model = ("model.kind=gpt",) if kind == "gpt" else ()
     overrides = (*FP64, *model, f"memory.recompute={recompute}", "loss.chunk=5")
-    one = train(0, 1, 1, False, 3, "reference", *overrides)
+    one = one_process(3, *overrides)
     for tensor in (2, 4):
         for sequence in (False, True):
             arguments = (train, tensor, sequence, 3, "reference", *overrides)
@@ -101,7 +94,7 @@ def test_products_in_chunks_give_the_same_run_in_float64(pool: Pool, kind: str, 
 def test_narrow_formats_and_the_fused_kernel(pool: Pool, precision: str, tolerance: float) -> None:
     """fp32: 16 roundings of 6e-8. bf16: roundings of 2^-9 in a loss of 4.6; partial sums are rounded, then added."""
     overrides = (*OVERRIDES, *SHAPE, f"precision={precision}", "model.attention_dropout=0")
-    one = train(0, 1, 1, False, 3, "sdpa", *overrides)
+    one = one_process(3, *overrides, "model.attention=sdpa")
     for sequence in (False, True):
         ranks = pool.run(2, train, 2, sequence, 3, "sdpa", *overrides)
         for mine, reference in zip(ranks[0]["results"], one["results"], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.test_data_parallel import compare
+from tests.parallel.harness import compare, one_process
 from tests.parallel.test_tensor_parallel import FP64, train
 from tests.spawn import Pool
 
@@ -38,6 +38,6 @@ def test_every_variant_gives_the_same_run_in_float64(pool: Pool, kind: str, vari
     them at once have the loss in chunks (the later activation and positions win); one process recomputes nothing."""
     overrides = (*FP64, *variant.split(), f"model.kind={kind}")
     kept = [key for key in overrides if not key.startswith("memory.recompute")]
-    one = train(0, 1, 1, False, 3, "reference", *kept)
+    one = one_process(3, *kept)
     for sequence in (False, True):
         compare(pool.run(2, train, 2, sequence, 3, "reference", *overrides)[0], one, 1e-12)

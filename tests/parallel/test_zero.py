@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pangu.topology.layout import Layout
-from tests.parallel.harness import OVERRIDES, compare, train_layout
+from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.spawn import Pool
 
 MODEL = (*OVERRIDES, "batch.micro_size=1", "batch.global_size=4")
@@ -28,7 +28,7 @@ def same_bits(ours: dict[str, Any], other: dict[str, Any]) -> None:
 def test_every_stage_gives_the_same_run_in_float64(pool: Pool, zero: int, optimizer: str) -> None:
     """3 steps of 2 micro-batches; 1e-12 relative."""
     overrides = (*MODEL, "precision=fp64", f"optimizer={optimizer}")
-    one = train_layout(0, 1, Layout(), 3, *overrides)
+    one = one_process(3, *overrides)
     compare(pool.run(2, train_layout, Layout(data=2, zero=zero), 3, *overrides)[0], one, 1e-12)
 
 
@@ -74,6 +74,6 @@ GRID = [
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_combinations_give_the_same_run_in_float64(pool: Pool, layout: Layout, schedule: str, optimizer: str) -> None:
     overrides = (*MODEL, "precision=fp64", "model.layers=5", f"optimizer={optimizer}", "memory.recompute=1")
-    one = train_layout(0, 1, Layout(), 3, *overrides)
+    one = one_process(3, *overrides)
     ranks = pool.run(layout.world, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")
     compare(ranks[0], one, 1e-12)

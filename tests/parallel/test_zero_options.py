@@ -16,7 +16,7 @@ from pangu.models.language_model import build_model
 from pangu.topology.layout import Layout
 from pangu.zero.units import Unit
 from tests.configs import tiny
-from tests.parallel.harness import OVERRIDES, compare, train_layout
+from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.parallel.test_zero import MODEL, same_bits
 from tests.spawn import Pool
 
@@ -72,7 +72,7 @@ def test_frozen_tensors_stay_in_every_layout(
 ) -> None:
     """With three stages and the bottom frozen, the first has nothing to train."""
     overrides = (*MODEL, "precision=fp64", f"optimizer={optimizer}", f"train.frozen=[{','.join(patterns)}]")
-    one = train_layout(0, 1, Layout(), 3, *overrides)
+    one = one_process(3, *overrides)
     frozen = {name for name in one["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
     assert len(frozen) > 2
     ranks = pool.run(layout.world, train_layout, layout, 3, *overrides, f"parallel.schedule={schedule}")
