@@ -1,5 +1,5 @@
 """One training step of a GPT whose layers two gloo processes share, ours beside torch.distributed.pipelining and
-DeepSpeed (if it can be imported, see benchmarks/with_deepspeed.py).
+DeepSpeed (if it can be imported, see benchmarks/README.md).
 
     python -m benchmarks.pipeline --output benchmarks/results/pipeline.json
 

@@ -1,10 +1,4 @@
-"""DeepSpeed as a peer: its engine with ZeRO, and its pipeline, on the plain model.
-
-    pip install --target DIR deepspeed     # then DIR on PYTHONPATH
-
-It compiles a part of itself at the first start. A start that is interrupted leaves a lock behind, and all later ones
-wait for it without a word: remove ~/.cache/torch_extensions then.
-"""
+"""DeepSpeed as a peer: its engine with ZeRO, and its pipeline, on the plain model (README.md says how to install it)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
     python -m benchmarks.zero --output benchmarks/results/zero.json
 
 `plain` is the loop of one process with as many threads as all processes have together, while the others wait. A step is
-one micro-batch of every replica. DeepSpeed is measured if it can be imported (see benchmarks/with_deepspeed.py).
+one micro-batch of every replica. DeepSpeed is measured if it can be imported (see benchmarks/README.md).
 """
 
 from __future__ import annotations
