@@ -1,4 +1,4 @@
-"""DeepSpeed as a peer: its engine with ZeRO, and its pipeline, on the plain model (README.md says how to install it)."""
+"""DeepSpeed as a peer: ZeRO and pipeline, on the plain model. README.md says how to install it."""
 
 from __future__ import annotations
 
