@@ -44,6 +44,11 @@ class PlainBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits [batch, sequence, vocabulary] and int64 labels [batch, sequence] -> mean loss."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 class PlainGPT(nn.Module):
     """A GPT as a tutorial writes it, tied head included."""
 
@@ -62,7 +67,7 @@ class PlainGPT(nn.Module):
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1])[None])
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+        return loss_of(self.head(self.norm(x)), labels)
 
 
 def clip(groups: Sequence[Sequence[Tensor]]) -> None:

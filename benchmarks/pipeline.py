@@ -22,10 +22,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.nn import functional as F
 
 from benchmarks import with_deepspeed
-from benchmarks.models import PlainGPT, pangu_step, plain_on_one
+from benchmarks.models import PlainGPT, loss_of, pangu_step, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
 
 PROCESSES = 2
@@ -69,11 +68,6 @@ class Chunk(nn.Module):
             for block in self.blocks:
                 x = block(x)
             return x if self.head is None or self.norm is None else self.head(self.norm(x))
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean loss of a micro-batch."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def torch_pipeline(kind: type[Any], layers: tuple[int, ...], precision: str, vocab: int) -> Step:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import PlainGPT
+from benchmarks.models import PlainGPT, loss_of
 from benchmarks.side_by_side import Step
 
 
@@ -93,17 +93,14 @@ def pipeline(precision: str, vocab: int, micro: int, micro_batches: int, layers:
     def project(module: nn.Embedding, x: Tensor) -> Tensor:
         return F.linear(x, module.weight)
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
     first, second = plain.blocks[: layers[0]], plain.blocks[layers[0] :]
-    parts = [
+    specifications = [
         TiedLayerSpec("table", Table),
         _First(plain.position, first),
         nn.Sequential(*second, plain.norm),
         TiedLayerSpec("table", Table, forward_fn=project),
     ]
-    model = PipelineModule(parts, num_stages=2, loss_fn=loss, partition_method="uniform")
+    model = PipelineModule(specifications, num_stages=2, loss_fn=loss_of, partition_method="uniform")
     engine = _engine(model, precision, micro, micro_batches, 0)
 
     def step(batch: Tensor) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from pangu.checkpoint.files import list_checkpoints
+from pangu.checkpoint.run_folder import newest_checkpoint
 from pangu.config.errors import exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     questions = gather_questions(options)
     with connected(options, launch, replicas=True) as mesh:
         # one process looks, as another checkpoint may be written meanwhile
-        (path, *_) = together(mesh, lambda: _newest(options.model), here=mesh.is_first)
+        (path, *_) = together(mesh, lambda: newest_checkpoint(options.model), here=mesh.is_first)
         assert path is not None
         (file, *_) = together(mesh, lambda: _answer_file(options, path), here=mesh.is_first)
         model = load_model(path, mesh, options.precision, rows=options.rows)
@@ -122,11 +122,6 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
             results = [_measure(model, one, file, progress) for one in questions]
     if launch.rank == 0:
         _tell(options, path, results)
-
-
-def _newest(model: Path) -> Path:
-    found = list_checkpoints(model / "checkpoints")
-    return found[-1] if found else model
 
 
 def _answer_file(options: argparse.Namespace, model: Path) -> AnswerFile | None:

@@ -1,4 +1,4 @@
-"""The configuration that a run folder keeps in config.yaml."""
+"""What a run folder keeps: its configuration in config.yaml, its checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
+from pangu.checkpoint.files import list_checkpoints
 from pangu.config.build import build
 from pangu.config.data import DataConfig
 from pangu.config.errors import ConfigError, UserError, writing
@@ -29,6 +30,12 @@ def save_config(folder: Path, config: RunConfig) -> None:
     """Write config.yaml. Raises UserError if the folder cannot be written."""
     with writing(folder):
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The newest checkpoint of the run folder that `path` is; any other path as it is."""
+    found = list_checkpoints(path / "checkpoints")
+    return found[-1] if found else path
 
 
 def trained_model(checkpoint: Path) -> Trained:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.config.errors import LocalError
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import Mesh, is_silence
 
 
 @contextmanager
@@ -22,8 +22,7 @@ def answered(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo has no exception of its own
-        if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+        if not is_silence(error):
             raise
         place, silent = where(), mesh.silent_ranks()
         others = f"rank {', '.join(map(str, silent))}" if silent else "another process"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from pangu.checkpoint.files import Slice, list_checkpoints
+from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import require_fit
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
-from pangu.checkpoint.run_folder import trained_model
+from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
@@ -142,12 +142,10 @@ def _exported(path: Path) -> _Found:
 
 def _checkpoint(path: Path) -> Path:
     """The checkpoint that `path` is, or the newest one of the run folder that it is."""
-    if (path / "index.json").exists():
-        return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
+    newest = newest_checkpoint(path)
+    if newest == path and not (path / "index.json").exists():
         raise UserError(f"{path}: neither a run folder (no checkpoints/step-...) nor a checkpoint (no index.json)")
-    return found[-1]
+    return newest
 
 
 def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[Part, ...]]:

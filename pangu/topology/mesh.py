@@ -18,6 +18,11 @@ PATIENCE_SECONDS = 2.0
 """All ranks begin to wait for a stuck one within about a step."""
 
 
+def is_silence(error: RuntimeError) -> bool:
+    """True if the error says that another process did not answer. gloo has no exception of its own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Made once per process and passed to constructors; there is no global state beside it."""
@@ -52,7 +57,9 @@ class Mesh:
                 # torchrun's store outlives the processes: those that it starts again must not find the dead ones'
                 store = dist.PrefixStore(f"attempt-{attempt}", store)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
-            except dist.DistError as error:
+            except RuntimeError as error:
+                if not is_silence(error):
+                    raise
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise LocalError(
                     f"rank {os.environ.get('RANK')}: the {layout.world} processes of this run did not all come to "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from pangu.config.optimizer import AdamConfig, LambConfig
-from tests.configs import RECIPES, config
+from tests.configs import RECIPES, composed, config
 from tests.spawn import repository
 
 GROUPS = {
@@ -91,3 +93,19 @@ def test_every_value_of_a_published_recipe_names_its_source() -> None:
         for line in body.splitlines():
             if line.startswith("  ") and "data: null" not in line and "output:" not in line:
                 assert "# [" in line, f"{recipe}: {line}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *((f"+config={recipe}", "parallel.data=64", "optimizer.lr=1e-3") for recipe in RECIPES),
+        ("model=gpt2_124m", "data=synthetic", "optimizer=lamb", "optimizer.clip=null", "memory.selective=[norm]"),
+        ("precision=fp16", "precision.loss_scale.initial=256", "memory.offload=[activations]", "dry_run=true"),
+    ],
+    ids=str,
+)
+def test_tests_compose_as_the_command_does(overrides: tuple[str, ...]) -> None:
+    """`composed` sets single values by itself, to be quick; all other tests rely on its being the same."""
+    with initialize_config_dir(str(repository() / "configs"), version_base="1.3"):
+        whole = OmegaConf.to_container(compose("base", overrides=list(overrides)), resolve=True)
+    assert composed(*overrides) == whole

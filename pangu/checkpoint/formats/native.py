@@ -15,7 +15,6 @@ from pangu.checkpoint.files import (
     checkpoint_path,
     commit,
     find_damage,
-    list_checkpoints,
     read_index,
     read_tensor,
     start,
@@ -23,7 +22,7 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
 from pangu.checkpoint.identity import identity
-from pangu.checkpoint.run_folder import save_config, trained_model
+from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
 from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
@@ -36,8 +35,7 @@ class PanguSource(Source):
     """A run folder, or one checkpoint in it. Raises UserError if there is none or it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        found = list_checkpoints(path / "checkpoints")
-        self._path = found[-1] if found else path
+        self._path = newest_checkpoint(path)
         self._index = read_index(self._path)
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
