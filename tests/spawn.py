@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 TIMEOUT_SECONDS = 300.0
 
@@ -32,6 +33,9 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        # on any free port; with a file for a store, each new group would take as long as ten over TCP
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._jobs = 0
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """Call `function(rank, world, *arguments, **keywords)` on `world` gloo processes.
@@ -43,11 +47,12 @@ class Pool:
             WorkerError: if any rank raised or did not answer in time; the pool is then started anew.
         """
         self._grow(world)
-        with tempfile.TemporaryDirectory() as folder:
-            job = (function.__module__, function.__qualname__, world, f"{folder}/store", arguments, keywords)
-            for rank in range(world):
-                self._workers[rank][1].send((rank, *job))
-            answers = [self._answer(rank) for rank in range(world)]
+        self._jobs += 1
+        place = (self._store.port, str(self._jobs))
+        job = (function.__module__, function.__qualname__, world, place, arguments, keywords)
+        for rank in range(world):
+            self._workers[rank][1].send((rank, *job))
+        answers = [self._answer(rank) for rank in range(world)]
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             self.close()
@@ -83,33 +88,28 @@ class Pool:
 
 def _serve(connection: Connection, path: list[str]) -> None:
     sys.path[:] = path
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
     torch.set_num_threads(1)
     while True:
         try:
-            rank, module, name, world, store, arguments, keywords = connection.recv()
+            job = connection.recv()
         except EOFError:
             return
         try:
-            connection.send((True, _job(rank, module, name, world, store, arguments, keywords)))
+            connection.send((True, _job(*job)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+        if dist.is_initialized():  # after the answer: groups take long to end
+            dist.destroy_process_group()
 
 
-def _job(rank: int, module: str, name: str, world: int, store: str, arguments: Any, keywords: Any) -> Any:
-    import torch.distributed as dist
-
+def _job(rank: int, module: str, name: str, world: int, place: tuple[int, str], arguments: Any, keywords: Any) -> Any:
     function = getattr(importlib.import_module(module), name)
     if world == 1:
         return function(rank, world, *arguments, **keywords)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    try:
-        return function(rank, world, *arguments, **keywords)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    port, prefix = place
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return function(rank, world, *arguments, **keywords)
 
 
 def repository() -> Path:
