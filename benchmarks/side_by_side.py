@@ -2,7 +2,8 @@
 
 A row is the median over repeats of its ratio to the plain loop's step next to it (above 1: faster than plain), with the
 smallest and largest ratio and the peak resident set of fresh processes. Machines are noisy, so absolute times are kept
-for reference only.
+for reference only. A peak says as much of how glibc reuses its heap as of what was held, unless blocks of tensors leave
+the process when they are freed: `MALLOC_MMAP_THRESHOLD_=1000000` in the environment makes them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import itertools
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -49,17 +51,18 @@ def measure(make: Make, processes: int, arguments: argparse.Namespace) -> None:
     rows = []
     for precision, vocab in itertools.product(arguments.precision, arguments.vocab):
         common = (make, precision, vocab, arguments)
-        measured = fresh(processes, _interleaved, *common, arguments.peers)[0]
+        timed = fresh(processes, _interleaved, *common, arguments.peers)[0][0] if arguments.repeats else None
         for peer in arguments.peers:
-            peaks = [peak for _, peak in fresh(processes, _interleaved, *common, [peer])]
-            rows.append({"precision": precision, "vocab": vocab, "peer": peer, **_row(measured[0], peer)})
-            rows[-1]["peak_mib"] = [round(peak) for peak in peaks]
+            peaks = [round(peak) for _, peak in fresh(processes, _interleaved, *common, [peer])]
+            speed = _row(timed, peer) if timed else {}
+            rows.append({"precision": precision, "vocab": vocab, "peer": peer, **speed, "peak_mib": peaks})
             print(json.dumps(rows[-1]), flush=True)
     if arguments.output:
         result = {
             "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
             "shape": SHAPE,
             "configuration": {key: str(value) for key, value in vars(arguments).items()},
+            "environment": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
             "machine": machine(),
             "rows": rows,
         }
@@ -81,7 +84,7 @@ def command_line(
     parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers), help="plain among them")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
     parser.add_argument("--micro", type=int, default=micro, help="sequences in a micro-batch")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="0: peaks of memory only")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=threads)
     parser.add_argument("--output", type=Path)
