@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from pangu.config.build import build
@@ -19,7 +20,7 @@ RECIPES = sorted(path.stem for path in (repository() / "configs" / "config").glo
 
 def composed(*overrides: str) -> dict[str, Any]:
     """The values that `pretrain.py OVERRIDES` would run from."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = [_parsed(override) for override in overrides]
     of_values = [o for o in parsed if "." in o.key_or_group and not (o.is_add() or o.is_delete())]
     others = tuple(str(o.input_line) for o in parsed if o not in of_values)
     values = copy.deepcopy(_groups(others))
@@ -28,6 +29,11 @@ def composed(*overrides: str) -> dict[str, Any]:
     plain = OmegaConf.to_container(values, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+@cache
+def _parsed(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)
 
 
 @cache

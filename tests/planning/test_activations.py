@@ -45,7 +45,11 @@ def kept(rank: int, world: int, kernel: str, configs: list[RunConfig]) -> list[t
     """For each model: bytes of the memory that autograd's hooks see saved, and that is alive, after a forward pass."""
     parallel = configs[0].parallel
     mesh = Mesh.connect(Layout(tensor=parallel.tensor, sequence=parallel.sequence), torch.device("cpu"))
-    return [kept_by_one(config, kernel, mesh) for config in configs]
+    gc.freeze()  # what is older than the models need not be looked through again and again
+    try:
+        return [kept_by_one(config, kernel, mesh) for config in configs]
+    finally:
+        gc.unfreeze()
 
 
 def kept_by_one(config: RunConfig, kernel: str, mesh: Mesh) -> tuple[int, int]:
