@@ -49,7 +49,7 @@ def _words(words: tuple[str, ...], processes: int, restarts: int) -> tuple[list[
 
 
 def command(
-    *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 300
+    *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 900
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, or `torchrun --nproc-per-node=PROCESSES WORDS`."""
     line, environment = _words(words, processes, 0)
