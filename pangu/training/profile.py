@@ -12,7 +12,6 @@ import torch
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch
 from pangu.pipeline.actions import Kind
-from pangu.pipeline.draw import draw, write_trace
 from pangu.pipeline.simulate import Durations, Timeline, simulate
 from pangu.training.step import StepResult, Trainer
 
@@ -49,6 +48,8 @@ def durations_of(timeline: Timeline) -> Durations:
 
 def show(timeline: Timeline, folder: Path) -> None:
     """Write pipeline_measured.svg, .png and .json (a trace for ui.perfetto.dev) and say what was idle."""
+    from pangu.pipeline.draw import draw, write_trace  # and matplotlib with it, which only this function needs
+
     draw(timeline, folder / "pipeline_measured", "measured")
     write_trace(timeline, folder / "pipeline_measured.json")
     expected = simulate(timeline.schedule, durations_of(timeline))

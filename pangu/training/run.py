@@ -25,13 +25,11 @@ from pangu.layers.fp32_products import choose_fp32_products
 from pangu.layers.kernels import choose_attention
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
-from pangu.metrics.plots import plot_loss
 from pangu.models.frozen import count_frozen
 from pangu.models.language_model import build_model
 from pangu.models.size import num_parameters
 from pangu.optim.build import implementation
 from pangu.pipeline.advice import advise
-from pangu.pipeline.draw import draw
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.layouts import choose_layout
@@ -179,13 +177,22 @@ def _finish(config: RunConfig, trainer: Trainer, loop: Loop, texts: list[str], s
     with writing(output):
         if loop.last_loss is not None:
             (output / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
-        if trainer.mesh.layout.pipeline > 1:
-            stages = trainer.stages
-            draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated", "FLOP/token")
-        if loop.timeline is not None:
-            show(loop.timeline, output / "plots")
-        plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
+        _draw(loop, trainer, output)
     log.info(closing_words(config, summary))
+
+
+def _draw(loop: Loop, trainer: Trainer, output: Path) -> None:
+    """The pictures of a run."""
+    # matplotlib is a fifth of all that a run imports, and only the first process draws, at the end
+    from pangu.metrics.plots import plot_loss
+    from pangu.pipeline.draw import draw
+
+    if trainer.mesh.layout.pipeline > 1:
+        stages = trainer.stages
+        draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated", "FLOP/token")
+    if loop.timeline is not None:
+        show(loop.timeline, output / "plots")
+    plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
