@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ class GradientSum:
         for chunk, units in self.units.items():
             for index, unit in enumerate(units):
                 for parameter, span in unit.parameters:
-                    parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, unit, span))
+                    parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, span))
 
     def start_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -153,10 +154,16 @@ class GradientSum:
         }
         return list(found)
 
-    def _hook(self, chunk: int, index: int, unit: Unit, span: slice) -> Callable[[nn.Parameter], None]:
+    def _hook(self, chunk: int, index: int, span: slice) -> Callable[[nn.Parameter], None]:
+        # Python's collector does not see hooks: a hook that held this object, and so its parameter, would keep all
+        # weights and process groups for the life of the process
+        owner = weakref.ref(self)
+
         def add(parameter: nn.Parameter) -> None:
-            if parameter.grad is None:
-                return  # backward put the work for it aside, see `layers.deferred`
+            self = owner()
+            if self is None or parameter.grad is None:
+                return  # or backward put the work for it aside, see `layers.deferred`
+            unit = self.units[chunk][index]
             if unit.total is None:
                 unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
             unit.total[span].view_as(parameter).add_(parameter.grad)
