@@ -33,7 +33,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
-        # on any free port; with a file for a store, each new group would take as long as ten over TCP
+        # on any free port; over a file, making a group took seven times as long
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
 

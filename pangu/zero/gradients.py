@@ -155,25 +155,29 @@ class GradientSum:
         return list(found)
 
     def _hook(self, chunk: int, index: int, span: slice) -> Callable[[nn.Parameter], None]:
-        # Python's collector does not see hooks: a hook that held this object, and so its parameter, would keep all
-        # weights and process groups for the life of the process
-        owner = weakref.ref(self)
+        # Python's collector does not see hooks: one that held this object, and so its parameter, would keep all weights
+        # and process groups for the life of the process
+        add = weakref.WeakMethod(self._add)
 
-        def add(parameter: nn.Parameter) -> None:
-            self = owner()
-            if self is None or parameter.grad is None:
-                return  # or backward put the work for it aside, see `layers.deferred`
-            unit = self.units[chunk][index]
-            if unit.total is None:
-                unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
-            unit.total[span].view_as(parameter).add_(parameter.grad)
-            parameter.grad = None
-            if chunk in self._missing:
-                missing = self._missing[chunk]
-                missing[index] -= 1
-                self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
+        def hook(parameter: nn.Parameter) -> None:
+            if (method := add()) is not None:
+                method(parameter, chunk, index, span)
 
-        return add
+        return hook
+
+    def _add(self, parameter: nn.Parameter, chunk: int, index: int, span: slice) -> None:
+        """Move a gradient that backward has just produced into the `index`-th unit of a chunk."""
+        if parameter.grad is None:
+            return  # backward put the work for it aside, see `layers.deferred`
+        unit = self.units[chunk][index]
+        if unit.total is None:
+            unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
+        unit.total[span].view_as(parameter).add_(parameter.grad)
+        parameter.grad = None
+        if chunk in self._missing:
+            missing = self._missing[chunk]
+            missing[index] -= 1
+            self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
 
     def _send(self, chunk: int, stop: int) -> None:
         start = self._unsent.get(chunk, 0)

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def started(output: Path, *overrides: str, processes: int = 0, restarts: int = 0
             yield process
         finally:
             kill_all(process)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 300.0) -> None:
+    """Look again and again. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pangu.data.indexed import IndexedWriter
-from tests.end_to_end.commands import kill_all, metrics, pretrain, workers
+from tests.end_to_end.commands import kill_all, metrics, pretrain, wait_until, workers
 from tests.spawn import repository
 
 SAMPLES = 12
@@ -58,15 +57,6 @@ class Phase:
     processes: int
     first_step: int
     """0: not yet known."""
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Look again and again. Raises TimeoutError."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -8,13 +8,12 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, kill, kill_all, metrics, pretrain, started, workers
+from tests.end_to_end.commands import SMALL, kill, kill_all, metrics, pretrain, started, wait_until, workers
 
 WORDS = (
     *SMALL,
@@ -25,14 +24,6 @@ WORDS = (
     "lr_schedule.warmup_steps=1",
     "metrics.every=1000",
 )
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Look again and again; fail after some time."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def num_steps(output: Path) -> int:
