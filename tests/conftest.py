@@ -11,11 +11,20 @@ from tests.spawn import Pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--kills=50`, `--all-pairs`: the long forms of two tests."""
+    """`--all`, `--kills=50`, `--all-pairs`: long forms, which are run before what they test is called done."""
+    parser.addoption("--all", action="store_true", help="run what is marked `long` too")
     parser.addoption("--kills", type=int, default=5, help="processes or runs that the kill test kills")
     parser.addoption(
         "--all-pairs", action="store_true", help="continue checkpoints of each layout under each other one"
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--all`, leave out what is marked `long`."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 @pytest.fixture(scope="session")
