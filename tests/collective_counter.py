@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
 from pangu.planning.sharding import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
+from tests.threads import replaced_here
 
 # function of torch.distributed -> (its kind, the bytes of the whole tensor among its positional arguments)
 COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
@@ -44,7 +44,7 @@ REFUSED = (
 
 @contextmanager
 def counted() -> Iterator[dict[str, Traffic]]:
-    """Within the block, calls and bytes of the whole (not cut) tensors by kind of collective."""
+    """Within the block, calls and bytes of the whole (not cut) tensors by kind of collective, of the calling thread."""
     totals: dict[str, Traffic] = {}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def counted() -> Iterator[dict[str, Traffic]]:
         original = getattr(dist, name)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            kind = COUNTED[name][0] or EXCHANGES[sys._getframe(1).f_code.co_name]
+            kind = COUNTED[name][0] or EXCHANGES[sys._getframe(2).f_code.co_name]
             sofar = totals.get(kind, Traffic())
             totals[kind] = Traffic(sofar.calls + 1, sofar.bytes + size(*arguments))
             return original(*arguments, **keywords)
@@ -69,5 +69,5 @@ def counted() -> Iterator[dict[str, Traffic]]:
     replaced = {name: counting(name) for name in COUNTED if hasattr(dist, name)} | {
         name: refusing(name) for name in REFUSED
     }
-    with patch.multiple(dist, **replaced):
+    with replaced_here(dist, **replaced):
         yield totals

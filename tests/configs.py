@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from tests.spawn import repository
 
+_COMPOSING = threading.Lock()
+"""Hydra composes for one thread at a time."""
 RECIPES = sorted(path.stem for path in (repository() / "configs" / "config").glob("*.yaml"))
 
 
@@ -23,7 +26,8 @@ def composed(*overrides: str) -> dict[str, Any]:
     parsed = [_parsed(override) for override in overrides]
     of_values = [o for o in parsed if "." in o.key_or_group and not (o.is_add() or o.is_delete())]
     others = tuple(str(o.input_line) for o in parsed if o not in of_values)
-    values = copy.deepcopy(_groups(others))
+    with _COMPOSING:
+        values = copy.deepcopy(_groups(others))
     for override in of_values:
         OmegaConf.update(values, override.key_or_group, override.value())
     plain = OmegaConf.to_container(values, resolve=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.spawn import Pool
+from tests.threads import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +37,16 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
-@pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(2)
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Runs a function on several ranks that are threads."""
+    return Ranks()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_core() -> Iterator[None]:
+    """Tests run side by side, and small products are slower on several threads than on one."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "sched_getaffinity", lambda process: {0})  # which the runs of this process ask for theirs
+        yield

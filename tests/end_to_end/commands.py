@@ -1,7 +1,9 @@
-"""Runs the project's commands as a user types them."""
+"""Runs the project's commands as a user types them: in this process where the process is not the claim."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import signal
@@ -9,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from pangu.training.command import pretrain as pretraining
 from tests.spawn import repository
 
 SMALL = (
@@ -108,10 +112,27 @@ def kill_all(process: subprocess.Popen[str]) -> None:
         kill(pid)
 
 
+def called(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """`python NAME.py WORDS`, NAME being for example `tools/plan`, in this process, which has imported all."""
+    out, err = io.StringIO(), io.StringIO()
+    arguments = [str(word) for word in words]
+    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", [f"{name}.py", *arguments]):
+        try:
+            if name == "pretrain":
+                status = pretraining(repository() / "configs")
+            else:
+                status = importlib.import_module(name.replace("/", ".")).main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status or 0, out.getvalue(), err.getvalue())
+
+
 def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
-    """`pretrain.py OVERRIDES train.output=OUTPUT`."""
-    script = str(repository() / "pretrain.py")
-    return command(script, *overrides, f"train.output={output}", processes=processes)
+    """`pretrain.py OVERRIDES train.output=OUTPUT`; by torchrun, if `processes` says so, otherwise in this process."""
+    words = (*overrides, f"train.output={output}")
+    if processes:
+        return command(str(repository() / "pretrain.py"), *words, processes=processes)
+    return called("pretrain", *words)
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pangu.topology.layout import Layout
 from pangu.training.saving import load_checkpoint
 from tests.parallel.harness import OVERRIDES, whole
 from tests.parallel.test_zero_runs import save, train, trainer_of
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 MODEL = (
     *OVERRIDES,
@@ -105,13 +105,13 @@ def resume_each(
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
     """The checkpoint of two steps under a layout."""
 
     @cache
     def make(layout: Layout) -> Path:
         folder = tmp_path_factory.mktemp("saved")
-        pool.run(layout.world, save, layout, str(folder), *words(layout, optimizer_of(layout)))
+        ranks.run(layout.world, save, layout, str(folder), *words(layout, optimizer_of(layout)))
         return folder / "checkpoints" / "step-00000002"
 
     return make
@@ -120,7 +120,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Lay
 @pytest.mark.slow
 @pytest.mark.parametrize("after", LAYOUTS, ids=str)
 def test_a_run_goes_on_under_another_layout(
-    after: Layout, saved: Callable[[Layout], Path], pool: Pool, tmp_path: Path, request: pytest.FixtureRequest
+    after: Layout, saved: Callable[[Layout], Path], ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """fp64: 1e-12 of weights of about 1. `--all-pairs` takes every layout before every other, not a sample of pairs."""
     every = request.config.getoption("--all-pairs")
@@ -129,7 +129,7 @@ def test_a_run_goes_on_under_another_layout(
         before = [layout for layout in chosen if optimizer_of(layout) == optimizer]
         if before:
             job = (resume_each, after, optimizer, [saved(layout) for layout in before], str(tmp_path))
-            found = pool.run(after.world, *job, unbroken(optimizer))[0]
+            found = ranks.run(after.world, *job, unbroken(optimizer))[0]
             wrong = {str(layout): off for layout, off in zip(before, found, strict=True) if not off <= 1e-12}
             assert not wrong
     assert chosen

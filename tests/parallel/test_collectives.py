@@ -32,7 +32,7 @@ from pangu.topology.placement import PlacementTable
 from pangu.training.assemble import assemble
 from tests.collective_counter import counted
 from tests.configs import tiny
-from tests.spawn import Pool
+from tests.threads import Ranks
 from tests.weights import materialise
 
 Counts = dict[str, Traffic]
@@ -67,9 +67,9 @@ def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]
     return forward, backward
 
 
-def measure(pool: Pool, *overrides: str) -> tuple[Counts, Counts]:
+def measure(ranks: Ranks, *overrides: str) -> tuple[Counts, Counts]:
     """`micro_batch` on as many processes as the overrides ask for; all ranks send the same."""
-    ranks = pool.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
+    ranks = ranks.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
 
@@ -90,48 +90,48 @@ def minus(one: Counts, other: Counts) -> dict[str, tuple[int, float]]:
     return {kind: value for kind, value in difference.items() if value != (0, 0)}
 
 
-def between(pool: Pool, more: tuple[str, ...], less: tuple[str, ...]) -> list[dict[str, tuple[int, float]]]:
+def between(ranks: Ranks, more: tuple[str, ...], less: tuple[str, ...]) -> list[dict[str, tuple[int, float]]]:
     """Forward and backward of one setting above those of another."""
-    return [minus(a, b) for a, b in zip(measure(pool, *more), measure(pool, *less), strict=True)]
+    return [minus(a, b) for a, b in zip(measure(ranks, *more), measure(ranks, *less), strict=True)]
 
 
 @pytest.mark.parametrize("tensor", TENSOR)
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
-def test_one_layer_all_reduces_twice_each_way(pool: Pool, kind: str, tensor: int) -> None:
+def test_one_layer_all_reduces_twice_each_way(ranks: Ranks, kind: str, tensor: int) -> None:
     """Shoeybi et al. 2019, section 3: 4 all-reduces of a hidden state."""
     more, less = (setting(kind, tensor, False, layers=layers) for layers in (4, 3))
-    assert between(pool, more, less) == [{ALL_REDUCE: (2, 2)}, {ALL_REDUCE: (2, 2)}]
+    assert between(ranks, more, less) == [{ALL_REDUCE: (2, 2)}, {ALL_REDUCE: (2, 2)}]
 
 
 @pytest.mark.parametrize("tensor", TENSOR)
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
-def test_one_layer_with_sequence_parallelism(pool: Pool, kind: str, tensor: int) -> None:
+def test_one_layer_with_sequence_parallelism(ranks: Ranks, kind: str, tensor: int) -> None:
     """Korthikanti et al. 2022, section 4.2.2: 2 gathers and 2 reduce-scatters each way, and 2 gathers more in backward
     because only a rank's slice of each product's input is kept."""
     more, less = (setting(kind, tensor, True, layers=layers) for layers in (4, 3))
     forward = {ALL_GATHER: (2, 2), REDUCE_SCATTER: (2, 2)}
-    assert between(pool, more, less) == [forward, {ALL_GATHER: (4, 4), REDUCE_SCATTER: (2, 2)}]
+    assert between(ranks, more, less) == [forward, {ALL_GATHER: (4, 4), REDUCE_SCATTER: (2, 2)}]
 
 
 @pytest.mark.parametrize("tensor", TENSOR)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_query_layer_sends_no_more_than_a_block(pool: Pool, sequence: bool, tensor: int) -> None:
+def test_the_query_layer_sends_no_more_than_a_block(ranks: Ranks, sequence: bool, tensor: int) -> None:
     """Queries come from position vectors that every rank looks up for itself: one more column-parallel product than in
     the block that stands there in a GPT of equal depth, but no more messages."""
-    assert between(pool, *(setting(kind, tensor, sequence) for kind in ("pangu", "gpt"))) == [{}, {}]
+    assert between(ranks, *(setting(kind, tensor, sequence) for kind in ("pangu", "gpt"))) == [{}, {}]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_chunks_multiply_the_calls_and_not_the_bytes(pool: Pool, sequence: bool) -> None:
+def test_chunks_multiply_the_calls_and_not_the_bytes(ranks: Ranks, sequence: bool) -> None:
     """5 chunks of the products of a layer; the gather for a weight's gradient stays one call."""
     whole, cut = (setting("gpt", 2, sequence, f"parallel.overlap_chunks={n}", layers=1) for n in (1, 5))
     one = {ALL_GATHER: (8, 0), REDUCE_SCATTER: (8, 0)} if sequence else {ALL_REDUCE: (8, 0)}
-    assert between(pool, cut, whole) == [one, one]
+    assert between(ranks, cut, whole) == [one, one]
 
 
 @pytest.mark.parametrize(("dropout", "repeated"), [(0.1, 2), (0.0, 1)])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_full_recompute_repeats_forward(pool: Pool, dropout: float, repeated: int, sequence: bool) -> None:
+def test_full_recompute_repeats_forward(ranks: Ranks, dropout: float, repeated: int, sequence: bool) -> None:
     """Each layer's forward collectives again; without dropout torch stops before the last product's sum, which no
     gradient needs."""
     usual = f"model.dropout={dropout}"
@@ -139,19 +139,19 @@ def test_full_recompute_repeats_forward(pool: Pool, dropout: float, repeated: in
         setting("gpt", 2, sequence, usual, f"memory.recompute={recompute}", layers=1) for recompute in ("full", "none")
     ]
     repeats = {ALL_GATHER: (2, 2), REDUCE_SCATTER: (repeated, repeated)} if sequence else {ALL_REDUCE: (repeated,) * 2}
-    assert between(pool, *settings) == [{}, repeats]
+    assert between(ranks, *settings) == [{}, repeats]
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) -> None:
+def test_embedding_head_and_loss(ranks: Ranks, sequence: bool, chunk: int | None) -> None:
     """What is left of a GPT without its layers: two hidden states each way at most, and three numbers per token, once
     more where chunks are recomputed; never the logits."""
     tokens, chunks = 2 * 16, 1 if chunk is None else 7
     overrides = [
         setting("gpt", 2, sequence, f"loss.chunk={'null' if chunk is None else chunk}", layers=n) for n in (1, 2)
     ]
-    one, two = (measure(pool, *each) for each in overrides)
+    one, two = (measure(ranks, *each) for each in overrides)
     layer = [minus(b, a) for a, b in zip(one, two, strict=True)]
     rest = []
     for counts, of_layer in zip(one, layer, strict=True):
@@ -188,10 +188,10 @@ def test_embedding_head_and_loss(pool: Pool, sequence: bool, chunk: int | None) 
     ids=str,
 )
 def test_the_planner_predicts_every_call_and_byte(
-    pool: Pool, kind: str, sequence: bool, tensor: int, overrides: tuple[str, ...]
+    ranks: Ranks, kind: str, sequence: bool, tensor: int, overrides: tuple[str, ...]
 ) -> None:
     chosen = setting(kind, tensor, sequence, *overrides)
-    assert measure(pool, *chosen) == predicted(*chosen)
+    assert measure(ranks, *chosen) == predicted(*chosen)
 
 
 def step(rank: int, world: int, *overrides: str) -> Counts:
@@ -209,7 +209,7 @@ def step(rank: int, world: int, *overrides: str) -> Counts:
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str, tied: str) -> None:
+def test_a_step_adds_a_few_small_sums(ranks: Ranks, sequence: bool, optimizer: str, tied: str) -> None:
     chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}", f"model.tied_head={tied}")
     config = tiny(*chosen)
     parts = plan_sharding(config, layout_of(config))
@@ -217,4 +217,4 @@ def test_a_step_adds_a_few_small_sums(pool: Pool, sequence: bool, optimizer: str
     once = step_messages(config, parts, 2)
     assert [message.place for message in once] == ["gradients", "clip norm"] + ["LAMB"] * (optimizer == "lamb")
     expected = traffic([*messages, *once], FORWARD, BACKWARD, RECOMPUTE, STEP)
-    assert pool.run(2, step, *chosen) == [expected] * 2
+    assert ranks.run(2, step, *chosen) == [expected] * 2

@@ -22,7 +22,7 @@ from pangu.topology.placement import PlacementTable
 from pangu.zero import gradients
 from pangu.zero.sharded import Policy, ShardedParameters
 from tests.configs import tiny
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 MICRO_BATCHES = 3
 
@@ -89,12 +89,12 @@ def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
-def test_later_gradients_have_the_same_bits(pool: Pool, kind: str, overrides: tuple[str, ...]) -> None:
+def test_later_gradients_have_the_same_bits(ranks: Ranks, kind: str, overrides: tuple[str, ...]) -> None:
     """In one process, and on two ranks with sequence parallelism with products whole and in chunks."""
     chosen = (f"model.kind={kind}", *overrides)
     same_bits(0, 1, chosen)
-    pool.run(2, same_bits, chosen)
-    pool.run(2, same_bits, (*chosen, "parallel.tensor=2", "parallel.overlap_chunks=3"))
+    ranks.run(2, same_bits, chosen)
+    ranks.run(2, same_bits, (*chosen, "parallel.tensor=2", "parallel.overlap_chunks=3"))
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])

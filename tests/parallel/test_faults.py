@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from pangu.topology.layout import Layout
 from pangu.training.slow import find_slow_ranks
 from pangu.training.step import Trainer
 from tests.parallel.harness import OVERRIDES, small_trainer
-from tests.spawn import Pool
+from tests.threads import Ranks, replaced_here
 
 NAMES = ("layers.1.attention.query.weight", "layers.0.mlp.up.weight")
 """In the order of backward; both on the first of two stages."""
@@ -67,9 +66,9 @@ def not_finite(rank: int, world: int, layout: Layout, culprit: int) -> list[tupl
     ],
     ids=str,
 )
-def test_the_rank_and_its_tensors_are_named(pool: Pool, layout: Layout, culprit: int) -> None:
+def test_the_rank_and_its_tensors_are_named(ranks: Ranks, layout: Layout, culprit: int) -> None:
     told = tuple(NAMES if rank == culprit else () for rank in range(layout.world))
-    for answer in pool.run(layout.world, not_finite, layout, culprit):
+    for answer in ranks.run(layout.world, not_finite, layout, culprit):
         assert answer == [(), told, ()]
 
 
@@ -89,13 +88,13 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
             clock[0] += 1e12 if waits else expected[action.kind][action.chunk] * (3 if rank == culprit else 1)
             return result
 
-        return patch.object(_Pass, method, call)
+        return replaced_here(_Pass, **{method: call})
 
-    with patch.object(Runner, "now", lambda self: clock[0]), taking("_forward"), taking("_backward"), taking("_wait"):
+    with replaced_here(Runner, now=lambda self: clock[0]), taking("_forward"), taking("_backward"), taking("_wait"):
         return find_slow_ranks(trainer, batches, 2.0)[1]
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(pipeline=2), Layout(pipeline=2, data=2, zero=1)], ids=str)
-def test_a_slow_rank_is_found_and_those_that_wait_for_it_are_not(pool: Pool, layout: Layout) -> None:
-    for answer in pool.run(layout.world, slow, layout, 1):
+def test_a_slow_rank_is_found_and_those_that_wait_for_it_are_not(ranks: Ranks, layout: Layout) -> None:
+    for answer in ranks.run(layout.world, slow, layout, 1):
         assert answer == {1: pytest.approx(3.0)}

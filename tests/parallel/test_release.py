@@ -9,7 +9,7 @@ import pytest
 
 from pangu.topology.layout import Layout
 from tests.parallel.harness import OVERRIDES, small_trainer
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 
 def kept(rank: int, world: int, layout: Layout, *overrides: str) -> int:
@@ -34,5 +34,5 @@ def kept(rank: int, world: int, layout: Layout, *overrides: str) -> int:
     ],
     ids=str,
 )
-def test_a_trainer_leaves_nothing_behind(pool: Pool, layout: Layout, overrides: tuple[str, ...]) -> None:
-    assert pool.run(layout.world, kept, layout, *overrides) == [0] * layout.world
+def test_a_trainer_leaves_nothing_behind(ranks: Ranks, layout: Layout, overrides: tuple[str, ...]) -> None:
+    assert ranks.run(layout.world, kept, layout, *overrides) == [0] * layout.world

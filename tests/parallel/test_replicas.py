@@ -13,7 +13,7 @@ from pangu.training.assemble import assemble
 from pangu.training.replicas import find_difference
 from tests.configs import tiny
 from tests.parallel.harness import parallel_keys
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 
 def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> tuple[list[str | None], str]:
@@ -37,7 +37,7 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
 
 
 @pytest.mark.parametrize(
-    ("layout", "culprit", "kind", "ranks"),
+    ("layout", "culprit", "kind", "differ"),
     [
         (Layout(data=2), 1, "weight", "ranks 0 and 1 (data axis)"),
         (Layout(tensor=2, sequence=True), 0, "exp_avg", "ranks 0 and 1 (tensor axis)"),
@@ -47,10 +47,10 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
         (Layout(pipeline=2, data=2), 3, "weight", "ranks 2 and 3 (data axis)"),
     ],
 )
-def test_one_bit_is_found(pool: Pool, layout: Layout, culprit: int, kind: str, ranks: str) -> None:
-    told = pool.run(layout.world, answers, layout, culprit, kind)
+def test_one_bit_is_found(ranks: Ranks, layout: Layout, culprit: int, kind: str, differ: str) -> None:
+    told = ranks.run(layout.world, answers, layout, culprit, kind)
     for (before, after), _ in told:
         assert before is None
         assert after is not None
         assert after.startswith(f"{told[culprit][1]} from element ")
-        assert after.endswith(ranks)
+        assert after.endswith(differ)

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +20,10 @@ from pangu.pipeline.runner import KINDS, StageError, _key, _Pass
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.parallel.harness import small_trainer
-from tests.parallel.test_pipeline import MODEL, SCHEDULES
+from tests.parallel.test_layouts import CHUNKS
+from tests.parallel.test_pipeline import MODEL
 from tests.spawn import Pool, WorkerError
+from tests.threads import Ranks, replaced_here
 
 
 def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
@@ -35,18 +36,18 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
         carry_out(self, place, action)
         alive.append(len(self.live.keys() | self.runner.later._held.keys()))
 
-    with patch.object(_Pass, "_carry_out", counted):
+    with replaced_here(_Pass, _carry_out=counted):
         trainer.train_step(batches)
     assert alive[-1] == 0
     return max(alive)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 5), (4, 3), (4, 6)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_holds_what_the_formula_says(pool: Pool, schedule: str, stages: int, micro_batches: int) -> None:
-    virtual = SCHEDULES[schedule]
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_a_stage_holds_what_the_formula_says(ranks: Ranks, schedule: str, stages: int, micro_batches: int) -> None:
+    virtual = CHUNKS[schedule]
     overrides = (f"parallel.schedule={schedule}", f"batch.global_size={micro_batches}", "model.layers=8")
-    alive = pool.run(stages, most_alive, Layout(pipeline=stages, virtual=virtual), *overrides)
+    alive = ranks.run(stages, most_alive, Layout(pipeline=stages, virtual=virtual), *overrides)
     assert tuple(alive) == theory.peak_live(schedule, stages, virtual, micro_batches)
 
 
@@ -72,17 +73,17 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
             free.extend(ref.expired() for ref in sent.get(("activation", chunk, micro), []))
         return tensors
 
-    with patch.multiple(_Pass, _send=recorded, _take=looked, _let_go=slowly):
+    with replaced_here(_Pass, _send=recorded, _take=looked, _let_go=slowly):
         trainer.train_step(batches)
     assert all(ref.expired() for refs in sent.values() for ref in refs)
     return free
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_sent_is_freed_before_its_backward(pool: Pool, schedule: str) -> None:
-    virtual = SCHEDULES[schedule]
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_what_is_sent_is_freed_before_its_backward(ranks: Ranks, schedule: str) -> None:
+    virtual = CHUNKS[schedule]
     overrides = (f"parallel.schedule={schedule}", "batch.global_size=4", "model.layers=8", "model.residual_scores=true")
-    free = pool.run(2, outputs_at_backward, Layout(pipeline=2, virtual=virtual), *overrides)
+    free = ranks.run(2, outputs_at_backward, Layout(pipeline=2, virtual=virtual), *overrides)
     # two tensors for each micro-batch and each chunk but the last, or the one that hands over within its stage
     assert sum(map(len, free)) == 2 * 4 * (2 if schedule == "zb_v" else 2 * virtual - 1)
     assert all(map(all, free))
@@ -106,7 +107,7 @@ def without(rank: int, world: int, lost: int, dies: bool) -> tuple[str, float]:
             time.sleep(3 * TIMEOUT)
         carry_out(self, place, action)
 
-    with patch.object(_Pass, "_carry_out", perhaps):
+    with replaced_here(_Pass, _carry_out=perhaps):
         try:
             trainer.train_step(batches)
         except StageError as error:

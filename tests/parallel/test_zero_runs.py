@@ -18,7 +18,7 @@ from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 
 def trainer_of(layout: Layout, *overrides: str) -> Trainer:
@@ -53,8 +53,8 @@ def overflow_on_the_last_rank(rank: int, world: int, layout: Layout) -> dict[str
     [Layout(data=2), *(Layout(data=2, zero=zero) for zero in (1, 2, 3)), Layout(pipeline=2, data=2, zero=1)],
     ids=str,
 )
-def test_all_skip_what_one_rank_cannot_use(pool: Pool, layout: Layout) -> None:
-    for found in pool.run(layout.world, overflow_on_the_last_rank, layout):
+def test_all_skip_what_one_rank_cannot_use(ranks: Ranks, layout: Layout) -> None:
+    for found in ranks.run(layout.world, overflow_on_the_last_rank, layout):
         first, second, third = found["results"]
         assert [result.skipped for result in found["results"]] == [False, True, False]
         assert found["kept"]
@@ -68,10 +68,10 @@ def scaled_run(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=1), Layout(data=2, zero=3), Layout(pipeline=2)], ids=str)
-def test_a_growing_scale_does_not_change_the_gradient(pool: Pool, layout: Layout) -> None:
+def test_a_growing_scale_does_not_change_the_gradient(ranks: Ranks, layout: Layout) -> None:
     scale = ("precision=fp16", "precision.loss_scale.initial=256")
     grows, stays = (
-        pool.run(2, scaled_run, layout, *scale, f"precision.loss_scale.growth_interval={interval}")[0]
+        ranks.run(2, scaled_run, layout, *scale, f"precision.loss_scale.growth_interval={interval}")[0]
         for interval in (1, 99)
     )
     for step, (mine, other) in enumerate(zip(grows[0], stays[0], strict=True)):
@@ -81,9 +81,9 @@ def test_a_growing_scale_does_not_change_the_gradient(pool: Pool, layout: Layout
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=1), Layout(data=2, zero=3), Layout(pipeline=2)], ids=str)
-def test_clipping_binds_alike(pool: Pool, layout: Layout) -> None:
+def test_clipping_binds_alike(ranks: Ranks, layout: Layout) -> None:
     clip = ("optimizer.clip=0.01", "precision=fp64")
-    results, weights = pool.run(2, scaled_run, layout, *clip)[0]
+    results, weights = ranks.run(2, scaled_run, layout, *clip)[0]
     alone, expected = scaled_run(0, 1, Layout(), *clip)
     for mine, other in zip(results, alone, strict=True):
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-12)
@@ -99,13 +99,13 @@ def ratios(rank: int, world: int, layout: Layout, optimizer: str) -> dict[str, f
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(pipeline=2), Layout(tensor=2)], ids=str)
-def test_every_rank_knows_all_trust_ratios(pool: Pool, layout: Layout) -> None:
+def test_every_rank_knows_all_trust_ratios(ranks: Ranks, layout: Layout) -> None:
     expected = ratios(0, 1, Layout(), "lamb")
     assert {"layers.0.attention.query.weight", "layers.0.attention.key.weight", "embedding.word.weight"} <= set(
         expected
     )
     assert not any(name.endswith("bias") for name in expected)
-    for found in pool.run(2, ratios, layout, "lamb"):
+    for found in ranks.run(2, ratios, layout, "lamb"):
         assert found == pytest.approx(expected, rel=1e-10)
     assert ratios(0, 1, Layout(), "adam") == {}
 
@@ -138,7 +138,7 @@ def resume(rank: int, world: int, layout: Layout, folder: str, *overrides: str) 
     ids=str,
 )
 def test_the_same_layout_goes_on_bit_for_bit(
-    pool: Pool, tmp_path: Path, layout: Layout, overrides: tuple[str, ...]
+    ranks: Ranks, tmp_path: Path, layout: Layout, overrides: tuple[str, ...]
 ) -> None:
-    unbroken, resumed = (pool.run(layout.world, job, layout, str(tmp_path), *overrides)[0] for job in (save, resume))
+    unbroken, resumed = (ranks.run(layout.world, job, layout, str(tmp_path), *overrides)[0] for job in (save, resume))
     assert all(torch.equal(resumed[name], weight) for name, weight in unbroken.items())

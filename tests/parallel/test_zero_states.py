@@ -21,7 +21,7 @@ from pangu.zero.parameters import Weights
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 SMALL = ("model.attention=reference", "batch.micro_size=1", "parallel.bucket_mib=null")
 
@@ -75,10 +75,10 @@ def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str,
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("data", [2, 4])
-def test_plan_and_buffers_agree_to_the_byte(pool: Pool, data: int, zero: int, accumulation: int, kind: str) -> None:
+def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, accumulation: int, kind: str) -> None:
     overrides = (f"model.kind={kind}", f"batch.global_size={data * accumulation}", "precision=bf16")
     layout = Layout(data=data, zero=zero)
-    for found in pool.run(data, measure, layout, *overrides):
+    for found in ranks.run(data, measure, layout, *overrides):
         plan: StatePlan = found["plan"]
         assert found["held"] == plan.bytes
         assert found["gathered"] == plan.buffers.get(GATHERED, 0)
@@ -117,9 +117,9 @@ def test_plan_and_buffers_agree_to_the_byte(pool: Pool, data: int, zero: int, ac
     ],
     ids=str,
 )
-def test_plan_and_buffers_agree_with_options(pool: Pool, layout: Layout, overrides: tuple[str, ...]) -> None:
+def test_plan_and_buffers_agree_with_options(ranks: Ranks, layout: Layout, overrides: tuple[str, ...]) -> None:
     chosen = ("batch.global_size=4", "precision=bf16", *overrides)
-    for found in pool.run(layout.world, measure, layout, *chosen):
+    for found in ranks.run(layout.world, measure, layout, *chosen):
         plan: StatePlan = found["plan"]
         assert found["held"] == plan.bytes
         assert found["gathered"] == plan.buffers.get(GATHERED, 0)

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
-from tests.tools.test_preprocess_data import shell, tool
+from tests.end_to_end.commands import called
+from tests.tools.test_preprocess_data import shell
 
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
 
 
 def test_sharding_without_the_devices_or_the_data() -> None:
-    done = tool("+config=pangu_13b", "--sharding", "parallel.sequence=true", name="plan")
+    done = called("tools/plan", "+config=pangu_13b", "--sharding", "parallel.sequence=true")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
@@ -29,14 +30,14 @@ def test_sharding_without_the_devices_or_the_data() -> None:
 
 
 def test_without_sharding_it_describes() -> None:
-    done = tool(*SMALL, name="plan")
+    done = called("tools/plan", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "tensor 2 x pipeline 1 x data 1 = 2 devices" in done.stdout
     assert "mlp.up" not in done.stdout
 
 
 def test_the_stages_of_a_pipeline() -> None:
-    done = tool("+config=pangu_200b", "parallel.data=1", name="plan")
+    done = called("tools/plan", "+config=pangu_200b", "parallel.data=1")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "0 embedding, layers 0-3 7.4% 16 32.0 MiB to stage 1 embedding.word.weight 0.31 GiB" in lines, done.stdout
@@ -55,7 +56,7 @@ def test_the_stages_of_a_pipeline() -> None:
     ],
 )
 def test_bad_input_is_one_message(override: str, words: str) -> None:
-    done = tool(*SMALL, override, "--sharding", name="plan")
+    done = called("tools/plan", *SMALL, override, "--sharding")
     assert done.returncode == 2
     assert done.stderr.count(words) == 1, done.stderr
     assert done.stdout == ""
@@ -68,6 +69,6 @@ def test_a_reader_that_stops_reading() -> None:
 
 
 def test_help_has_an_example() -> None:
-    done = tool("--help", name="plan")
+    done = called("tools/plan", "--help")
     assert done.returncode == 0
     assert "python tools/plan.py +config=pangu_13b" in done.stdout

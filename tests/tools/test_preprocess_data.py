@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.indexed import open_indexed
 from pangu.data.tokenizers import load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
+from tests.end_to_end.commands import called
 from tests.spawn import repository
 
 DOCUMENTS = [f"document {number}\nof number {number * 37}" for number in range(300)]
@@ -24,7 +24,7 @@ DOCUMENTS = [f"document {number}\nof number {number * 37}" for number in range(3
 
 def tool(*arguments: object, name: str = "preprocess_data") -> subprocess.CompletedProcess[str]:
     """Run one of the tools."""
-    return shell(shlex.join([sys.executable, f"tools/{name}.py", *map(str, arguments)]))
+    return called(f"tools/{name}", *arguments)
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ from tests.configs import composed
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
 
-ROLLBACK = ("checkpoint.every=2", "faults.action=rollback", "faults.spike=1e9", "faults.skip_after=2")
+ROLLBACK = ("precision=fp64", "checkpoint.every=2", "faults.action=rollback", "faults.spike=1e9", "faults.skip_after=2")
 train_step = Trainer.train_step
 
 
@@ -92,7 +92,7 @@ def poisoned(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch, dies_at: i
 
 def by_hand(positions: Sequence[int]) -> list[float]:
     """Losses of a run whose steps read the batches that begin with these samples."""
-    config = build(RunConfig, composed(*QUIET, "train.steps=8"))
+    config = build(RunConfig, composed(*QUIET, "train.steps=8", "precision=fp64"))
     trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
     sources = open_sources(config.data, config.model, config.train.seed)
     with Loader(sources.train, config.data.packing, config.batch.global_size, config.batch.micro_size, 0, 1) as loader:
