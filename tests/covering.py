@@ -14,6 +14,8 @@ Case = dict[str, str]
 Choice = tuple[str, str]
 """An option and one of its values."""
 Pair = frozenset[Choice]
+Rule = Callable[[Mapping[str, str]], bool]
+"""False if the values given so far cannot be together, whatever is still missing."""
 
 TRIES = 3
 """Cases made for a missing pair, of which the best is taken."""
@@ -36,14 +38,16 @@ class Cover:
     def __init__(
         self,
         factors: Mapping[str, Sequence[str]],
-        rule: Callable[[Mapping[str, str]], bool],
+        rule: Rule,
         cost: Callable[[Mapping[str, str]], float],
+        of: str | None = None,
     ) -> None:
         """
         Args:
             factors: option -> its values.
-            rule: False if the values given so far cannot be together, whatever is still missing.
+            rule: what cannot be together.
             cost: of a case, in new pairs that would pay for it.
+            of: if given, only pairs with a value of this option are asked for.
         """
         self._factors, self._rule, self._cost = factors, rule, cost
         self._chance = random.Random(0)
@@ -53,7 +57,9 @@ class Cover:
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
         """Always the same ones."""
-        missing = dict.fromkeys(all_pairs(factors))  # in order, unlike a set
+        missing = dict.fromkeys(  # in order, unlike a set
+            pair for pair in all_pairs(factors) if of is None or any(name == of for name, _ in pair)
+        )
         self._wanted: dict[Choice, set[Choice]] = {(n, v): set() for n, values in factors.items() for v in values}
         for one, other in map(tuple, missing):
             self._wanted[one].add(other)
