@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -48,8 +48,9 @@ def _groups(overrides: tuple[str, ...]) -> DictConfig:
         return compose("base", overrides=list(overrides))
 
 
+@lru_cache(maxsize=64)
 def config(*overrides: str) -> RunConfig:
-    """The same as frozen dataclasses."""
+    """The same as frozen dataclasses; once for all ranks that ask for it."""
     return build(RunConfig, composed(*overrides))
 
 

@@ -13,20 +13,24 @@ from tests.threads import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all`, `--kills=50`, `--all-pairs`: long forms, which are run before what they test is called done."""
-    parser.addoption("--all", action="store_true", help="run what is marked `long` too")
-    parser.addoption("--kills", type=int, default=5, help="processes or runs that the kill test kills")
+    """The long forms, which are run before what they test is called done."""
+    parser.addoption("--all", action="store_true", help="run what is marked `long` and `all_pairs` too")
+    parser.addoption("--kills", type=int, default=3, help="processes or runs that the kill test kills")
     parser.addoption(
         "--all-pairs", action="store_true", help="continue checkpoints of each layout under each other one"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`, leave out what is marked `long`."""
-    if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    """Leave out the long forms that are not asked for."""
+    unwanted = [
+        mark
+        for mark, option in (("long", "--all"), ("all_pairs", "--all-pairs"))
+        if not (config.getoption("--all") or config.getoption(option))
+    ]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import _install_threa
 from tests.spawn import WorkerError
 
 TIMEOUT_SECONDS = 120.0
+PATIENCE_SECONDS = 1.0
+"""How often a rank that waits looks whether another one has failed."""
 BACKEND = "threads"
 
 
@@ -38,52 +40,57 @@ BACKEND = "threads"
 class _World:
     """What the ranks of one job share."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     meetings: dict[tuple[str, int], _Meeting] = field(default_factory=dict)
     """(group, number of the collective in it) -> the collective, until all ranks have come to it."""
     mail: dict[tuple[str, int, int], list[_Message]] = field(default_factory=lambda: defaultdict(list))
     """(group, from, to) -> messages of which only one side is there yet, in their order."""
-    broken: bool = False
-    """A rank has failed: nobody waits for it any longer."""
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: done() or self.broken, TIMEOUT_SECONDS) or not done():
-                raise RuntimeError("another rank failed or did not come to a collective")
+    failed: threading.Event = field(default_factory=threading.Event)
+    """A rank has failed: nobody waits any longer."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the rank that computes. torch lets go of Python's lock in every operation: ranks that took it from each
+    other there would take several times as long."""
 
 
 @dataclass
-class _Meeting:
+class _Work:
+    """What a rank waits for."""
+
+    world: _World
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.done.is_set():
+            return True
+        self.world.turn.release()
+        try:
+            for _ in range(int(TIMEOUT_SECONDS / PATIENCE_SECONDS)):
+                if self.done.wait(PATIENCE_SECONDS):
+                    return True
+                if self.world.failed.is_set():
+                    break
+        finally:
+            self.world.turn.acquire()
+        raise RuntimeError("another rank failed or did not come to a collective")
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+@dataclass
+class _Meeting(_Work):
     """A collective: the last rank to come does the work for all."""
 
-    world: _World
-    data: list[Any]
-    missing: int
-    done: bool = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.world.wait(self.is_completed)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done
+    data: dict[int, Any] = field(default_factory=dict)
+    """Rank -> its tensors."""
 
 
 @dataclass
-class _Message:
-    """A send, which is complete at once, or a receive."""
+class _Message(_Work):
+    """A send or a receive: the last side to come copies."""
 
-    world: _World
-    tensor: Tensor
-    sends: bool
-    done: bool = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.world.wait(self.is_completed)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+    sends: bool = False
 
 
 def _total(tensors: Sequence[Tensor], op: Any) -> Tensor:
@@ -121,18 +128,15 @@ class ThreadGroup(dist.ProcessGroup):
     def _meet(self, data: Any, work: Callable[[list[Any]], None]) -> _Meeting:
         key = (self._key, self._count)
         self._count += 1
-        with self._world.changed:
-            meeting = self._world.meetings.setdefault(key, _Meeting(self._world, [None] * self._size, self._size))
+        with self._world.lock:
+            meeting = self._world.meetings.setdefault(key, _Meeting(self._world))
             meeting.data[self._at] = data
-            meeting.missing -= 1
-            if meeting.missing:
+            if len(meeting.data) < self._size:
                 return meeting
             del self._world.meetings[key]
         with torch.no_grad():
-            work(meeting.data)
-        with self._world.changed:
-            meeting.done = True
-            self._world.changed.notify_all()
+            work([meeting.data[rank] for rank in range(self._size)])
+        meeting.done.set()
         return meeting
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Meeting:
@@ -198,23 +202,23 @@ class ThreadGroup(dist.ProcessGroup):
         return self._meet(None, lambda data: None)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Message:
-        return self._post(_Message(self._world, tensors[0].detach(), sends=True), (self._key, self._at, to))
+        return self._post(_Message(self._world, tensor=tensors[0].detach(), sends=True), (self._key, self._at, to))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Message:
-        return self._post(_Message(self._world, tensors[0].detach(), sends=False), (self._key, source, self._at))
+        return self._post(_Message(self._world, tensor=tensors[0].detach()), (self._key, source, self._at))
 
     def _post(self, message: _Message, lane: tuple[str, int, int]) -> _Message:
-        with self._world.changed:
+        with self._world.lock:
             waiting = self._world.mail[lane]
             if not waiting or waiting[0].sends == message.sends:
                 waiting.append(message)
                 return message
             other = waiting.pop(0)
-            sent, received = (message, other) if message.sends else (other, message)
-            with torch.no_grad():
-                received.tensor.copy_(sent.tensor)
-            sent.done = received.done = True
-            self._world.changed.notify_all()
+        sent, received = (message, other) if message.sends else (other, message)
+        with torch.no_grad():
+            received.tensor.copy_(sent.tensor)
+        sent.done.set()
+        received.done.set()
         return message
 
 
@@ -238,17 +242,17 @@ class Ranks:
 
         def rank_of(rank: int) -> None:
             _current.world = shared
+            shared.turn.acquire()
             try:
                 dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)
                 answers[rank] = True, function(rank, world, *arguments, **keywords)
             except BaseException:
-                with shared.changed:
-                    shared.broken = True
-                    shared.changed.notify_all()
+                shared.failed.set()
                 answers[rank] = False, traceback.format_exc()
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                shared.turn.release()
 
         hook = sys.excepthook  # which each process group wraps once more, to write the rank before each line
         _install_threaded_pg()

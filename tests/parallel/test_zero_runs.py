@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL
-from tests.threads import Ranks
+from tests.threads import Ranks, replaced_here
 
 
 def trainer_of(layout: Layout, *overrides: str) -> Trainer:
@@ -110,14 +110,29 @@ def test_every_rank_knows_all_trust_ratios(ranks: Ranks, layout: Layout) -> None
     assert ratios(0, 1, Layout(), "adam") == {}
 
 
-def save(rank: int, world: int, layout: Layout, folder: str, *overrides: str) -> dict[str, Tensor]:
-    """Two steps, a checkpoint, one more step."""
-    trainer = trainer_of(layout, f"train.output={folder}", *overrides)
-    train(trainer, range(2))
-    with Saver(trainer.config, trainer) as saver:
-        saver.save(8, {})
-    train(trainer, range(2, 3))
-    return whole(trainer, of_gradients=False)
+class Steps(NamedTuple):
+    """Weights, the loss of the step that follows, and the weights after it."""
+
+    first: dict[str, Tensor]
+    loss: float
+    second: dict[str, Tensor]
+
+
+def two_states(trainer: Trainer, step: int) -> Steps:
+    """Make a step."""
+    first = whole(trainer, of_gradients=False)
+    (result,) = train(trainer, range(step, step + 1))
+    return Steps(first, result.loss, whole(trainer, of_gradients=False))
+
+
+def save(rank: int, world: int, layout: Layout, folder: str, steps: int, *overrides: str) -> Steps:
+    """Some steps and a checkpoint, then one more step."""
+    trainer = trainer_of(layout, f"train.output={folder}", "checkpoint.asynchronous=false", *overrides)
+    train(trainer, range(steps))
+    # the group of background saves is one of gloo's, which needs processes
+    with replaced_here(Mesh, background=lambda mesh: mesh), Saver(trainer.config, trainer) as saver:
+        saver.save(steps * trainer.config.batch.global_size, {})
+    return two_states(trainer, steps)
 
 
 def resume(rank: int, world: int, layout: Layout, folder: str, *overrides: str) -> dict[str, Tensor]:
@@ -140,5 +155,6 @@ def resume(rank: int, world: int, layout: Layout, folder: str, *overrides: str) 
 def test_the_same_layout_goes_on_bit_for_bit(
     ranks: Ranks, tmp_path: Path, layout: Layout, overrides: tuple[str, ...]
 ) -> None:
-    unbroken, resumed = (ranks.run(layout.world, job, layout, str(tmp_path), *overrides)[0] for job in (save, resume))
+    unbroken = ranks.run(layout.world, save, layout, str(tmp_path), 2, *overrides)[0].second
+    resumed = ranks.run(layout.world, resume, layout, str(tmp_path), *overrides)[0]
     assert all(torch.equal(resumed[name], weight) for name, weight in unbroken.items())
