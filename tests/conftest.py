@@ -54,3 +54,9 @@ def _one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "sched_getaffinity", lambda process: {0})  # which the runs of this process ask for theirs
         yield
+
+
+@pytest.fixture(autouse=True)
+def _usual_products() -> None:
+    """A run of this process chooses how fp32 products are made, for all that follows."""
+    torch.set_float32_matmul_precision("highest")

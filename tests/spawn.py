@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
+import os
+import socket
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +29,101 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 300.0
+PATIENCE_SECONDS = 20.0
 
 
 class WorkerError(AssertionError):
     """A job failed on some ranks; the message holds their tracebacks."""
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes that have imported what a run imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
+@dataclass(frozen=True)
+class Program:
+    """What some ranks did."""
+
+    statuses: list[int | None]
+    """Exit status of each rank; None: it was killed here, because it did not end in time."""
+    stdout: str
+    stderr: str
+    """Of all ranks, one after another."""
+
+    @property
+    def returncode(self) -> int:
+        """0 if all ranks ended well, otherwise the status of one that did not."""
+        return next((-1 if status is None else status for status in self.statuses if status != 0), 0)
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> Program:
+    """Call `function(*arguments)`, which may end the process, on `world` processes with the variables of torchrun. As
+    torchrun does, it ends the others soon after one has failed."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        ranks = [
+            fork_server().Process(
+                target=_rank, args=(sys.path, Path(folder), rank, world, port, function, arguments), daemon=True
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        statuses = _statuses(ranks, timeout)
+        said = [
+            "".join((Path(folder) / f"{rank}.{name}").read_text(encoding="utf-8") for rank in range(world))
+            for name in ("out", "err")
+        ]
+    return Program(statuses, *said)
+
+
+def _statuses(ranks: list[ForkServerProcess], timeout: float) -> list[int | None]:
+    """Waits for processes, ends those that are left, and returns how each ended."""
+    deadline = time.monotonic() + timeout
+    told = False
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks) and not told:
+            told, deadline = True, time.monotonic() + PATIENCE_SECONDS
+            multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], 1.0)
+            for process in ranks:
+                process.terminate()
+        multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], 0.2)
+    statuses = [None if process.is_alive() else process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return statuses
+
+
+def _rank(
+    path: list[str],
+    folder: Path,
+    rank: int,
+    world: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    sys.path[:] = path
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    for name, descriptor in (("out", 1), ("err", 2)):
+        with (folder / f"{rank}.{name}").open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    # the fork server's own streams may be closed
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    try:
+        function(*arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 class Pool:
@@ -68,7 +166,7 @@ class Pool:
         self._workers = []
 
     def _grow(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, sys.path), daemon=True)

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pangu.training.command import pretrain as pretraining
-from tests.spawn import repository
+from tests.spawn import Program, repository, run_ranks
 
 SMALL = (
     "model.layers=2",
@@ -112,27 +112,41 @@ def kill_all(process: subprocess.Popen[str]) -> None:
         kill(pid)
 
 
+def call(name: str, words: list[str]) -> int | str | None:
+    """`python NAME.py WORDS` in this process, NAME being for example `tools/plan`; its exit status."""
+    with patch.object(sys, "argv", [f"{name}.py", *words]):
+        try:
+            if name != "pretrain":
+                return importlib.import_module(name.replace("/", ".")).main(words)
+            pretraining(repository() / "configs")
+        except SystemExit as end:
+            return end.code
+    return 0
+
+
 def called(name: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """`python NAME.py WORDS`, NAME being for example `tools/plan`, in this process, which has imported all."""
+    """The same, with what it says: what importing takes is spent once."""
     out, err = io.StringIO(), io.StringIO()
     arguments = [str(word) for word in words]
-    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", [f"{name}.py", *arguments]):
-        try:
-            if name == "pretrain":
-                status = pretraining(repository() / "configs")
-            else:
-                status = importlib.import_module(name.replace("/", ".")).main(arguments)
-        except SystemExit as end:
-            status = end.code
+    with redirect_stdout(out), redirect_stderr(err):
+        status = call(name, arguments)
     return subprocess.CompletedProcess(arguments, status or 0, out.getvalue(), err.getvalue())
 
 
-def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
-    """`pretrain.py OVERRIDES train.output=OUTPUT`; by torchrun, if `processes` says so, otherwise in this process."""
+def call_and_exit(name: str, *words: str) -> None:
+    """The same on a process of its own."""
+    sys.exit(call(name, list(words)))
+
+
+def on_ranks(processes: int, name: str, *words: object) -> Program:
+    """The same on several processes, as torchrun would start them."""
+    return run_ranks(processes, call_and_exit, name, *map(str, words))
+
+
+def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str] | Program:
+    """`pretrain.py OVERRIDES train.output=OUTPUT`, in this process or on several others."""
     words = (*overrides, f"train.output={output}")
-    if processes:
-        return command(str(repository() / "pretrain.py"), *words, processes=processes)
-    return called("pretrain", *words)
+    return on_ranks(processes, "pretrain", *words) if processes else called("pretrain", *words)
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,6 @@ def test_one_message(overrides: list[str], expected: str, tmp_path: Path) -> Non
 
 
 def test_only_the_first_of_several_processes_speaks(tmp_path: Path) -> None:
-    """torchrun adds its own report of the failed process; the message itself stands there once."""
     for override, expected in (
         ("+model.layres=3", "did you mean model.layers"),
         ("model.layres=3", "Could not override"),

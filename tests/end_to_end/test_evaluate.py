@@ -9,25 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.evaluate import main
-from tests.end_to_end.commands import SMALL, command, metrics, pretrain
-from tests.evaluation.tasks.files import write_benchmarks
-from tests.spawn import repository
-
-SCRIPT = str(repository() / "scripts" / "evaluate.py")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder, and `data` with all benchmarks in it; the run was measured at its end."""
-    path = tmp_path_factory.mktemp("run")
-    (path / "benchmarks").mkdir()
-    write_benchmarks(path / "benchmarks")
-    words = (*SMALL, "model.vocab=1024", "train.steps=2", "validation.every=0", "lr_schedule.warmup_steps=1")
-    measured = ("evaluate.every=2", "evaluate.tasks=[afqmc,lambada]", f"evaluate.data={path}/benchmarks")
-    done = pretrain(path, "+config=quickstart", *words, *measured, "sample.tokens=0")
-    assert done.returncode == 0, done.stderr
-    assert "lambada/word_perplexity" in done.stderr + done.stdout
-    return path
+from tests.end_to_end.commands import metrics, on_ranks
 
 
 def evaluate(folder: Path, *words: str) -> int | str | None:
@@ -63,7 +45,7 @@ def test_figures_beside_the_published_ones(folder: Path, tmp_path: Path, capsys:
         output = tmp_path / f"{axis}.json"
         layout = () if axis == "data" else (f"--{axis}", "2")
         data = ("--data", f"{folder}/benchmarks")
-        done = command(SCRIPT, str(folder), *data, *words, *layout, "--output", str(output), processes=2)
+        done = on_ranks(2, "scripts/evaluate", folder, *data, *words, *layout, "--output", output)
         assert done.returncode == 0, done.stderr
         for task, found in results(output).items():
             # fp32

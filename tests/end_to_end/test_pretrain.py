@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, command, metrics, pretrain
+from tests.end_to_end.commands import SMALL, called, command, metrics, pretrain
 from tests.spawn import repository
 
 SYNTHETIC = (*SMALL, "data=synthetic", "model.vocab=128", "validation.every=0", "lr_schedule.warmup_steps=1")
@@ -26,7 +26,7 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
         "model.vocab=1024",
         "metrics.every=5",
     ]
-    done = pretrain(tmp_path, *words, processes=2)
+    done = command("pretrain.py", *words, f"train.output={tmp_path}", processes=2)
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 21))
@@ -95,7 +95,7 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
 
 
 def test_dry_run_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
-    done = command("pretrain.py", "+config=pangu_200b", "parallel.data=16", "dry_run=true")
+    done = called("pretrain", "+config=pangu_200b", "parallel.data=16", "dry_run=true")
     assert done.returncode == 0, done.stderr
     assert "206,861,008,896 parameters" in done.stderr
     assert "tensor 8 x pipeline 16 x data 16 = 2048 devices" in done.stderr
@@ -103,10 +103,10 @@ def test_dry_run_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
 
 
 def test_hydras_own_options_work() -> None:
-    job = command("pretrain.py", "+config=quickstart", "model=gpt2_124m", "--cfg", "job")
+    job = called("pretrain", "+config=quickstart", "model=gpt2_124m", "--cfg", "job")
     assert job.returncode == 0, job.stderr
     assert "kind: gpt" in job.stdout
-    usage = command("pretrain.py", "--help")
+    usage = called("pretrain", "--help")
     assert usage.returncode == 0, usage.stderr
     for expected in ("config: gpt2_124m, gpt3_175b", "model:", "optimizer: adam, lamb", "dry_run: false"):
         assert expected in usage.stdout

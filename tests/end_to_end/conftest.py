@@ -1,0 +1,29 @@
+"""What several tests look at is made once for the session, whichever of pytest-xdist's processes needs it first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from tests.end_to_end.commands import SMALL, pretrain
+from tests.evaluation.tasks.files import write_benchmarks
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A run folder as the quickstart leaves it, only smaller, measured at its end, and all benchmarks in `benchmarks` in
+    it. Not to be changed."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if hasattr(request.config, "workerinput") else base) / "trained"
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            (path / "benchmarks").mkdir(parents=True)
+            write_benchmarks(path / "benchmarks")
+            words = (*SMALL, "model.vocab=1024", "train.steps=2", "validation.every=0", "lr_schedule.warmup_steps=1")
+            measured = ("evaluate.every=2", "evaluate.tasks=[afqmc,lambada]", f"evaluate.data={path}/benchmarks")
+            done = pretrain(path, "+config=quickstart", *words, *measured, "sample.tokens=4")
+            assert done.returncode == 0, done.stderr
+            assert "lambada/word_perplexity" in done.stderr + done.stdout
+    return path

@@ -1,0 +1,6 @@
+"""What the fork server imports: modules only, nothing that starts threads."""
+
+import transformers  # noqa: F401
+
+import scripts.evaluate
+import scripts.generate  # noqa: F401
