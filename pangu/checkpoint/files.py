@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,16 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
+from pangu.config.disk import flush
 from pangu.config.errors import UserError
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
+
+
+class NewerFormatError(UserError):
+    """A checkpoint that this version cannot read because it is too old itself: nothing is wrong with the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
         if path.exists():
             _delete(path)
         _partial(path).rename(path)
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def amend(path: Path, facts: Mapping[str, Any]) -> None:
@@ -186,6 +190,7 @@ def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint.
 
     Raises:
+        NewerFormatError: if a newer version of pangu has written it.
         UserError: if the folder holds no checkpoint that this version can read, or the index is damaged.
     """
     try:
@@ -196,8 +201,14 @@ def read_index(path: Path) -> dict[str, Any]:
         raise UserError(f"{path / 'index.json'}: cannot be read ({error})") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{path / 'index.json'}: this is not the index of a checkpoint of pangu")
-    if index.get("version") != VERSION:
-        raise UserError(f"{path}: format version {index.get('version')}; this version of pangu reads {VERSION}")
+    version = index.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise NewerFormatError(
+            f"{path}: format version {version}: this pangu is too old for it and reads {VERSION}; install the version "
+            "that wrote the checkpoint, or a later one"
+        )
+    if version != VERSION:
+        raise UserError(f"{path}: format version {version}; this version of pangu reads {VERSION}")
     if index.pop("checksum", None) != _checksum(index):
         raise UserError(f"{path / 'index.json'}: damaged: its checksum is another one than was written")
     return index
@@ -214,8 +225,11 @@ def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: in
                 problems.append(f"{path / name}: damaged: {size} bytes, and {expected['bytes']} were written")
             elif _digest(path / name) != expected["sha256"]:
                 problems.append(f"{path / name}: damaged: its checksum is another one than was written")
-        except OSError as error:
-            problems.append(f"{path / name}: cannot be read ({error.strerror})")
+            elif keys := _not_finite(path / name):
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                problems.append(f"{path / name}: {keys[0]!r}{more}: a value is not finite")
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{path / name}: cannot be read ({getattr(error, 'strerror', error)})")
     return problems
 
 
@@ -319,23 +333,23 @@ def _write_file(
 def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
     beside = folder / ".index.json.partial"
     beside.write_bytes(json.dumps({**index, "checksum": _checksum(index)}, indent=1).encode())
-    _flush(beside)
+    flush(beside)
     beside.replace(folder / "index.json")
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(folder)
 
 
 def _checksum(index: Mapping[str, Any]) -> str:
     """Of an index without its checksum."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _not_finite(path: Path) -> list[str]:
+    """Tensors of a file with a value that is not finite, which is lost work: whatever goes on from it is not finite
+    either."""
+    with safe_open(path, framework="pt") as opened:
+        # the norm of what is not finite is not finite, and it takes no memory
+        suspects = [key for key in opened.keys() if not opened.get_tensor(key).norm().isfinite()]  # noqa: SIM118
+        return [key for key in suspects if not opened.get_tensor(key).isfinite().all()]
 
 
 def _digest(path: Path) -> str:

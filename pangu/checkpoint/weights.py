@@ -6,20 +6,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import Slice, find_damage, load, read_index, require_fit
+from pangu.checkpoint.files import NewerFormatError, Slice, find_damage, load, read_index, require_fit
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import UserError
 from pangu.topology.mesh import Mesh
 
 
 def damage(path: Path, mesh: Mesh) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files."""
+    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files.
+
+    Raises:
+        UserError: on all ranks, if nothing is, but a newer version of pangu has written it.
+    """
+    newer = None
     try:
         mine = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+    except NewerFormatError as error:
+        mine, newer = [], str(error)
     except UserError as error:
         mine = [str(error)]
-    found = [line for lines in gather_objects(mine, mesh.group("world")) for line in lines]
-    return list(dict.fromkeys(found))
+    answers = gather_objects((mine, newer), mesh.group("world"))
+    for _, newer in answers:
+        if newer is not None:
+            raise NewerFormatError(newer)
+    return list(dict.fromkeys(line for lines, _ in answers for line in lines))
 
 
 def intact(path: Path, mesh: Mesh) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from pangu.config.disk import flush
 from pangu.config.errors import writing
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.meter import TimeLeft
@@ -75,7 +76,8 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
 
 
 class JsonLinesWriter:
-    """metrics.jsonl: one JSON object per step, on disk as soon as it is written."""
+    """metrics.jsonl: one JSON object per step, which others can read as soon as it is written. It is on the disk once
+    the file is flushed, as a run does before each checkpoint."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         """Keeps the lines of a file that is there up to `resumed_step`; later ones, and a line that a killed process
@@ -90,7 +92,9 @@ class JsonLinesWriter:
             # Replaced in one go: a crash here must not lose what the run has measured so far.
             partial = path.with_name(path.name + ".partial")
             partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            flush(partial)
             partial.replace(path)
+            flush(path.parent)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:

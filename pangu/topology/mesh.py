@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from queue import Empty, Queue
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 
 from pangu.config.errors import LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
+from pangu.topology.orphan import end_with_launcher
 
 PATIENCE_SECONDS = 2.0
 """All ranks begin to wait for a stuck one within about a step."""
+ASKING_SECONDS = 3.0
+"""A store that has not answered by then does not answer any more; torch itself would wait for it without end."""
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -36,6 +42,8 @@ class Mesh:
     """Seconds that a process waits for another one before it gives up."""
     store: dist.Store | None = None
     """Where the processes met."""
+    keeper: int | None = None
+    """Rank of the process that keeps the store; None: the launcher keeps it."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
@@ -46,6 +54,7 @@ class Mesh:
         Raises:
             LocalError: if they did not all come within `timeout_s`.
         """
+        end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device)
         store = None
@@ -67,7 +76,8 @@ class Mesh:
                     f"itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
                 ) from error
         assert dist.group.WORLD is not None
-        mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s, store)
+        keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s, store, keeper)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
             if len(set(ranks)) > 1:
@@ -81,10 +91,12 @@ class Mesh:
 
     def background(self) -> Mesh:
         """The same mesh for a thread beside training: collectives of two threads on one group would meet in any order,
-        so that its `world` is another one, on the CPU, and waits as long as disks may take. It has no other groups."""
+        so that its `world` is another one, on the CPU. It has no other groups."""
         if self.layout.world == 1:
             return self
-        return replace(self, groups={"world": dist.new_group(backend="gloo", timeout=timedelta(hours=24))})
+        return replace(
+            self, groups={"world": dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))}
+        )
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """One more group of some global ranks; all of them must ask for it, in the same order as for other groups."""
@@ -99,12 +111,24 @@ class Mesh:
         Empty if that cannot be told."""
         if self.store is None:
             return []
-        try:
-            self.store.set(f"misses-{self.rank}", "")
-            time.sleep(PATIENCE_SECONDS)
-            return [rank for rank in range(self.layout.world) if not self.store.check([f"misses-{rank}"])]
-        except RuntimeError:  # the process that keeps the store is gone
-            return []
+        store = self.store
+        answers: Queue[list[int] | None] = Queue()
+
+        def ask() -> None:
+            try:
+                store.set(f"misses-{self.rank}", "")
+                time.sleep(PATIENCE_SECONDS)
+                answers.put([rank for rank in range(self.layout.world) if not store.check([f"misses-{rank}"])])
+            except RuntimeError:
+                answers.put(None)
+
+        # a process that is stopped lets the others wait for its store for ever
+        Thread(target=ask, name="silent ranks", daemon=True).start()
+        with suppress(Empty):
+            found = answers.get(timeout=PATIENCE_SECONDS + ASKING_SECONDS)
+            if found is not None:
+                return found
+        return [] if self.keeper in (None, self.rank) else [self.keeper]
 
     @property
     def at(self) -> Coordinates:

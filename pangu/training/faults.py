@@ -89,12 +89,18 @@ def culprits(not_finite: Sequence[Sequence[str]]) -> str:
     Args:
         not_finite: for every rank, the names of its tensors whose gradient was not, before gradients were added up.
     """
-    ranks = [
-        f"rank {rank}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        for rank, names in enumerate(not_finite)
-        if names
-    ]
+    ranks = named_ranks(not_finite)
     if not ranks:
         return "the gradients of each rank are finite, and their sum or its norm is not"
+    return f"gradients are not finite: {ranks}"
+
+
+def named_ranks(tensors: Sequence[Sequence[str]]) -> str:
+    """In words, the first ranks with some tensors, and the first tensor of each; `tensors`: names, for every rank."""
+    ranks = [
+        f"rank {rank}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for rank, names in enumerate(tensors)
+        if names
+    ]
     rest = len(ranks) - NAMED_RANKS
-    return "gradients are not finite: " + "; ".join(ranks[:NAMED_RANKS] + ([f"{rest} more ranks"] if rest > 0 else []))
+    return "; ".join(ranks[:NAMED_RANKS] + ([f"{rest} more ranks"] if rest > 0 else []))

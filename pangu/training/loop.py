@@ -23,11 +23,12 @@ from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
 from pangu.training.evaluation import Evaluation
 from pangu.training.faults import Watch, culprits
+from pangu.training.finite import find_not_finite
 from pangu.training.heartbeat import Heartbeat
 from pangu.training.profile import record_step
 from pangu.training.replicas import find_difference
 from pangu.training.requests import Requests
-from pangu.training.saving import Saver, go_back
+from pangu.training.saving import Saver
 from pangu.training.slow import find_slow_ranks
 from pangu.training.step import StepResult, Trainer
 from pangu.training.validation import Validation
@@ -105,7 +106,8 @@ class Loop:
                 if self.stopped:
                     break
             self._at("saving")
-            saver.finish()
+            with answered(mesh, partial(self._place, trainer.step)):
+                saver.finish()
             self.checkpoint = saver.newest
 
     def _make_step(self, loader: Loader, saver: Saver) -> None:
@@ -146,12 +148,15 @@ class Loop:
             writer.write(record)
         self._check_replicas()
         trainer.doing = "asking who was told to save or stop"
-        asked = self.requests.after_step(time.perf_counter() - began)
-        if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
-            self._at("saving")
-            saver.save(self.samples, self.watch.state())
+        asked = self.requests.after_step(time.perf_counter() - began, saver.has_failed)
         if asked.stop and trainer.step < config.train.steps:
             self.stopped = asked.stop
+        if asked.settle:
+            self._at("saving")
+            saver.settle()
+        if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
+            self._at("saving")
+            self._save(saver)
 
     def _place(self, step: int) -> str:
         return f"step {step}, {self.trainer.doing}"
@@ -168,12 +173,32 @@ class Loop:
         Raises:
             UserError: on all ranks, if the run is to end.
         """
-        trainer, faults = self.trainer, self.config.faults
         if result.skipped:
-            log.warning("step %d is skipped: %s", trainer.step, culprits(result.not_finite))
+            log.warning("step %d is skipped: %s", self.trainer.step, culprits(result.not_finite))
         fault = self.watch.fault(result)
-        if fault is None:
-            return False
+        return fault is not None and self._answer(fault, saver)
+
+    def _save(self, saver: Saver) -> None:
+        """Begin to save what the run has, unless it is spoiled: a run that goes on from that is lost.
+
+        Raises:
+            UserError: on all ranks, if the run is to end.
+        """
+        spoiled = find_not_finite(self.trainer)
+        if spoiled is None:
+            saver.save(self.samples, self.watch.state())
+            return
+        fault = f"nothing is saved, because values that are not finite stand in {spoiled}"
+        if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
+            raise UserError(f"step {self.trainer.step}: {fault}")
+
+    def _answer(self, fault: str, saver: Saver) -> bool:
+        """Do what is asked for at a fault; True if the run has gone back to a checkpoint.
+
+        Raises:
+            UserError: on all ranks, if the run is to end.
+        """
+        trainer, faults = self.trainer, self.config.faults
         where = f"step {trainer.step}: {fault}"
         if faults.action == "warn":
             log.warning(where)
@@ -186,9 +211,8 @@ class Loop:
             raise UserError(f"{where}; the run has gone back {len(self.watch.rollbacks)} times (faults.max_rollbacks)")
         log.warning("%s: going back to the newest checkpoint", where)
         self._at("going back")
-        saver.settle()
         step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
-        self._restore(go_back(self.config, trainer, lambda index: self.watch.back_to(index, step, fault, end)))
+        self._restore(saver.go_back(lambda index: self.watch.back_to(index, step, fault, end)))
         log.warning("continuing after step %d with sample %d", trainer.step, self.samples)
         self._close_writers()
         self._open_writers()

@@ -25,6 +25,8 @@ class Asked:
     """Save a checkpoint now."""
     stop: str | None
     """Why the run ends here, after saving; None: it goes on."""
+    settle: bool = False
+    """Hear now how the last save ended: it has failed."""
 
 
 class Requests:
@@ -40,15 +42,21 @@ class Requests:
         self._save = self._terminate = False
         self._before: dict[int, Any] = {}
 
-    def after_step(self, seconds: float) -> Asked:
-        """What was asked for on any rank, the same answer on all; `seconds` is what the next step may take."""
+    def after_step(self, seconds: float, has_failed: bool = False) -> Asked:
+        """What was asked for on any rank, the same answer on all.
+
+        Args:
+            seconds: what the next step may take.
+            has_failed: this rank knows that the last save has failed.
+        """
         late = self._deadline is not None and time.perf_counter() + seconds > self._deadline
-        mine = torch.tensor([self._save, self._terminate, late], dtype=torch.int32, device=self._mesh.device)
-        save, terminate, late = map(bool, largest(mine, self._mesh.group("world")).tolist())
+        mine = torch.tensor([self._save, self._terminate, late, has_failed], dtype=torch.int32)
+        mine = mine.to(self._mesh.device)
+        save, terminate, late, has_failed = map(bool, largest(mine, self._mesh.group("world")).tolist())
         if save:
             self._save = False
         stop = "SIGTERM" if terminate else "train.stop_after" if late else None
-        return Asked(save or stop is not None, stop)
+        return Asked(save or stop is not None, stop, has_failed)
 
     def linger(self) -> None:
         """Wait a little where SIGTERM was sent to other processes only. A launcher that ends its process because others

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import (
     Slice,
+    Written,
     amend,
     checkpoint_path,
     commit,
@@ -28,18 +30,20 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.weights import damage, intact, load_weights
-from pangu.config.errors import UserError
+from pangu.config.disk import flush
+from pangu.config.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from pangu.training.together import together
+from pangu.training.together import StuckError, together, together_for_long
 from pangu.zero.units import Piece
 
 log = logging.getLogger("pangu")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE_SECONDS = 60.0
-"""How long a run that ends with an error waits for a checkpoint that is being written."""
+"""How long a run that ends with an error waits for a checkpoint that is being written. It does not wait where a rank is
+silent, whose part will not come."""
 
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
@@ -69,33 +73,6 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     return path
 
 
-def go_back(
-    config: RunConfig, trainer: Trainer, change: Callable[[dict[str, Any]], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return a run to its newest intact checkpoint, some facts of which are changed first, so that a run that is
-    resumed from it later does the same.
-
-    Args:
-        config: the run.
-        trainer: takes the checkpoint's state.
-        change: from the checkpoint's index to the facts that are others now.
-
-    Returns:
-        As `load_checkpoint`.
-
-    Raises:
-        UserError: on all ranks, if there is no intact checkpoint.
-    """
-    mesh, folder = trainer.mesh, Path(config.train.output) / "checkpoints"
-    (found, *_) = together(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
-    path, _ = _newest_intact(found or [], mesh)
-    if path is None:
-        raise UserError(f"{folder}: there is no intact checkpoint yet to go back to")
-    facts = change(read_index(path))
-    together(mesh, lambda: amend(path, facts), here=mesh.is_first)
-    return load_checkpoint(path, config, trainer)
-
-
 def _newest_intact(found: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
     """The newest intact one of some checkpoints, if there is one, and what is wrong with those after it."""
     problems: list[str] = []
@@ -123,7 +100,7 @@ class Saver:
         self._writer: Thread | None = None
         self._error: BaseException | None = None
         self.newest: Path | None = None
-        """The last checkpoint that this process saved."""
+        """The last checkpoint that this process saved or went back to."""
 
     def save(self, samples: int, watch: Mapping[str, Any]) -> None:
         """Copy the state of the run and begin to write it, once the save before has settled.
@@ -154,12 +131,47 @@ class Saver:
         self._writer = Thread(target=self._run, args=(path, copies, facts), name="checkpoint", daemon=True)
         self._writer.start()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the last save has failed, and nobody has heard of it."""
+        return self._error is not None
+
     def settle(self) -> None:
-        """Wait until the last save has ended; a failure of it is a warning, because older checkpoints are untouched."""
+        """Wait until the last save has ended; a failure of it is a warning, because older checkpoints are untouched.
+
+        Raises:
+            StuckError: if it does not get on: the next one would not either.
+        """
         try:
             self.finish()
+        except StuckError:
+            raise
         except UserError as error:
             log.warning("%s", error)
+
+    def go_back(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the run to its newest intact checkpoint, some facts of which are changed first, so that a run that is
+        resumed from it later does the same.
+
+        Args:
+            change: from the checkpoint's index to the facts that are others now.
+
+        Returns:
+            As `load_checkpoint`.
+
+        Raises:
+            UserError: on all ranks, if there is no intact checkpoint.
+        """
+        self.settle()
+        mesh = self._trainer.mesh
+        (found, *_) = together(mesh, lambda: list_checkpoints(self._folder), here=mesh.is_first)
+        path, _ = _newest_intact(found or [], mesh)
+        if path is None:
+            raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
+        facts = change(read_index(path))
+        together(mesh, lambda: amend(path, facts), here=mesh.is_first)
+        self.newest = path
+        return load_checkpoint(path, self._config, self._trainer)
 
     def finish(self) -> None:
         """Wait until the last save has ended.
@@ -176,8 +188,8 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if self._writer is not None and not isinstance(error, LocalError):
             self._writer.join(PATIENCE_SECONDS)
 
     def _run(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
@@ -189,17 +201,39 @@ class Saver:
             self._error = error
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
-        mesh, keep = self._mesh, self._config.checkpoint
+        mesh, keep, first = self._mesh, self._config.checkpoint, self._mesh.is_first
+        place = f"writing {path}"
+
+        def write(got_on: Callable[[], None]) -> Written:
+            return write_slices(path, mesh.rank, _watched(slices, got_on))
+
+        def finish(_: Callable[[], None]) -> None:
+            # a run that continues from the checkpoint counts on the figures of the steps before it
+            figures = self._folder.parent / "metrics.jsonl"
+            with writing(figures):
+                flush(figures)
+            commit(path, written, facts)
+
         try:
-            together(mesh, lambda: start(path), here=mesh.is_first)
-            parts = together(mesh, lambda: write_slices(path, mesh.rank, slices), here=True)
+            together_for_long(mesh, place, lambda _: start(path), here=first)
+            parts = together_for_long(mesh, place, write, here=True)
             written = [part for part in parts if part is not None]
-            together(mesh, lambda: commit(path, written, facts), here=mesh.is_first)
+            together_for_long(mesh, place, finish, here=first)
+        except StuckError:
+            raise  # what is stuck may still write
         except UserError:
-            if mesh.is_first:
+            if first:
                 discard(path)
             raise
-        together(mesh, lambda: prune(self._folder, keep.keep, keep.keep_every), here=mesh.is_first)
+        place = f"deleting what is older than {path}"
+        together_for_long(mesh, place, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
+
+
+def _watched(slices: Iterable[tuple[str, Slice]], got_on: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
+    """The slices; each that is taken says that the writer gets on."""
+    for part in slices:
+        got_on()
+        yield part
 
 
 def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[tuple[str, Slice]]:

@@ -101,7 +101,7 @@ def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Pat
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
 
-@pytest.mark.parametrize("fails", ["_write_file", "_write_index", "_flush"])
+@pytest.mark.parametrize("fails", ["_write_file", "_write_index", "flush"])
 def test_a_full_disk_is_told_and_the_older_checkpoint_stays(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +165,18 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the index of a checkpoint of pangu"):
         read_index(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": files.FORMAT, "version": 99}))
-    with pytest.raises(UserError, match="format version 99"):
+    with pytest.raises(files.NewerFormatError, match="format version 99: this pangu is too old for it and reads 3"):
         read_index(tmp_path)
+
+
+def test_values_that_are_not_finite_are_damage(tmp_path: Path) -> None:
+    """They make a run that continues from them lose its work, whoever has written them."""
+    path = checkpoint_path(tmp_path, 3)
+    start(path)
+    tensors = {"weight/a": torch.full((2, 3), 3e38), "weight/b": torch.tensor([1.0, float("nan")])}
+    commit(path, [write_slices(path, 0, [(name, whole(tensor)) for name, tensor in tensors.items()])], {})
+    (said,) = find_damage(path, read_index(path))
+    assert said == f"{path}/tensors-00000-00000.safetensors: 'weight/b@0': a value is not finite"
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:

@@ -33,6 +33,12 @@ def test_the_two_commands_of_the_contract_stand_there() -> None:
     assert '\n    pip install -e ".[test]" && pytest\n' in text
 
 
+def test_both_warn_of_open_ports() -> None:
+    for readme, words in zip(READMES, ("closed network", "封闭网络"), strict=True):
+        (warning,) = [text for text in readme.read_text(encoding="utf-8").split("\n\n") if words in text]
+        assert "`MASTER_PORT`" in warning
+
+
 @pytest.mark.parametrize("words", commands(READMES[0]), ids=" ".join)
 def test_every_pretrain_command_composes(words: list[str]) -> None:
     if "pretrain.py" in words:

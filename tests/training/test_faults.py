@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.checkpoint.files import read_index
+from pangu.checkpoint.files import find_damage, read_index
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.faults import FaultsConfig
@@ -168,6 +168,55 @@ def test_overflow_without_end_stops_the_run(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(UserError, match="step 3: 3 steps in a row are skipped"):
         train(tmp_path, 8, *words)
     assert "step 1 is skipped: gradients are not finite: rank 0: " in capsys.readouterr().err
+    assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"], "an overflow does not spoil weights"
+
+
+def spoiled(places: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one element of the weights become NaN, or one of a moment infinite, after some steps, once each."""
+    left = dict(places)
+
+    def make(trainer: Trainer, batches: Any) -> StepResult:
+        result = train_step(trainer, batches)
+        if kind := left.pop(trainer.step, None):
+            piece = trainer.parameters.trained_pieces[1]
+            if kind == "weight":
+                piece.master[3] = math.nan
+            else:
+                trainer.optimizer.state[piece.master][kind][3] = math.inf
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", make)
+
+
+def checkpoints(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+SPOILED = ("checkpoint.every=5", "checkpoint.keep=2", "faults.max_skipped=11", "faults.skip_after=0")
+
+
+def test_a_run_whose_weights_or_moments_are_spoiled_goes_back_behind_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoiled({7: "weight", 12: "exp_avg_sq"}, monkeypatch)
+    losses = train(tmp_path, 16, *SPOILED, "faults.action=rollback")
+    assert len(losses) == 16
+    assert None not in losses
+    assert checkpoints(tmp_path) == ["step-00000015", "step-00000016"]
+    newest = tmp_path / "checkpoints/step-00000016"
+    told = read_index(newest)
+    assert find_damage(newest, told) == []
+    events = told["watch"]["rollbacks"]
+    assert [(event["step"], event["back_to"]) for event in events] == [(10, 5), (15, 10)]
+    for event, kind in zip(events, ("weight", "exp_avg_sq"), strict=True):
+        assert f"nothing is saved, because values that are not finite stand in rank 0: {kind}/" in event["fault"]
+
+
+def test_a_spoiled_run_that_goes_on_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled({7: "weight"}, monkeypatch)
+    with pytest.raises(UserError, match="step 11: nothing is saved, because values that are not finite stand in"):
+        train(tmp_path, 11, *SPOILED, "faults.action=warn")
+    assert checkpoints(tmp_path) == ["step-00000005"]
 
 
 def test_culprits_in_words() -> None:

@@ -106,6 +106,17 @@ def test_a_run_folder_with_nothing_but_damage_is_refused(tmp_path: Path) -> None
     assert len(metrics(tmp_path)) == 2
 
 
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(three_steps: Path, tmp_path: Path) -> None:
+    """It is not damaged: nothing is renamed, and no other output is advised."""
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    index = tmp_path / "checkpoints" / "step-00000003" / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "version": 4}))
+    with pytest.raises(UserError, match="step-00000003: format version 4: this pangu is too old for it") as raised:
+        train(tmp_path, 4)
+    assert "train.output" not in str(raised.value)
+    assert index.is_file()
+
+
 def test_an_earlier_checkpoint_may_be_continued_and_becomes_the_newest(tmp_path: Path) -> None:
     losses = train(tmp_path, 3)
     first = tmp_path / "checkpoints" / "step-00000001"

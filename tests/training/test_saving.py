@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 
 from pangu.checkpoint import files
 from pangu.config.errors import UserError
-from pangu.training import loop
+from pangu.training import loop, saving
+from pangu.training.step import StepResult, Trainer
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import train
 
@@ -73,3 +76,48 @@ def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, m
     with pytest.raises(UserError, match="after step 2 copies of weight/2 differ"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_failed_save_is_told_in_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not only before the next save, which may be hours later."""
+    told: dict[int, bool] = {}
+    train_step = Trainer.train_step
+
+    def write(folder: Path, *arguments: Any) -> None:
+        if "step-00000002" in folder.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(folder, *arguments)
+
+    def step(trainer: Trainer, batches: Any) -> StepResult:
+        while any(thread.name == "checkpoint" for thread in threading.enumerate()):
+            time.sleep(0.01)
+        told[trainer.step + 1] = "the checkpoint could not be written" in capsys.readouterr().err
+        return train_step(trainer, batches)
+
+    monkeypatch.setattr(files, "_write_file", write)
+    monkeypatch.setattr(Trainer, "train_step", step)
+    train(tmp_path, 5, "checkpoint.every=5", "checkpoint.every=2", "checkpoint.asynchronous=true")
+    assert told == {1: False, 2: False, 3: False, 4: True, 5: False}
+
+
+def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut loses what is written and not synced: a run that continues would lack lines of steps before it."""
+    synced: dict[int, int] = {}
+    fsync, commit = os.fsync, saving.commit
+
+    def noted(handle: int) -> None:
+        fsync(handle)
+        synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def checked(path: Path, *arguments: Any) -> None:
+        figures = tmp_path / "metrics.jsonl"
+        on_disk = figures.read_bytes()[: synced.get(figures.stat().st_ino, 0)]
+        assert f'"step": {int(path.name[5:])}' in on_disk.decode()
+        assert tmp_path.stat().st_ino in synced, "the name of the file is not on the disk"
+        commit(path, *arguments)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(saving, "commit", checked)
+    assert len(train(tmp_path, 2)) == 2

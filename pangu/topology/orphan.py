@@ -1,0 +1,37 @@
+"""A process that torchrun has started does not outlive it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from threading import Thread
+
+INTERVAL_SECONDS = 1.0
+STATUS = 1
+
+
+def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Let this process end soon after torchrun, if that is what has started it, even where it hangs. One that is killed
+    by force cannot end its processes itself: they would keep their devices, and write where their successors do.
+
+    Nothing is saved then, as nothing is when the process itself is killed.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        # its children are given to another parent
+        while os.getppid() == launcher:
+            time.sleep(INTERVAL_SECONDS)
+        try:
+            rank = environment.get("RANK")
+            print(
+                f"\nrank {rank}: torchrun is gone (process {launcher}), so this ends too", file=sys.stderr, flush=True
+            )
+        finally:
+            os._exit(STATUS)  # no other thread is asked
+
+    Thread(target=watch, name="launcher", daemon=True).start()

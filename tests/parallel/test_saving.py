@@ -1,0 +1,126 @@
+"""Saves in which a rank hangs end, and name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.checkpoint import files
+from pangu.checkpoint.files import list_checkpoints
+from pangu.collectives.reduce import answered, gather_objects
+from pangu.config.errors import LocalError
+from pangu.topology import mesh as mesh_module
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.saving import Saver
+from pangu.training.together import StuckError, together_for_long
+from tests.configs import tiny
+from tests.parallel.harness import OVERRIDES, small_trainer
+from tests.spawn import Pool
+
+TIMEOUT = 4.0
+"""Seconds: short for the suite, long for a machine with much else to do."""
+
+
+def saves(rank: int, world: int, folder: Path, asynchronous: bool) -> str:
+    """What is said of a second save, in which the second of two ranks hangs at its first file."""
+    words = (*OVERRIDES, f"parallel.timeout_s={TIMEOUT}", f"train.output={folder}")
+    words += (f"checkpoint.asynchronous={str(asynchronous).lower()}",)
+    tiny(*words)  # takes long for the first time
+    dist.barrier()
+    trainer, _ = small_trainer(Layout(data=2, zero=1), *words)
+    (folder / "metrics.jsonl").touch()
+    write = files._write_file
+
+    def slow(*arguments: object) -> None:
+        time.sleep(3 * TIMEOUT if rank == 1 else 0)
+        write(*arguments)
+
+    saver = Saver(trainer.config, trainer)
+    saver.save(0, {})
+    saver.finish()
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-00000000"]
+    trainer.step = 1
+    began = time.monotonic()
+    with patch.object(files, "_write_file", slow):
+        saver.save(0, {})
+        if asynchronous:
+            while not saver.has_failed:
+                time.sleep(0.05)
+        with pytest.raises(StuckError) as raised:
+            saver.settle()
+    assert TIMEOUT < time.monotonic() - began < 2.5 * TIMEOUT
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-00000000"]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_rank_that_hangs_during_a_save_is_named(pool: Pool, asynchronous: bool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step-00000001"
+    for said in pool.run(2, saves, tmp_path, asynchronous):
+        assert said.startswith(f"rank 1: writing {path} does not get on for more than {TIMEOUT:g} s")
+
+
+def long_work(rank: int, world: int) -> list[int | None]:
+    """Work of one of two ranks that takes longer than the others would wait for a message, and gets on."""
+
+    def action(got_on: Callable[[], None]) -> int:
+        for _ in range(6):
+            time.sleep(TIMEOUT / 4)
+            got_on()
+        return 7
+
+    mesh = Mesh.connect(Layout(data=2), torch.device("cpu"), TIMEOUT).background()
+    return together_for_long(mesh, "working", action, here=rank == 1)
+
+
+def test_work_that_gets_on_may_take_long(pool: Pool) -> None:
+    assert pool.run(2, long_work) == [[None, 7]] * 2
+
+
+def stopped(rank: int, world: int, keeps: bool) -> str:
+    """What the second of two ranks says when the first one is stopped, as a debugger does, or hangs with its node.
+
+    Args:
+        rank: of this process.
+        world: 2.
+        keeps: the store of the run lies in the first process, otherwise in the second.
+    """
+    mesh = Mesh.connect(Layout(data=2), torch.device("cpu"), TIMEOUT)
+    group = mesh.group("world")
+    keeper = 0 if keeps else 1
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == keeper else None
+    port = gather_objects(store.port if store is not None else 0, group)[keeper]
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    mesh = replace(mesh, store=store, keeper=keeper)
+    background = mesh.background()
+    process = gather_objects(os.getpid(), group)[0]
+    if rank == 0:
+        os.kill(process, signal.SIGSTOP)
+        return ""
+    try:
+        with (
+            patch.multiple(mesh_module, PATIENCE_SECONDS=0.2, ASKING_SECONDS=1.0),
+            pytest.raises(LocalError) as raised,
+            answered(mesh, lambda: "saving"),
+        ):
+            together_for_long(background, "writing", lambda _: None, here=True)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_rank_that_is_stopped_is_named(pool: Pool, keeps: bool) -> None:
+    """A store in a process that is stopped does not answer, and torch waits for that without end."""
+    _, said = pool.run(2, stopped, keeps)
+    assert said.startswith("rank 1, saving: rank 0 did not answer within parallel.timeout_s, or is gone")
