@@ -45,7 +45,8 @@ def split_layers(
 def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[range]:
     counts = list(explicit)
     if len(counts) != chunks:
-        raise ValueError(f"layers per chunk {counts}: must be {chunks} numbers, one for each chunk; null works")
+        numbers = "one number" if chunks == 1 else f"{chunks} numbers, one for each chunk"
+        raise ValueError(f"layers per chunk {counts}: must be {numbers}; null works")
     if min(counts) < 1:
         raise ValueError(f"layers per chunk {counts}: each chunk needs at least one layer; null works")
     if sum(counts) != num_layers:
