@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 from pangu.config.bounds import FREE, Bounds, Filled
 from pangu.config.errors import ConfigError, Problem
+from pangu.config.nearest import close_names
 
 T = TypeVar("T")
 _MISSING = object()
@@ -136,11 +137,9 @@ class _Reader:
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         if close:
             return "there is no such key", f"did you mean {_join(path, close[0])}?"
-        everywhere = dict.fromkeys(keys_of(self._root))
-        close = difflib.get_close_matches(key, {name.rsplit(".", 1)[-1] for name in everywhere}, n=1, cutoff=0.8)
-        if close:
-            names = [name for name in everywhere if name.rsplit(".", 1)[-1] == close[0]]
-            return "there is no such key", f"did you mean {' or '.join(names)}?"
+        elsewhere = close_names(key, keys_of(self._root))
+        if elsewhere:
+            return "there is no such key", f"did you mean {' or '.join(elsewhere)}?"
         return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
 
     def _convert(self, hint: Any, value: Any, path: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 
 def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
@@ -21,3 +23,11 @@ def multiples_near(factor: int, near: int) -> list[int]:
 def any_of(values: list[int]) -> str:
     """How they are told."""
     return f"nearest that work: {', '.join(map(str, values))}"
+
+
+def close_names(name: str, names: Iterable[str]) -> list[str]:
+    """The dotted names whose last part is much like that of `name`."""
+    everywhere = dict.fromkeys(names)
+    wanted, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
+    close = difflib.get_close_matches(wanted, lasts, n=1, cutoff=0.8)
+    return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

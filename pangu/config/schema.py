@@ -25,7 +25,7 @@ class ParallelConfig:
 
     tensor: Length
     """Devices that share every matrix (tensor parallelism)."""
-    pipeline: Length
+    pipeline: Annotated[int, Bounds(least=1, most=256)]
     """Stages that the layers are spread over (pipeline parallelism)."""
     virtual: Length
     """Chunks of layers on each stage (virtual stages), as many as `schedule` allows."""
