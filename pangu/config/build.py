@@ -68,6 +68,7 @@ def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Pr
     problems = []
     with suppress(UnusableError):
         for problem in rule(*arguments):
+            str(problem)  # of a value that is wrong by itself nothing more is said
             problems.append(problem)
     return problems
 

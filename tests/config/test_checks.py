@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import ListConfig, OmegaConf
 
 from pangu.config.checks import check, find_problems
 from pangu.config.errors import ConfigError
+from pangu.config.evaluate import TaskName
 from pangu.config.layout_checks import layout_problems
 from pangu.config.nearest import divisors_near, multiples_near
+from pangu.evaluation.tasks.catalogue import TASKS
 from tests.configs import RECIPES, composed, config
 
 
@@ -260,3 +265,71 @@ def test_suggestions_work(number: int, near: int) -> None:
     assert all(multiple % near == 0 and multiple > 0 for multiple in multiples_near(near, number))
     assert divisors_near(number, near)
     assert multiples_near(near, number)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=inf", "optimizer.lr = inf: must be a finite number"),
+        ("optimizer.clip=inf", "optimizer.clip = inf: must be a finite number; null works"),
+        ("sample.temperature=.inf", "sample.temperature = inf: must be a finite number"),
+        (
+            "optimizer.weight_decay=1e300",
+            "optimizer.weight_decay = 1e+300: must be a number of at most 3.4028",
+        ),
+        ("parallel.timeout_s=1e30", "parallel.timeout_s = 1e+30: must be above 0 and at most 1000000000"),
+        (
+            "faults.spike_window=1e22",
+            "faults.spike_window = 10000000000000000000000: must be at least 2 and at",
+        ),
+        ("loss.chunk=1e22", "loss.chunk = 10000000000000000000000: must be at least 1 and at most 2147483647"),
+        ("model.window=1e22", "model.window = 10000000000000000000000: must be at least 1 and at most 2147483647"),
+        ("model.hidden=4000000000", "model.hidden = 4000000000: must be at least 1 and at most 1048576"),
+        ("model.vocab=10000000000000000000", "model.vocab = 10000000000000000000: must be at least 1 and at most 2147"),
+        ("model.layers=1000000", "model.layers = 1000000: must be at least 1 and at most 1000"),
+        (
+            "batch.global_size=100000000",
+            "batch.global_size = 100000000: makes 25,000,000 micro-batches in a step; 32,768 are possible; 131",
+        ),
+        ("checkpoint.resume=''", "checkpoint.resume = '': must not be empty"),
+        ("train.output=' '", "train.output =  : must not be empty"),
+        ("parallel.sequence=null", "parallel.sequence = null: must be true or false"),
+        ("evaluate.tasks=[nope]", "evaluate.tasks[0] = 'nope': must be afqmc, cmnli,"),
+        ("parallel.allowed=[3]", "parallel.allowed[0] = 3: must be a group of keys"),
+        ("parallel.allowed=3", "parallel.allowed = 3: must be a list of groups of keys or null"),
+        (
+            "optimizer.max_ratio=2",
+            "no such key with optimizer.name = adam; choose optimizer=lamb, which has it",
+        ),
+        ("model.layer=2", "model.layer = 2: there is no such key; did you mean model.layers?"),
+        ("train.layers=2", "train.layers = 2: there is no such key; did you mean model.layers or parallel.layers?"),
+    ],
+)
+def test_one_wrong_value(override: str, expected: str) -> None:
+    key, _, text = override.partition("=")
+    values = composed()
+    group, _, last = key.partition(".")
+    values[group][last] = OmegaConf.create(f"x: {text}").x if text != "' '" else " "
+    if isinstance(values[group][last], ListConfig):
+        values[group][last] = list(values[group][last])
+    checked, found = find_problems(values)
+    said = str(ConfigError(found + layout_problems(checked, 1)))
+    assert said.startswith("1 problem in the configuration:"), said
+    assert expected in said
+
+
+def test_wrong_values_and_contradictions_of_others_are_told_together() -> None:
+    values = composed("parallel.sequence=true", "parallel.tensor=3", "model.hidden=96")
+    values["model"]["layer"], values["train"]["steps"], values["optimizer"]["lr"] = 3, "many", -1
+    checked, found = find_problems(values)
+    found += layout_problems(checked, 3)
+    assert [str(problem) for problem in found] == [
+        "model.layer = 3: there is no such key; did you mean model.layers?",
+        "optimizer.lr = -1.0: must be above 0",
+        "train.steps = 'many': must be an integer",
+        "parallel.tensor = 3: must divide model.heads = 8 and model.sequence = 128; nearest that work: 2, 4",
+    ]
+
+
+def test_the_configuration_knows_every_task() -> None:
+    assert get_args(TaskName) == tuple(TASKS)
