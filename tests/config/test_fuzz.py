@@ -45,13 +45,13 @@ def check(seed: int) -> str:
     return said
 
 
-def test_60_random_configurations_end_in_a_plan_or_one_message() -> None:
-    messages = [check(seed) for seed in range(60)]
-    assert 5 < messages.count("") < 55
+def test_40_random_configurations_end_in_a_plan_or_one_message() -> None:
+    messages = [check(seed) for seed in range(40)]
+    assert 4 < messages.count("") < 36
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(60, 1560, 100))
+@pytest.mark.parametrize("first", range(0, 1500, 100))
 def test_1500_random_configurations_end_in_a_plan_or_one_message(first: int) -> None:
     for seed in range(first, first + 100):
         check(seed)
