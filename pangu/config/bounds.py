@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Annotated
+from unicodedata import category
 
 LARGEST_INT = 2**63 - 1
 """What tensors, files and libraries count in."""
@@ -54,7 +55,7 @@ class Filled:
         """The rule that a text breaks, in words; None if it breaks none."""
         if not value.strip():
             return "must not be empty"
-        if not value.isprintable():
+        if any(category(character) == "Cc" for character in value):
             return "must not hold control characters"
         return None
 

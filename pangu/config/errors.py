@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import category
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
@@ -50,7 +51,8 @@ def shown(value: object) -> str:
         text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
     else:
         text = str(value) or "''"
-    text = text if text.isprintable() else ascii(text)[1:-1]
+    # isprintable refuses the wide space of Chinese texts
+    text = "".join(c if c.isprintable() or category(c) == "Zs" else ascii(c)[1:-1] for c in text)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

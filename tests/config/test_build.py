@@ -13,7 +13,7 @@ import pytest
 from pangu.config import schema
 from pangu.config.build import build, keys_of
 from pangu.config.data import StdlibData
-from pangu.config.errors import ConfigError
+from pangu.config.errors import ConfigError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import RunConfig
 from tests.configs import composed
@@ -110,3 +110,11 @@ def test_every_field_has_a_docstring() -> None:
     ]
     assert bare == []
     assert len(list(keys_of(RunConfig))) > 60
+
+
+def test_values_are_shown_without_control_characters_and_not_at_any_length() -> None:
+    assert shown("模型\u3000一\x1b[2J\n") == "模型\u3000一\\x1b[2J\\n"
+    assert shown([None, True, "a", {"b": False}]) == "[null, true, a, {b: false}]"
+    assert len(shown(list(range(1000)))) == 203
+    assert "must not hold control characters" in message(changed("train.output", "a\x07"))
+    assert build(RunConfig, changed("train.output", "模型\u3000一")).train.output == "模型\u3000一"
