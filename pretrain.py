@@ -3,9 +3,15 @@
 torchrun --nproc-per-node=2 pretrain.py +config=quickstart
 """
 
+import sys
 from pathlib import Path
 
-from pangu.training.command import pretrain
+from pangu.config.help import show_help
 
-if __name__ == "__main__":
-    pretrain(Path(__file__).resolve().parent / "configs")
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+if __name__ == "__main__" and not show_help(sys.argv[1:], CONFIGS):
+    # after help, which is there at once: this imports torch
+    from pangu.training.command import pretrain
+
+    pretrain(CONFIGS)

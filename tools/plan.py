@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pangu.config.build import build
 from pangu.config.errors import exit_status
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
-from pangu.pipeline.stages import Stages, plan_stages
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.stages import Stages
+from pangu.planning.layouts import Chosen, choose_layout
 from pangu.planning.report import describe
 from pangu.planning.sharding import (
     BACKWARD,
@@ -58,15 +57,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def load(overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
+def load(overrides: Sequence[str]) -> Chosen:
     """Compose and check the configuration as pretrain.py would for a dry run.
 
     Raises:
         UserError: for everything that is wrong with it.
     """
     # a plan is a dry run: the devices and the data need not be here
-    config = build(RunConfig, {**compose(_CONFIGS, overrides), "dry_run": True})
-    return choose_layout(config, world=1)
+    return choose_layout({**compose(_CONFIGS, overrides), "dry_run": True}, world=1)
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -160,9 +158,8 @@ def _print_sums(console: Console, config: RunConfig, parts: Sequence[Part], layo
 
 def plan(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError."""
-    config, layout = load(options.overrides)
+    config, layout, stages = load(options.overrides)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    stages = plan_stages(config, layout)
     fullest = fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
     if layout.pipeline > 1:

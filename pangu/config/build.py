@@ -1,37 +1,82 @@
-"""Builds the frozen dataclasses of `schema` from plain dictionaries; names every unknown key and wrong type at once."""
+"""Builds the frozen dataclasses of `schema` from plain dictionaries; names all unknown keys and wrong values."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pangu.config.bounds import FREE, Bounds, Filled
 from pangu.config.errors import ConfigError, Problem
+from pangu.config.nearest import close_names
 
 T = TypeVar("T")
 _MISSING = object()
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false", object: "anything"}
+
+
+class UnusableError(Exception):
+    """Something was asked of a value that is wrong by itself."""
+
+
+class Wrong:
+    """Stands in a configuration where a value is wrong by itself. Whoever computes with it meets `UnusableError`, so
+    that rules that join several keys find what else is wrong."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UnusableError
+
+    __getattr__ = __str__ = __repr__ = __bool__ = __hash__ = __len__ = __iter__ = __contains__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __int__ = __float__ = __index__ = _refuse
+
+
+WRONG: Any = Wrong()
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Make a `kind` (a dataclass of `schema`) from nested dictionaries.
 
     Raises:
-        ConfigError: with one line for every unknown key, missing key and value of the wrong type.
+        ConfigError: with one line for every unknown key, missing key and value of the wrong type or out of bounds.
     """
-    problems: list[Problem] = []
-    built = _build_dataclass(kind, values, "", problems)
+    built, problems = read(kind, values)
     if problems:
         raise ConfigError(problems)
     return built
 
 
+def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
+    """The same with what is wrong beside it; what was made then has `WRONG` in the places of the wrong values.
+
+    Args:
+        kind: the dataclass.
+        values: by the names of its fields.
+        path: dotted name of the group that `values` are.
+    """
+    problems: list[Problem] = []
+    return _Reader(kind, problems).group((kind,), values, path), problems
+
+
+def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
+    """What a rule finds before it meets a value that is wrong by itself."""
+    problems = []
+    with suppress(UnusableError):
+        for problem in rule(*arguments):
+            str(problem)  # of a value that is wrong by itself nothing more is said
+            problems.append(problem)
+    return problems
+
+
 def keys_of(kind: type, prefix: str = "") -> Iterator[str]:
     """Dotted names of all leaf keys of a dataclass; every alternative of a union contributes its own."""
-    for field, hint in get_type_hints(kind).items():
-        nested = [option for option in _options(hint) if dataclasses.is_dataclass(option)]
+    for field, hint in hints_of(kind).items():
+        nested = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
         if not nested:
             yield prefix + field
         for option in nested:
@@ -39,85 +84,145 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(option, f"{prefix}{field}.")
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+@cache
+def hints_of(kind: type) -> dict[str, Any]:
+    """Fields of a dataclass and their types, bounds included."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _build_dataclass(kind: type, values: Any, path: str, problems: list[Problem]) -> Any:
-    if not isinstance(values, Mapping):
-        problems.append(Problem(path, values, "must be a group of keys"))
-        return None
-    hints = get_type_hints(kind)
-    for key in values:
-        if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
-            works = f"did you mean {_join(path, close[0])}?" if close else f"known keys: {', '.join(hints)}"
-            problems.append(Problem(_join(path, str(key)), values[key], "there is no such key", works))
-    arguments = {}
-    for field, hint in hints.items():
+def tag_of(kind: type) -> tuple[str, str] | None:
+    """The field that selects a dataclass of a union, its first, a one-word Literal, and that word."""
+    field, hint = next(iter(hints_of(kind).items()))
+    words = get_args(hint) if get_origin(hint) is Literal else ()
+    return (field, words[0]) if len(words) == 1 else None
+
+
+class _Reader:
+    """Converts values; what is wrong goes into `problems`."""
+
+    def __init__(self, root: type, problems: list[Problem]) -> None:
+        self._root = root
+        self._problems = problems
+
+    def group(self, options: tuple[Any, ...], values: Any, path: str) -> Any:
+        """A dataclass, one of several."""
+        if not isinstance(values, Mapping):
+            return self._wrong(path, values, "must be a group of keys")
+        kind = _select(options, values)
+        if kind is None:
+            return self._field(*_tags(options), values, path)
+        hints = hints_of(kind)
+        for key in values:
+            if key not in hints:
+                self._wrong(_join(path, str(key)), values[key], *self._unknown(str(key), kind, options, path))
+        return kind(**{field: self._field(hint, field, values, path) for field, hint in hints.items()})
+
+    def _field(self, hint: Any, field: str, values: Mapping[str, Any], path: str) -> Any:
         value = values.get(field, _MISSING)
-        if isinstance(value, str) and value == "???":
-            value = _MISSING  # OmegaConf's mark of a value that has to be given
-        if value is _MISSING:
-            problems.append(Problem(_join(path, field), "(missing)", f"must be given: {_describe(hint)}"))
-        else:
-            arguments[field] = _convert(hint, value, _join(path, field), problems)
-    return kind(**arguments) if len(arguments) == len(hints) else None
+        if value is _MISSING or (isinstance(value, str) and value == "???"):  # OmegaConf's mark of what has to be given
+            self._problems.append(Problem(_join(path, field), "(missing)", f"must be given: {describe(hint)}"))
+            return WRONG
+        return self._convert(hint, value, _join(path, field))
+
+    def _unknown(self, key: str, kind: type, options: tuple[Any, ...], path: str) -> tuple[str, str]:
+        """What is wrong with a key that a group does not have, and what would work."""
+        for other in options:
+            if key in hints_of(other) and (tag := tag_of(kind)) and (chosen := tag_of(other)):
+                option = f"{path}={chosen[1]}"
+                return f"there is no such key with {_join(path, tag[0])} = {tag[1]}", f"choose {option}, which has it"
+        close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
+        if close:
+            return "there is no such key", f"did you mean {_join(path, close[0])}?"
+        elsewhere = close_names(key, keys_of(self._root))
+        if elsewhere:
+            return "there is no such key", f"did you mean {' or '.join(elsewhere)}?"
+        return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
+
+    def _convert(self, hint: Any, value: Any, path: str) -> Any:
+        """`value` as the type that `hint` asks for, or `WRONG`."""
+        options = options_of(hint)
+        if value is None and type(None) in options:
+            return None
+        optional = type(None) in options
+        options = tuple(option for option in options if option is not type(None))
+        if all(dataclasses.is_dataclass(option) for option in options):
+            if not isinstance(value, Mapping):
+                return self._wrong(path, value, f"must be {describe(hint)}", _choices(options, path))
+            return self.group(options, value, path)
+        for option in options:
+            built = self._one(option, value, path, optional)
+            if built is not _MISSING:
+                return built
+        return self._wrong(path, repr(value) if isinstance(value, str) else value, f"must be {describe(hint)}")
+
+    def _one(self, option: Any, value: Any, path: str, optional: bool) -> Any:
+        """`value` as one alternative of a union; `_MISSING` where it is of another type."""
+        bounds: Bounds | Filled | None = FREE if option in (int, float) else None
+        if get_origin(option) is Annotated:
+            option, bounds = get_args(option)
+        if get_origin(option) is Literal:
+            words = (word for word in get_args(option) if word == value and not isinstance(value, bool))
+            return next(words, _MISSING)
+        if get_origin(option) is tuple:
+            return self._list(get_args(option), value, path)
+        if get_origin(option) is dict:
+            return dict(value) if isinstance(value, Mapping) else _MISSING
+        found = _plain(option, value)
+        if found is _MISSING or bounds is None:
+            return found
+        rule = bounds.broken(found)
+        if rule is None:
+            return found
+        finite = isinstance(found, str) or "finite" not in rule
+        return self._wrong(path, found, rule, "" if finite or not optional else "null works")
+
+    def _list(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
+        if not isinstance(value, (list, tuple)) or (kinds[-1] is not Ellipsis and len(kinds) != len(value)):
+            return _MISSING
+        each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
+        return tuple(self._convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
+
+    def _wrong(self, path: str, value: Any, rule: str, works: str = "") -> Any:
+        self._problems.append(Problem(path, value, rule, works))
+        return WRONG
 
 
-def _convert(hint: Any, value: Any, path: str, problems: list[Problem]) -> Any:
-    """`value` as the type that `hint` asks for; appends to `problems` where that is not possible."""
-    options = _options(hint)
-    if value is None and type(None) in options:
-        return None
-    options = tuple(option for option in options if option is not type(None))
-    if all(dataclasses.is_dataclass(option) for option in options):
-        return _build_dataclass(_select(options, value), value, path, problems)
+def _plain(kind: type, value: Any) -> Any:
+    """`value` as an int, float, str, bool or object; `_MISSING` where it is none."""
+    if kind is float:
+        number = _number(value)
+        return _MISSING if number is None else number
+    if kind is int:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value if isinstance(value, int) and not isinstance(value, bool) else _MISSING
+    return value if isinstance(value, kind) else _MISSING
+
+
+def _select(options: tuple[Any, ...], values: Mapping[str, Any]) -> type | None:
+    """The dataclass of a union whose tag equals the value's."""
     for option in options:
-        built = _convert_one(option, value, path, problems)
-        if built is not _MISSING:
-            return built
-    problems.append(Problem(path, repr(value) if isinstance(value, str) else value, f"must be {_describe(hint)}"))
+        tag = tag_of(option)
+        if len(options) == 1 or (tag is not None and values.get(tag[0]) == tag[1]):
+            return option
     return None
 
 
-def _convert_one(option: Any, value: Any, path: str, problems: list[Problem]) -> Any:
-    """`value` as one alternative of a union; `_MISSING` where it does not fit."""
-    if get_origin(option) is Literal:
-        if value in get_args(option) and not isinstance(value, bool):
-            return value
-    elif get_origin(option) is tuple:
-        items = get_args(option)
-        if isinstance(value, (list, tuple)) and (items[-1] is Ellipsis or len(items) == len(value)):
-            kinds = [items[0]] * len(value) if items[-1] is Ellipsis else items
-            return tuple(
-                _convert(k, v, f"{path}[{i}]", problems) for i, (k, v) in enumerate(zip(kinds, value, strict=True))
-            )
-    elif get_origin(option) is dict:
-        if isinstance(value, Mapping):
-            return {str(k): _convert(get_args(option)[1], v, f"{path}.{k}", problems) for k, v in value.items()}
-    elif option is float:
-        number = _number(value)
-        if number is not None:
-            return number
-    elif option is int:
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif isinstance(value, option):
-        return value
-    return _MISSING
+def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
+    """The type of the field that selects one of several dataclasses, and its name."""
+    tags = [tag for option in options if (tag := tag_of(option))]
+    return Literal[tuple(word for _, word in tags)], tags[0][0]
 
 
-def _select(options: tuple[Any, ...], value: Any) -> type:
-    """The dataclass of a union whose tag (its first field, a one-word Literal) equals the value's."""
-    for option in options:
-        tag, hint = next(iter(get_type_hints(option).items()))
-        if isinstance(value, Mapping) and get_origin(hint) is Literal and value.get(tag) in get_args(hint):
-            return option
-    return options[0]
+def _choices(options: tuple[Any, ...], path: str) -> str:
+    """How a group is chosen, if there are several."""
+    tags = [tag for option in options if (tag := tag_of(option))]
+    return f"{' or '.join(f'{path}={word}' for _, word in tags)} works" if len(tags) > 1 else ""
 
 
 def _number(value: Any) -> float | None:
@@ -126,29 +231,37 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:  # an int beyond all floats
+        return float("inf")
     except ValueError:
         return None
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
+    """A type in words, without its bounds."""
     words = []
-    for option in _options(hint):
-        if option is type(None):
+    for option in options_of(hint):
+        plain = get_args(option)[0] if get_origin(option) is Annotated else option
+        if plain is type(None):
             words.append("null")
-        elif get_origin(option) is Literal:
-            words.extend(str(choice) for choice in get_args(option))
-        elif get_origin(option) is tuple:
-            items = get_args(option)
+        elif get_origin(plain) is Literal:
+            words.extend(str(choice) for choice in get_args(plain))
+        elif get_origin(plain) is tuple:
+            items = get_args(plain)
             size = "" if items[-1] is Ellipsis else f"{len(items)} "
-            words.append(
-                f"a list of {size}{_describe(items[0])} values".replace("a number", "number").replace("a text", "text")
-            )
-        elif get_origin(option) is dict or dataclasses.is_dataclass(option):
+            words.append(f"a list of {size}{_describe_item(items[0])}")
+        elif get_origin(plain) is dict or dataclasses.is_dataclass(plain):
             words.append("a group of keys")
         else:
-            words.append(_TYPE_NAMES[option])
+            words.append(_TYPE_NAMES[plain])
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _describe_item(hint: Any) -> str:
+    plurals = {"an integer": "integers", "a number": "numbers", "a text": "texts", "a group of keys": "groups of keys"}
+    word = describe(hint)
+    return plurals.get(word, f"the values {word}")
 
 
 def _join(path: str, key: str) -> str:

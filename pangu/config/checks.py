@@ -1,16 +1,22 @@
-"""Contradictions between the keys of a configuration, all found in one pass and told in plain words."""
+"""Contradictions between the keys of a configuration, all found in one pass and told in plain words.
+
+What one value may be by itself stands beside its field, see `bounds` and `build`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
 
 from pangu.config import evaluate
 from pangu.config.attention import obstacles
+from pangu.config.build import findings, read
 from pangu.config.data import IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.faults import contradictions
-from pangu.config.model import ModelConfig
-from pangu.config.optimizer import LambConfig
+from pangu.config.layout_checks import data_size, layout_problems
+from pangu.config.nearest import any_of, divisors_near, multiples_near
 from pangu.config.schema import RunConfig
 
 MINIMUM_STDLIB_VOCAB = 512
@@ -18,6 +24,8 @@ MINIMUM_STDLIB_VOCAB = 512
 
 BF16_BETA = 0.99
 """Largest decay of a moment that bf16 can follow: x - x / 100 rounds to another number than x, x - x / 1000 to x."""
+
+Rule = Callable[[RunConfig], Iterator[Problem]]
 
 
 def check(config: RunConfig, world: int) -> int:
@@ -28,61 +36,43 @@ def check(config: RunConfig, world: int) -> int:
         `world`.
 
     Raises:
-        ConfigError: with every contradiction found.
+        ConfigError: with every value that is wrong, and every contradiction.
     """
-    problems = [problem for rule in _RULES for problem in rule(config)]
-    data = data_size(config, world)
-    problems += [] if config.dry_run else _devices(config, world)
-    if not problems or not any(problem.key.startswith("parallel") for problem in problems):
-        problems += _batch(config, data)
+    checked, problems = find_problems(asdict(config))
+    problems += layout_problems(checked, world)
     if problems:
         raise ConfigError(problems)
-    return data
+    return data_size(config, world)
 
 
-def data_size(config: RunConfig, world: int) -> int:
-    """`parallel.data`, or what `world` leaves for it."""
-    return config.parallel.data or max(1, world // max(1, config.parallel.tensor * config.parallel.pipeline))
+def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """A configuration and all that is wrong with it on any number of processes; see `build.read`."""
+    config, problems = read(RunConfig, values)
+    return config, problems + [problem for rule in _RULES for problem in findings(rule, config)]
 
 
-def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
-    """The divisors of `number` that are nearest to `near`, in increasing order."""
-    divisors = [d for d in range(1, min(number, 4 * max(near, 1)) + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
-
-
-def multiples_near(factor: int, near: int) -> list[int]:
-    """The multiples of `factor` on either side of `near`, without 0."""
-    below = near // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple > 0]
-
-
-def _any_of(values: list[int]) -> str:
-    return f"nearest that work: {', '.join(map(str, values))}"
-
-
-def _model(config: RunConfig) -> Iterator[Problem]:
+def _heads(config: RunConfig) -> Iterator[Problem]:
     model = config.model
-    for key in ("layers", "hidden", "heads", "vocab", "sequence"):
-        yield from _at_least(f"model.{key}", getattr(model, key), 1)
-    if model.ffn is not None:
-        yield from _at_least("model.ffn", model.ffn, 1)
-    if model.heads > 0 and model.hidden > 0 and model.hidden % model.heads:
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        near = divisors_near(model.heads, model.kv_heads)
+        yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", any_of(near))
+    if model.hidden % model.heads:
         near = divisors_near(model.hidden, model.heads)
-        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", _any_of(near))
-    if model.kv_heads is not None:
-        yield from _at_least("model.kv_heads", model.kv_heads, 1)
-        if model.kv_heads > 0 and model.heads > 0 and model.heads % model.kv_heads:
-            near = divisors_near(model.heads, model.kv_heads)
-            yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", _any_of(near))
-    if model.positions == "rope" and model.hidden > 0 and model.heads > 0 and model.head_size % 2:
+        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
+
+
+def _rotation(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.rope_base is not None and model.positions != "rope":
+        rule = f"{model.positions} positions do not turn"
+        yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
+    if model.positions == "rope" and model.head_size % 2:
         rule = f"turns pairs of elements, and the head size model.hidden / model.heads = {model.head_size} is odd"
         yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
-    if model.rope_base is not None:
-        yield from _positive("model.rope_base", model.rope_base)
-        if model.positions != "rope":
-            rule = f"{model.positions} positions do not turn"
-            yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
+
+
+def _distances(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
     for key in ("relative_buckets", "relative_distance"):
         value = getattr(model, key)
         if value is not None and model.positions != "relative":
@@ -90,269 +80,153 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
     if model.positions == "relative":
         buckets, furthest = model.num_relative_buckets, model.furthest_relative
-        yield from _at_least("model.relative_buckets", buckets, 2)
         if furthest <= buckets // 2:
             rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
             yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
-    if model.window is not None:
-        yield from _at_least("model.window", model.window, 1)
-    if model.attention != "auto" and model.heads > 0:
-        yield from obstacles(model.attention, model, config.precision.compute)
-    if model.kind == "pangu" and model.layers == 1:
-        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
+
+
+def _kernel(config: RunConfig) -> Iterator[Problem]:
+    if config.model.attention != "auto":
+        yield from obstacles(config.model.attention, config.model, config.precision.compute)
+
+
+def _query_layer(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
     if model.kind == "gpt" and model.final_norm == "after_query":
         yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
-    for key in ("dropout", "attention_dropout"):
-        yield from _within(f"model.{key}", getattr(model, key), 0.0, 1.0)
-    yield from _positive("model.norm_eps", model.norm_eps)
-    yield from _positive("model.init_std", model.init_std)
+    if model.kind == "pangu" and model.layers == 1:
+        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
 
 
-def _parallel(config: RunConfig) -> Iterator[Problem]:
-    parallel = config.parallel
-    yield from _at_least("parallel.tensor", parallel.tensor, 1)
-    yield from _at_least("parallel.pipeline", parallel.pipeline, 1)
-    if parallel.data is not None:
-        yield from _at_least("parallel.data", parallel.data, 1)
-    if parallel.bucket_mib is not None:
-        yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
-    if parallel.tensor > 0:
-        yield from shared_matrices(config.model, parallel.tensor)
-    if parallel.sequence and parallel.tensor > 0 and config.model.sequence % parallel.tensor:
-        rule = f"with parallel.sequence=true it must divide model.sequence = {config.model.sequence}"
-        yield Problem(
-            "parallel.tensor", parallel.tensor, rule, _any_of(divisors_near(config.model.sequence, parallel.tensor))
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        rule = "has nothing to share with parallel.tensor = 1"
-        yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
-    yield from _at_least("parallel.overlap_chunks", parallel.overlap_chunks, 1)
-    if parallel.overlap_chunks > 1 and parallel.tensor == 1:
-        rule = "has no communication to hide with parallel.tensor = 1"
-        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
-    if isinstance(config.memory.recompute, int) and not 0 <= config.memory.recompute <= config.model.layers:
-        rule = f"must be none, selective, full or a number of layers up to model.layers = {config.model.layers}"
-        yield Problem("memory.recompute", config.memory.recompute, rule)
-    if config.memory.recompute == "selective" and not config.memory.selective:
-        yield Problem("memory.selective", "[]", "names no part to compute again", "[attention, activation, norm] works")
-    if "activations" in config.memory.offload and config.model.layers <= parallel.pipeline:
-        rule = f"the last layer of a stage keeps its own, and no stage of model.layers = {config.model.layers} has two"
-        yield Problem("memory.offload", "[activations]", rule, "[] works, or a smaller parallel.pipeline")
-    if "parameters" in config.memory.offload and parallel.zero != 3:
-        rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
-        yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")
-    if config.loss.chunk is not None:
-        yield from _at_least("loss.chunk", config.loss.chunk, 1)
-    chunks, layers = parallel.pipeline * parallel.virtual, config.model.layers
-    if chunks > layers > 0:
-        key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
-        yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
-    yield from _at_least("parallel.virtual", parallel.virtual, 1)
-    yield from _positive("parallel.timeout_s", parallel.timeout_s)
-    if parallel.zero_group is not None and parallel.zero == 0:
-        rule = "parallel.zero = 0 shards nothing"
-        yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
+def _recompute(config: RunConfig) -> Iterator[Problem]:
+    memory, layers = config.memory, config.model.layers
+    if isinstance(memory.recompute, int) and memory.recompute > layers:
+        rule = f"must be none, selective, full or a number of layers up to model.layers = {layers}"
+        yield Problem("memory.recompute", memory.recompute, rule)
+    if memory.recompute == "selective" and not memory.selective:
+        yield Problem("memory.selective", [], "names no part to compute again", "[attention, activation, norm] works")
 
 
-def shared_matrices(model: ModelConfig, tensor: int) -> Iterator[Problem]:
-    """What keeps `tensor` devices from sharing every matrix of a model."""
-    # a number that divides the key heads divides the query heads too
-    key = "heads" if model.kv_heads is None else "kv_heads"
-    heads = getattr(model, key)
-    if heads > 0 and heads % tensor:
-        near = divisors_near(heads, tensor)
-        yield Problem("parallel.tensor", tensor, f"must divide model.{key} = {heads}", _any_of(near))
-    if model.ffn_size % tensor:
-        near = divisors_near(model.ffn_size, tensor)
-        rule = f"must divide the feed-forward width {model.ffn_size}"
-        yield Problem("parallel.tensor", tensor, rule, _any_of(near))
-
-
-def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
-    parallel = config.parallel
-    one_model = parallel.tensor * parallel.pipeline
-    if one_model < 1 or (parallel.data is not None and parallel.data < 1):
-        return
-    keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
-    values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")
-    needed = one_model * (parallel.data or 1)
-    if world < needed:
-        yield Problem(
-            keys,
-            values,
-            f"needs {'' if parallel.data else 'at least '}{needed} devices, one process each, and this run has {world}",
-            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
-            "with dry_run=true, or take a smaller preset such as +config=quickstart",
-        )
-    elif world % one_model or (parallel.data and world != needed):
-        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
-        works = f"processes that work: {needed}" if parallel.data else _any_of(multiples_near(one_model, world))
-        yield Problem(keys, values, rule, works)
-
-
-def _batch(config: RunConfig, data: int) -> Iterator[Problem]:
-    batch, group = config.batch, config.parallel.zero_group
-    if group is not None and (group < 1 or data % group):
-        near = _any_of(divisors_near(data, group))
-        yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}", near)
-    wrong = [*_at_least("batch.global_size", batch.global_size, 1), *_at_least("batch.micro_size", batch.micro_size, 1)]
-    yield from wrong
-    if not wrong and batch.global_size % (batch.micro_size * data):
-        unit = batch.micro_size * data
-        rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
-        works = _any_of(multiples_near(unit, batch.global_size))
-        if batch.global_size % data == 0:
-            micro = divisors_near(batch.global_size // data, batch.micro_size)
-            works += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
-        yield Problem("batch.global_size", batch.global_size, rule, works)
-
-
-def _precision(config: RunConfig) -> Iterator[Problem]:
-    precision = config.precision
-    if (precision.compute == "fp16") != (precision.loss_scale is not None):
+def _loss_scale(config: RunConfig) -> Iterator[Problem]:
+    precision, scale = config.precision, config.precision.loss_scale
+    if (precision.compute == "fp16") != (scale is not None):
         rule = "fp16 needs precision.loss_scale and no other format takes one"
         yield Problem("precision.compute", precision.compute, rule, "precision=fp16, bf16 or fp32 sets both")
+    if scale is not None and scale.initial < scale.minimum:
+        rule = f"must not be below precision.loss_scale.minimum = {scale.minimum:g}"
+        yield Problem("precision.loss_scale.initial", scale.initial, rule, "65536 is usual")
+
+
+def _formats(config: RunConfig) -> Iterator[Problem]:
+    precision = config.precision
     if precision.compute != "fp32" and precision.fp32_products != "auto":
         rule = f"concerns fp32, and precision.compute = {precision.compute}"
         yield Problem("precision.fp32_products", precision.fp32_products, rule, "auto works, or precision=fp32")
     if precision.compute == "fp64" and precision.reduce == "bf16":
         yield Problem("precision.reduce", "bf16", "fp64 is for exact comparisons", "fp32 keeps sums in fp64")
-    if precision.loss_scale is not None:
-        scale = precision.loss_scale
-        yield from _positive("precision.loss_scale.minimum", scale.minimum)
-        yield from _at_least("precision.loss_scale.growth_interval", scale.growth_interval, 1)
-        if scale.initial < scale.minimum:
-            rule = f"must not be below precision.loss_scale.minimum = {scale.minimum:g}"
-            yield Problem("precision.loss_scale.initial", scale.initial, rule, "65536 is usual")
+    if precision.compute == "fp64" and config.optimizer.moments == "bf16":
+        yield Problem("optimizer.moments", "bf16", "fp64 is for exact comparisons", "fp32 keeps moments in fp64")
 
 
-def _optimizer(config: RunConfig) -> Iterator[Problem]:
+def _moments(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
-    yield from _positive("optimizer.lr", optimizer.lr)
-    yield from _positive("optimizer.eps", optimizer.eps)
-    yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     for i, beta in enumerate(optimizer.betas):
-        yield from _within(f"optimizer.betas[{i}]", beta, 0.0, 1.0)
         if optimizer.moments == "bf16" and beta > BF16_BETA:
             rule = "bf16 moments have 8 bits: one that decays by less than a part in 256 in a step stays where it is"
             yield Problem(f"optimizer.betas[{i}]", beta, rule, f"{BF16_BETA:g} works, or optimizer.moments=fp32")
-    if optimizer.moments == "bf16" and config.precision.compute == "fp64":
-        yield Problem("optimizer.moments", "bf16", "fp64 is for exact comparisons", "fp32 keeps moments in fp64")
-    if optimizer.clip is not None:
-        yield from _positive("optimizer.clip", optimizer.clip)
-    if config.metrics.trust_ratios and not isinstance(optimizer, LambConfig):
-        yield Problem("metrics.trust_ratios", "true", "Adam has none", "false works, or optimizer=lamb")
-    if isinstance(optimizer, LambConfig) and optimizer.max_ratio is not None:
-        yield from _positive("optimizer.max_ratio", optimizer.max_ratio)
 
 
-def _lr_schedule(config: RunConfig) -> Iterator[Problem]:
-    schedule, total = config.lr_schedule, config.train.steps
-    yield from _at_least("lr_schedule.warmup_steps", schedule.warmup_steps, 0)
-    yield from _at_least("lr_schedule.min_lr", schedule.min_lr, 0)
-    if schedule.min_lr > config.optimizer.lr:
+def _ratios(config: RunConfig) -> Iterator[Problem]:
+    if config.metrics.trust_ratios and config.optimizer.name != "lamb":
+        yield Problem("metrics.trust_ratios", True, "Adam has none", "false works, or optimizer=lamb")
+
+
+def _least_rate(config: RunConfig) -> Iterator[Problem]:
+    schedule = config.lr_schedule
+    if schedule.shape == "constant" and schedule.min_lr:
+        yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant rate does not decay", "0 works")
+    elif schedule.min_lr > config.optimizer.lr:
         rule = f"must not be above optimizer.lr = {config.optimizer.lr:g}"
         yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "0 works")
+
+
+def _decay(config: RunConfig) -> Iterator[Problem]:
+    schedule, total = config.lr_schedule, config.train.steps
     if schedule.shape == "constant":
         if schedule.decay_steps is not None:
-            yield Problem(
-                "lr_schedule.decay_steps", schedule.decay_steps, "a constant rate does not decay", "null works"
-            )
-        if schedule.min_lr:
-            yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant rate does not decay", "0 works")
-        return
-    if schedule.decay_steps is not None:
-        yield from _at_least("lr_schedule.decay_steps", schedule.decay_steps, 1)
-    if schedule.shape == "wsd":
+            rule = "a constant rate does not decay"
+            yield Problem("lr_schedule.decay_steps", schedule.decay_steps, rule, "null works")
+    elif schedule.shape == "wsd":
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         if schedule.warmup_steps + length > total:
-            rule = f"warm-up ({schedule.warmup_steps}) and decay ({length}) must fit into train.steps = {total}"
-            yield Problem(
-                "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}", rule
-            )
+            keys, values = "lr_schedule.warmup_steps, lr_schedule.decay_steps", f"{schedule.warmup_steps}, {length}"
+            yield Problem(keys, values, f"warm-up and decay must fit into train.steps = {total}")
     elif schedule.decay_steps is not None and schedule.decay_steps < schedule.warmup_steps:
         rule = f"must not be above lr_schedule.decay_steps = {schedule.decay_steps}, where the decay ends"
         yield Problem("lr_schedule.warmup_steps", schedule.warmup_steps, rule)
 
 
-def _data(config: RunConfig) -> Iterator[Problem]:
-    data, packing, vocab = config.data, config.data.packing, config.model.vocab
+def _packing(config: RunConfig) -> Iterator[Problem]:
+    packing, vocab = config.data.packing, config.model.vocab
     for key in ("eod", "pad"):
         value = getattr(packing, key)
-        if value is not None and not 0 <= value < vocab:
-            yield Problem(
-                f"data.packing.{key}", value, f"must be an id below model.vocab = {vocab}", "null: there is none"
-            )
+        if value is not None and value >= vocab:
+            rule = f"must be an id below model.vocab = {vocab}"
+            yield Problem(f"data.packing.{key}", value, rule, "null: there is none")
     if packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule)
     if packing.eod is not None and packing.eod == packing.pad:
         rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
         yield Problem("data.packing.eod", packing.eod, rule)
-    if isinstance(data, StdlibData):
-        yield from _within("data.validation_fraction", data.validation_fraction, 0.0, 1.0, open_low=True)
-        if vocab < MINIMUM_STDLIB_VOCAB:
-            rule = "the tokenizer of data=stdlib needs more pieces"
-            yield Problem("model.vocab", vocab, rule, f"{MINIMUM_STDLIB_VOCAB} or more work")
-    if isinstance(data, IndexedData):
-        if not data.train and not config.dry_run:
-            rule = "names no files"
-            works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
-            yield Problem("data.train", "[]", rule, works)
-        if data.weights is not None and len(data.weights) != len(data.train):
-            rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
-            yield Problem("data.weights", list(data.weights), rule, "null: in proportion to their tokens")
-        for i, weight in enumerate(data.weights or ()):
-            yield from _positive(f"data.weights[{i}]", weight)
 
 
-def _run(config: RunConfig) -> Iterator[Problem]:
-    yield from _at_least("train.steps", config.train.steps, 1)
-    yield from _at_least("train.seed", config.train.seed, 0)
-    yield from _stop_after(config)
-    yield from _at_least("train.check_replicas", config.train.check_replicas, 0)
-    yield from _at_least("validation.every", config.validation.every, 0)
-    yield from _at_least("validation.sequences", config.validation.sequences, 1)
-    yield from _at_least("checkpoint.every", config.checkpoint.every, 0)
-    yield from _at_least("checkpoint.keep", config.checkpoint.keep, 0)
-    yield from _checkpoint(config)
-    yield from contradictions(config.faults, saves=config.checkpoint.every > 0)
-    yield from evaluate.contradictions(config.evaluate, config.data)
-    yield from _at_least("metrics.every", config.metrics.every, 1)
-    yield from _at_least("sample.tokens", config.sample.tokens, 0)
-    yield from _at_least("sample.top_k", config.sample.top_k, 0)
-    yield from _at_least("sample.temperature", config.sample.temperature, 0)
+def _vocabulary(config: RunConfig) -> Iterator[Problem]:
+    if isinstance(config.data, StdlibData) and config.model.vocab < MINIMUM_STDLIB_VOCAB:
+        rule = "the tokenizer of data=stdlib needs more pieces"
+        yield Problem("model.vocab", config.model.vocab, rule, f"{MINIMUM_STDLIB_VOCAB} or more work")
+
+
+def _files(config: RunConfig) -> Iterator[Problem]:
     data = config.data
-    if (
-        config.validation.every
-        and not config.dry_run
-        and (isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation))
-    ):
-        works = "validation.every=0 works" + (
-            "" if isinstance(data, SyntheticData) else ", or data.validation=[PREFIX]"
-        )
-        yield Problem(
-            "validation.every", config.validation.every, f"data.kind = {data.kind} has no held-out data here", works
-        )
-    if config.sample.tokens and (
-        isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None)
-    ):
-        works = "sample.tokens=0 works" + ("" if isinstance(data, SyntheticData) else ", or give data.tokenizer")
-        yield Problem("sample.tokens", config.sample.tokens, f"data.kind = {data.kind} has no tokenizer here", works)
-    if config.sample.tokens and not config.sample.prompts:
-        yield Problem("sample.prompts", "[]", "sample.tokens > 0 needs a text to continue")
+    if not isinstance(data, IndexedData):
+        return
+    if not data.train and not config.dry_run:
+        works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
+        yield Problem("data.train", [], "names no files", works)
+    if data.weights is not None and len(data.weights) != len(data.train):
+        rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
+        yield Problem("data.weights", data.weights, rule, "null: in proportion to their tokens")
+
+
+def _held_out(config: RunConfig) -> Iterator[Problem]:
+    data, every = config.data, config.validation.every
+    without = isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation)
+    if every and not config.dry_run and without:
+        works = "" if isinstance(data, SyntheticData) else ", or data.validation=[PREFIX]"
+        rule = f"data.kind = {data.kind} has no held-out data here"
+        yield Problem("validation.every", every, rule, f"validation.every=0 works{works}")
+
+
+def _sample(config: RunConfig) -> Iterator[Problem]:
+    data, tokens = config.data, config.sample.tokens
+    if tokens and (isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None)):
+        works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
+        rule = f"data.kind = {data.kind} has no tokenizer here"
+        yield Problem("sample.tokens", tokens, rule, f"sample.tokens=0 works{works}")
+    if tokens and not config.sample.prompts:
+        yield Problem("sample.prompts", [], "sample.tokens > 0 needs a text to continue")
 
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    yield from _at_least("checkpoint.keep_every", checkpoint.keep_every, 0)
-    if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
-        near = multiples_near(checkpoint.every, checkpoint.keep_every)
-        rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
-        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, _any_of(near))
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
         rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
+    if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
+        near = multiples_near(checkpoint.every, checkpoint.keep_every)
+        rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
+        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, any_of(near))
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:
@@ -362,35 +236,41 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
     except ValueError:
         yield Problem("train.stop_after", given, "must be a time", "5400, 90m, 1h30m or null work")
         return
-    if limit is not None:
-        yield from _positive("train.stop_after", limit)
-        if not config.checkpoint.every:
-            yield Problem(
-                "train.stop_after", given, "checkpoint.every = 0 saves nothing that could be continued", "null works"
-            )
+    if limit is not None and not limit > 0:
+        yield Problem("train.stop_after", given, "must be above 0", "null: no limit")
+    if limit is not None and not config.checkpoint.every:
+        rule = "checkpoint.every = 0 saves nothing that could be continued"
+        yield Problem("train.stop_after", given, rule, "null works")
 
 
-def _at_least(key: str, value: float, low: float) -> Iterator[Problem]:
-    if not value >= low:
-        yield Problem(key, value, f"must be at least {low}")
+def _faults(config: RunConfig) -> Iterator[Problem]:
+    yield from contradictions(config.faults, saves=config.checkpoint.every > 0)
 
 
-def _positive(key: str, value: float) -> Iterator[Problem]:
-    if not value > 0:
-        yield Problem(key, value, "must be above 0")
+def _evaluate(config: RunConfig) -> Iterator[Problem]:
+    yield from evaluate.contradictions(config.evaluate, config.data)
 
 
-def _within(key: str, value: float, low: float, high: float, open_low: bool = False) -> Iterator[Problem]:
-    if not (low < value if open_low else low <= value) or not value < high:
-        yield Problem(key, value, f"must be {'above' if open_low else 'at least'} {low:g} and below {high:g}")
-
-
-_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _model,
-    _parallel,
-    _precision,
-    _optimizer,
-    _lr_schedule,
-    _data,
-    _run,
+_RULES: tuple[Rule, ...] = (
+    _heads,
+    _rotation,
+    _distances,
+    _kernel,
+    _query_layer,
+    _recompute,
+    _loss_scale,
+    _formats,
+    _moments,
+    _ratios,
+    _least_rate,
+    _decay,
+    _packing,
+    _vocabulary,
+    _files,
+    _held_out,
+    _sample,
+    _checkpoint,
+    _stop_after,
+    _faults,
+    _evaluate,
 )

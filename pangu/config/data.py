@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pangu.config.bounds import Bounds, Filename, Natural, Positive
 
 
 @dataclass(frozen=True)
 class PackingConfig:
     """How tokens become samples and masks. The rules are those of PanGu-α's data pipeline."""
 
-    eod: int | None
+    eod: Natural | None
     """Id that ends a document; null where the data has none."""
-    pad: int | None
+    pad: Natural | None
     """Id of padding. A position whose *input* is this id does not count in the loss; null where there is none."""
     reset_mask: bool
     """Tokens do not attend across the end of a document."""
@@ -27,7 +29,7 @@ class TokenizerConfig:
     kind: Literal["sentencepiece", "pangu", "huggingface"]
     """`sentencepiece`: the model file as it is; `pangu`: jieba, then SentencePiece, as PanGu-α's corpus was made;
     `huggingface`: a local folder that transformers' AutoTokenizer loads."""
-    path: str
+    path: Filename
     """The `.model` file, or the folder."""
 
 
@@ -37,10 +39,10 @@ class StdlibData:
 
     kind: Literal["stdlib"]
     """Selects the data source."""
-    folder: str
+    folder: Filename
     """Where the text, the SentencePiece model and the indexed files are cached. The model is trained with
     `model.vocab` pieces."""
-    validation_fraction: float
+    validation_fraction: Annotated[float, Bounds(above=0, below=1)]
     """Share of the documents held out, chosen by a hash of their names."""
     packing: PackingConfig
     """Documents, masks and padding."""
@@ -52,11 +54,11 @@ class IndexedData:
 
     kind: Literal["indexed"]
     """Selects the data source."""
-    train: tuple[str, ...]
+    train: tuple[Filename, ...]
     """Prefixes, e.g. [/data/web, /data/books]."""
-    weights: tuple[float, ...] | None
+    weights: tuple[Positive, ...] | None
     """One for each prefix of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
-    validation: tuple[str, ...]
+    validation: tuple[Filename, ...]
     """Prefixes of held-out data, read in proportion to their tokens; may be empty if `validation.every` is 0."""
     tokenizer: TokenizerConfig | None
     """Used to sample text from the model; null samples nothing."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import category
+
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 class UserError(Exception):
@@ -33,8 +37,23 @@ class Problem:
     """The nearest values that work."""
 
     def __str__(self) -> str:
-        text = f"{self.key} = {self.value}: {self.rule}"
+        text = f"{shown(self.key)} = {shown(self.value)}: {self.rule}"
         return f"{text}; {self.works}" if self.works else text
+
+
+def shown(value: object) -> str:
+    """A value as it is written in YAML and on the command line; what is long is cut, control characters are escaped."""
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, (list, tuple)):
+        text = f"[{', '.join(map(shown, value))}]"
+    elif isinstance(value, Mapping):
+        text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
+    else:
+        text = str(value) or "''"
+    # isprintable refuses the wide space of Chinese texts
+    text = "".join(c if c.isprintable() or category(c) == "Zs" else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class LocalError(UserError):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pangu.config.bounds import Bounds, Count, Length, Positive, Share
+
+MOST_LAYERS = 1000
+"""Of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -12,17 +17,17 @@ class ModelConfig:
 
     kind: Literal["pangu", "gpt"]
     """`pangu`: PanGu-α (a query layer on top of the blocks); `gpt`: the GPT-2/GPT-3 decoder."""
-    layers: int
+    layers: Annotated[int, Bounds(least=1, most=MOST_LAYERS)]
     """Number of Transformer layers. PanGu-α counts its query layer, as the paper does (2.6B: 31 blocks + 1 query)."""
-    hidden: int
+    hidden: Annotated[int, Bounds(least=1, most=2**20)]
     """Width of the residual stream."""
-    heads: int
+    heads: Count
     """Number of attention heads; must divide `hidden`."""
-    vocab: int
+    vocab: Length
     """Number of rows of the word embedding."""
-    sequence: int
+    sequence: Length
     """Tokens in a training sample, and rows of the position (and query) table where there is one."""
-    ffn: int | None
+    ffn: Annotated[int, Bounds(least=1, most=2**24)] | None
     """Width of the feed-forward layer; null means 4 x `hidden`, whatever the activation."""
     activation: Literal["gelu_tanh", "gelu", "fast_gelu", "swiglu"]
     """`gelu_tanh`: tanh approximation, as the released PanGu-α weights and GPT-2; `gelu`: the exact erf form;
@@ -36,7 +41,7 @@ class ModelConfig:
     """Linear layers add a bias. A layer norm keeps its own either way."""
     tied_head: bool
     """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
-    kv_heads: int | None
+    kv_heads: Count | None
     """Number of key and value heads, each serving `heads` / `kv_heads` neighbouring query heads (grouped-query
     attention, Ainslie et al. 2023); must divide `heads`. null: as many as `heads`."""
     positions: Literal["learned", "rope", "alibi", "relative"]
@@ -44,26 +49,26 @@ class ModelConfig:
     `alibi` (Press et al. 2022): scores fall linearly with the distance, by a slope of each head; `relative` (T5, Raffel
     et al. 2020): each head learns a bias for each bucket of distances, in one table for all layers. Only `learned` has
     position vectors; PanGu-α's query layer keeps its own table whatever this says."""
-    rope_base: float | None
+    rope_base: Positive | None
     """With `rope`, pair i of a head turns by position x `rope_base`^(-2i / head size); null means 10000. Must be null
     with other positions."""
-    relative_buckets: int | None
+    relative_buckets: Annotated[int, Bounds(least=2, most=2**20)] | None
     """With `relative`, number of buckets; null means 32. Must be null with other positions."""
-    relative_distance: int | None
+    relative_distance: Length | None
     """With `relative`, distance in tokens from which on all share the last bucket; null means 128. Must be null with
     other positions."""
-    window: int | None
+    window: Length | None
     """Sliding window: a query sees so many latest keys, its own among them; null: all."""
     residual_scores: bool
     """RealFormer (He et al. 2021): each layer adds the attention scores of the layer below, before bias and mask, to
     its own. Needs `attention=reference`, which `auto` takes then."""
-    dropout: float
+    dropout: Share
     """Probability of dropping an element of the embedding sum, the attention output and the feed-forward output."""
-    attention_dropout: float
+    attention_dropout: Share
     """Probability of dropping an attention probability."""
-    norm_eps: float
+    norm_eps: Positive
     """Epsilon inside the root of every norm."""
-    init_std: float
+    init_std: Positive
     """Standard deviation of initial weights; outputs into the residual stream get `init_std` / sqrt(2 x `layers`)."""
     final_norm: Literal["before_query", "after_query"]
     """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the

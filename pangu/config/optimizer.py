@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pangu.config.bounds import Count, Natural, NotNegative, Positive, Share
+
 
 @dataclass(frozen=True)
 class LossScaleConfig:
     """Dynamic loss scale, used by fp16 alone (Micikevicius et al. 2018, section 3.2)."""
 
-    initial: float
+    initial: Positive
     """First scale."""
-    growth_interval: int
+    growth_interval: Count
     """Steps without overflow after which the scale is doubled."""
-    minimum: float
+    minimum: Positive
     """The scale is never halved below this; an overflow there stops the run."""
 
 
@@ -41,18 +43,18 @@ class AdamConfig:
 
     name: Literal["adam"]
     """Selects the optimizer."""
-    lr: float
+    lr: Positive
     """Peak learning rate."""
-    betas: tuple[float, float]
+    betas: tuple[Share, Share]
     """Decay of the first and second moment."""
-    eps: float
+    eps: Positive
     """Added to the root of the second moment."""
-    weight_decay: float
+    weight_decay: NotNegative
     """Decoupled weight decay; biases and norms are excluded."""
     moments: Literal["fp32", "bf16"]
     """Format in which both moments are kept between steps. fp32: that of the master weights (fp64 in fp64). bf16: 4
     bytes a parameter less; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
-    clip: float | None
+    clip: Positive | None
     """Largest global gradient norm; null does not clip."""
 
 
@@ -62,24 +64,24 @@ class LambConfig:
 
     name: Literal["lamb"]
     """Selects the optimizer."""
-    lr: float
+    lr: Positive
     """Peak learning rate."""
-    betas: tuple[float, float]
+    betas: tuple[Share, Share]
     """Decay of the first and second moment."""
-    eps: float
+    eps: Positive
     """Keeps the update finite; see `eps_inside_root`."""
     eps_inside_root: bool
     """true: m / sqrt(v + eps), as the paper's first version; false: m / (sqrt(v) + eps), as most code."""
-    weight_decay: float
+    weight_decay: NotNegative
     """Decay inside the layer-wise update; biases and norms are excluded unless `exclude_vectors` is false."""
     exclude_vectors: bool
     """true: biases and norms get neither decay nor a layer-wise ratio."""
-    max_ratio: float | None
+    max_ratio: Positive | None
     """Largest layer-wise trust ratio (MindSpore clips at 10); null does not clip, as the algorithm says."""
     moments: Literal["fp32", "bf16"]
     """Format in which both moments are kept between steps. fp32: that of the master weights (fp64 in fp64). bf16: 4
     bytes a parameter less; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""
-    clip: float | None
+    clip: Positive | None
     """Largest global gradient norm; null does not clip."""
 
 
@@ -89,12 +91,12 @@ class LrScheduleConfig:
 
     shape: Literal["cosine", "linear", "constant", "wsd"]
     """Form after the warm-up. `wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
-    warmup_steps: int
+    warmup_steps: Natural
     """Updates of linear warm-up: update i (from 0) uses peak x (i + 1) / warmup_steps, so the first is not wasted."""
-    decay_steps: int | None
+    decay_steps: Count | None
     """cosine and linear: update at which `min_lr` is reached, counted from update 0 (null: train.steps). wsd: length of
     the final decay (null: a tenth of train.steps). Not for `constant`."""
     decay_from: Literal["warmup", "start"]
     """Where the cosine or line begins: at the end of the warm-up, or at update 0 as in MindSpore's PanGu-α code."""
-    min_lr: float
+    min_lr: NotNegative
     """Floor that the decay ends on."""

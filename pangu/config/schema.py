@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pangu.config.bounds import Bounds, Count, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
 from pangu.config.evaluate import EvaluateConfig
 from pangu.config.faults import FaultsConfig
@@ -22,43 +23,43 @@ from pangu.config.optimizer import AdamConfig, LambConfig, LrScheduleConfig, Pre
 class ParallelConfig:
     """How the model is spread over devices."""
 
-    tensor: int
+    tensor: Length
     """Devices that share every matrix (tensor parallelism)."""
-    pipeline: int
+    pipeline: Annotated[int, Bounds(least=1, most=256)]
     """Stages that the layers are spread over (pipeline parallelism)."""
-    virtual: int
+    virtual: Length
     """Chunks of layers on each stage (virtual stages), as many as `schedule` allows."""
-    schedule: str
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v"]
     """In which order a stage computes its micro-batches: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (with
     `virtual` chunks per stage), `zb_h1` (weight gradients fill the bubble), `zb_v` (two chunks per stage in a V)."""
-    layers: tuple[int, ...] | None
+    layers: tuple[Count, ...] | None
     """Layers of each chunk, in model order; null: cut so that all take equal time, the head counted."""
-    data: int | None
+    data: Length | None
     """Replicas that share the batch (data parallelism); null means all devices that remain."""
     sequence: bool
     """Sequence parallelism: the tensor-parallel devices also share norms, dropout and residuals, each with its part of
     the sequence."""
-    overlap_chunks: int
+    overlap_chunks: Length
     """Parts along the sequence that products with shared matrices are cut into, so that the communication of one hides
     behind the product of another. 1: products are not cut."""
     zero: Literal[0, 1, 2, 3]
     """ZeRO stage: what is sharded over the data-parallel replicas. 0 nothing, 1 optimizer state, 2 also gradients,
     3 also parameters."""
-    zero_group: int | None
+    zero_group: Length | None
     """Replicas that share optimizer state, gradients and parameters among them, e.g. those of a node (hybrid sharding);
     a divisor of the data-parallel size. null: all replicas."""
-    bucket_mib: float | None
+    bucket_mib: Positive | None
     """Layers are joined to buckets of about this many MiB of fp32 gradients; a bucket is what is communicated at once.
     null: 25 with `zero=0`, otherwise one layer."""
     overlap: bool
     """Communication between replicas runs while layers compute; false: one after the other, with the same results."""
-    timeout_s: float
+    timeout_s: Annotated[float, Bounds(above=0, most=1e9)]
     """Seconds that a process waits for a message of another one before the run ends with an error. A save may take
     longer, but a rank has to get on with it: each file, of about 1 GiB, must be on the disk within this time."""
-    allowed: tuple[dict[str, int | bool | str], ...]
+    allowed: tuple[dict[str, object], ...] | None
     """Layouts to choose from, for runs whose number of processes changes: keys of this group that replace the group's
     own, e.g. [{tensor: 4, pipeline: 2}, {tensor: 4}]. The first that goes with the number of processes is taken.
-    []: the group itself is the layout."""
+    [] or null: the group itself is the layout."""
 
     @property
     def bucket_bytes(self) -> float:
@@ -71,9 +72,9 @@ class ParallelConfig:
 class BatchConfig:
     """How many sequences a step sees. Gradient accumulation = global_size / (micro_size x data-parallel size)."""
 
-    global_size: int
+    global_size: Length
     """Sequences per optimizer step, over all replicas."""
-    micro_size: int
+    micro_size: Length
     """Sequences that one replica computes at a time."""
 
 
@@ -81,7 +82,7 @@ class BatchConfig:
 class MemoryConfig:
     """What is recomputed or moved away instead of kept."""
 
-    recompute: Literal["none", "selective", "full"] | int
+    recompute: Literal["none", "selective", "full"] | Natural
     """`none`: keep all activations; `selective`: compute some parts of every layer again in backward; `full`: keep each
     layer's input only; a number: do so in that many layers, from the first on."""
     selective: tuple[Literal["attention", "activation", "norm"], ...]
@@ -112,7 +113,7 @@ class MemoryConfig:
 class LossConfig:
     """The head and the loss."""
 
-    chunk: int | None
+    chunk: Length | None
     """Tokens of a micro-batch whose logits exist at a time; they are computed again in backward. null: all, kept."""
 
 
@@ -120,16 +121,16 @@ class LossConfig:
 class TrainConfig:
     """The run itself."""
 
-    steps: int
+    steps: Count
     """Optimizer steps of the whole run, those before a resume included."""
-    seed: int
+    seed: Natural
     """Initial weights, data order and dropout are functions of this number."""
-    output: str
+    output: Filename
     """Run folder: resolved config, metrics, plots, checkpoints, summary."""
-    stop_after: float | str | None
+    stop_after: Positive | str | None
     """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
     it; writing the checkpoint comes on top. null: no limit."""
-    check_replicas: int
+    check_replicas: Natural
     """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
     they differ. 0: no checks."""
     device: Literal["auto", "cpu", "cuda"]
@@ -153,9 +154,9 @@ class TrainConfig:
 class ValidationConfig:
     """Perplexity on held-out data."""
 
-    every: int
+    every: Natural
     """Steps between validations, which also happen at the end; 0 turns validation off."""
-    sequences: int
+    sequences: Count
     """Held-out sequences in one validation."""
 
 
@@ -163,19 +164,19 @@ class ValidationConfig:
 class CheckpointConfig:
     """What is saved and where a run begins."""
 
-    every: int
+    every: Natural
     """Steps between checkpoints; the last step is always saved. 0 saves nothing at all."""
     asynchronous: bool
     """Training stops only while the state is copied to host memory, which takes that much of it, and goes on while it
     is written. false: it waits until the checkpoint is written."""
-    keep: int
+    keep: Natural
     """Newest checkpoints that are kept; 0 keeps all."""
-    keep_every: int
+    keep_every: Natural
     """Checkpoints at multiples of so many steps are kept for ever besides; 0: none."""
-    resume: str
+    resume: Filename
     """`auto`: continue if the run folder holds a checkpoint; `none`: refuse a run folder that holds one; otherwise the
     path of a checkpoint folder to continue from."""
-    init_from: str | None
+    init_from: Filename | None
     """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
     folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
 
@@ -184,13 +185,13 @@ class CheckpointConfig:
 class MetricsConfig:
     """Where the figures of a run go besides metrics.jsonl."""
 
-    every: int
+    every: Count
     """Steps between progress lines; every step is in metrics.jsonl."""
     tensorboard: bool
     """Write TensorBoard events into the run folder."""
     wandb: Literal["auto", "online", "offline", "off"]
     """Weights & Biases. `auto`: online if the machine is logged in, otherwise offline into the run folder."""
-    wandb_project: str
+    wandb_project: Filename
     """Project name there."""
     trust_ratios: bool
     """Write LAMB's ratio of every tensor into metrics.jsonl and the trackers, each step."""
@@ -200,13 +201,13 @@ class MetricsConfig:
 class SampleConfig:
     """Text drawn from the model at the end of the run."""
 
-    tokens: int
+    tokens: Natural
     """Number of tokens after each prompt, as far as `model.sequence` has room for both; 0 samples nothing."""
     prompts: tuple[str, ...]
     """Beginnings to continue."""
-    temperature: float
+    temperature: NotNegative
     """Softmax temperature; 0 takes the most probable token."""
-    top_k: int
+    top_k: Natural
     """Sample among the k most probable tokens; 0 among all."""
 
 

@@ -18,8 +18,8 @@ from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
-from pangu.config.checks import shared_matrices
 from pangu.config.errors import ConfigError, Problem, UserError
+from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
 from pangu.data.sources import open_tokenizer
 from pangu.data.tokenizers import Tokenizer, load_tokenizer

@@ -33,8 +33,8 @@ def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None,
 class Lamb(torch.optim.Optimizer):
     """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
 
-    r is 1 where either norm is 0. A parameter group may set `weight_decay` and `adapt` (false: r = 1 throughout, which
-    is AdamW).
+    r is 1 where either norm is 0, and `max_ratio` at most everywhere. A parameter group may set `weight_decay` and
+    `adapt` (false: r = 1 throughout, which is AdamW).
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Lamb(torch.optim.Optimizer):
             norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
         weight_norm, update_norm = self.sum_norms(norms.square()).sqrt()
         defined = (weight_norm > 0) & (update_norm > 0)
-        ratios = weight_norm / update_norm.where(defined, 1.0)
+        ratios = (weight_norm / update_norm.where(defined, 1.0)).where(defined, 1.0)
         if self.max_ratio is not None:
             ratios = ratios.clamp(max=self.max_ratio)
-        self.ratios = dict(zip(weights, ratios.where(defined, 1.0).unbind(), strict=True))
+        self.ratios = dict(zip(weights, ratios.unbind(), strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pangu.config.errors import UserError
 from pangu.config.optimizer import LossScaleConfig
 
@@ -17,6 +20,20 @@ class LossScale:
         self.config = config
         self.scale = config.initial if config else 1.0
         self.clean_steps = 0
+
+    def state(self) -> dict[str, float] | None:
+        """What a checkpoint keeps; None of a run without a loss scale."""
+        return None if self.config is None else {"scale": self.scale, "clean_steps": self.clean_steps}
+
+    def restore(self, state: Mapping[str, Any] | None) -> str | None:
+        """Go on with the scale of a checkpoint, if the run that wrote it had one. Says which is used, if one is."""
+        if self.config is None:
+            return None
+        if state is None:
+            return f"{self.scale:g} (precision.loss_scale.initial: the checkpoint is of a run without one)"
+        self.scale = max(self.config.minimum, float(state["scale"]))
+        self.clean_steps = int(state["clean_steps"])
+        return f"{self.scale:g} (of the checkpoint)"
 
     def update(self, overflow: bool) -> None:
         """Halve after an overflow, double after `growth_interval` clean steps.

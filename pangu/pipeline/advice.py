@@ -12,6 +12,8 @@ from pangu.pipeline.simulate import Durations, Timeline, simulate
 
 GOOD_BUBBLE = 0.1
 """A larger idle share is worth a warning."""
+MOST_COMPARED = 4096
+"""Forwards of a step, over all chunks, of which other schedules are simulated: for more it takes seconds."""
 WORTH_CHANGING = 0.03
 """Share of the step's computing time that a change has to save to be named."""
 
@@ -30,7 +32,8 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
     lines = [f"{'pipeline':<12} {_described(timeline)}"]
     if timeline.bubble > GOOD_BUBBLE:
         more = _more_micro_batches(timeline, durations)
-        if more.bubble <= timeline.bubble - WORTH_CHANGING:  # not where the stages are uneven
+        # not where the stages are uneven
+        if more is not None and more.bubble <= timeline.bubble - WORTH_CHANGING:
             lines.append(
                 f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
                 f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
@@ -57,19 +60,25 @@ def _described(timeline: Timeline) -> str:
     )
 
 
-def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline:
-    """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good.
+def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline | None:
+    """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good; None if
+    that is too much to simulate.
 
     Once there are as many micro-batches as stages, more of them add work but no idle time, unless stages are uneven or
     links slow.
     """
     schedule = timeline.schedule
+    if schedule.stages * len(schedule.stage_of) > MOST_COMPARED:
+        return None
     if schedule.micro_batches < schedule.stages:
         enough = make_schedule(schedule.name, schedule.stages, schedule.virtual, schedule.stages)
         timeline = simulate(enough, durations)
     per_bubble = timeline.schedule.micro_batches * timeline.bubble / (1 - timeline.bubble)
     rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
-    more = make_schedule(schedule.name, schedule.stages, schedule.virtual, max(1, rounds) * schedule.stages)
+    micro_batches = max(1, rounds) * schedule.stages
+    if micro_batches * len(schedule.stage_of) > MOST_COMPARED:
+        return None
+    more = make_schedule(schedule.name, schedule.stages, schedule.virtual, micro_batches)
     return simulate(more, durations)
 
 
@@ -86,7 +95,10 @@ def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int)
 
 
 def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterator[tuple[Schedule, Durations]]:
-    """The other schedules that the layers suffice for, with a stage's time cut evenly over its chunks."""
+    """The other schedules that the layers suffice for, with a stage's time cut evenly over its chunks; none if that is
+    too much to simulate."""
+    if schedule.micro_batches * len(schedule.stage_of) > MOST_COMPARED:
+        return
     seconds = durations.per_chunk(len(schedule.stage_of))
     stage_seconds = [[0.0] * schedule.stages for _ in range(3)]
     for total, kind in zip(stage_seconds, (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 
 def split_layers(
     num_layers: int, chunks: int, explicit: Sequence[int] | None = None, costs: Sequence[float] | None = None
@@ -28,24 +30,19 @@ def split_layers(
         raise ValueError(f"{chunks} chunks for {num_layers} layers: each needs a layer; at most {num_layers} work")
     if explicit is not None:
         return _as_given(num_layers, chunks, explicit)
-    sums = [0.0, *accumulate(costs if costs is not None else [1.0] * num_layers)]
-    assert len(sums) == num_layers + 1, f"{len(sums) - 1} costs for {num_layers} layers"
-
-    def cost(start: int, stop: int) -> float:
-        return sums[stop] - sums[start]
-
-    largest = max(cost(part.start, part.stop) for part in _best(num_layers, chunks, cost, max))
-
-    def square(start: int, stop: int) -> float:
-        return cost(start, stop) ** 2 if cost(start, stop) <= largest else float("inf")
-
-    return _best(num_layers, chunks, square, lambda total, part: total + part)
+    each = np.ones(num_layers) if costs is None else np.asarray(costs, dtype=np.float64)
+    assert len(each) == num_layers, f"{len(each)} costs for {num_layers} layers"
+    sums = np.concatenate([[0.0], np.cumsum(each)])
+    cost = np.where(np.tri(num_layers + 1, dtype=bool), np.inf, sums[None, :] - sums[:, None])  # [start, stop]
+    largest = max(cost[part.start, part.stop] for part in _best(cost, chunks, np.maximum))
+    return _best(np.where(cost <= largest, cost**2, np.inf), chunks, np.add)
 
 
 def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[range]:
     counts = list(explicit)
     if len(counts) != chunks:
-        raise ValueError(f"layers per chunk {counts}: must be {chunks} numbers, one for each chunk; null works")
+        numbers = "one number" if chunks == 1 else f"{chunks} numbers, one for each chunk"
+        raise ValueError(f"layers per chunk {counts}: must be {numbers}; null works")
     if min(counts) < 1:
         raise ValueError(f"layers per chunk {counts}: each chunk needs at least one layer; null works")
     if sum(counts) != num_layers:
@@ -55,22 +52,29 @@ def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[ran
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
-def _best(
-    num_layers: int, chunks: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
-) -> list[range]:
-    """The cut of the layers into chunks whose joined costs are smallest, by dynamic programming over (chunk, layer)."""
-    best = {0: 0.0}  # where the chunks so far end -> their joined cost
-    starts: list[dict[int, int]] = []  # of each chunk, by where it ends
+def _best(cost: np.ndarray, chunks: int, join: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> list[range]:
+    """The cut of the layers into chunks whose joined costs are smallest, by dynamic programming over (chunk, layer).
+
+    Args:
+        cost: [start, stop] of the layers from start to stop - 1; infinite where there are none.
+        chunks: number of them.
+        join: the cost of the chunks so far and that of one more to the cost of all.
+    """
+    num_layers = len(cost) - 1
+    best = np.full(num_layers + 1, np.inf)  # by where the chunks so far end
+    best[0] = 0.0
+    starts = []  # of each chunk, by where it ends
     for chunk in range(chunks):
         last = num_layers - (chunks - chunk - 1)  # leaves one layer for each chunk to come
-        ways = {
-            stop: min((join(best[start], cost(start, stop)), start) for start in best if start < stop)
-            for stop in range(chunk + 1, last + 1)
-        }
-        best = {stop: total for stop, (total, _) in ways.items()}
-        starts.append({stop: start for stop, (_, start) in ways.items()})
+        joined = join(best[chunk:last, None], cost[chunk:last, chunk + 1 : last + 1])
+        choice = joined.argmin(0)  # of equal ones the first
+        start_of = np.zeros(num_layers + 1, dtype=np.int64)
+        start_of[chunk + 1 : last + 1] = choice + chunk
+        best = np.full(num_layers + 1, np.inf)
+        best[chunk + 1 : last + 1] = joined.min(0)
+        starts.append(start_of)
     cut, stop = [], num_layers
     for start_of in reversed(starts):
-        cut.append(range(start_of[stop], stop))
-        stop = start_of[stop]
+        cut.append(range(int(start_of[stop]), stop))
+        stop = cut[-1].start
     return cut[::-1]

@@ -2,38 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from pangu.config.build import build
-from pangu.config.checks import check
-from pangu.config.errors import ConfigError
+from pangu.config.build import UnusableError, read
+from pangu.config.checks import find_problems
+from pangu.config.errors import ConfigError, Problem
+from pangu.config.layout_checks import data_size, layout_problems
 from pangu.config.schema import ParallelConfig, RunConfig
-from pangu.pipeline.stages import plan_stages
+from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.layout import Layout
 
 
-def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, Layout]:
-    """The layout for `world` processes, and the configuration with it in the place of `parallel.allowed`.
+class Chosen(NamedTuple):
+    """What a configuration comes to on some processes."""
+
+    config: RunConfig
+    """With the chosen layout in the place of `parallel.allowed`."""
+    layout: Layout
+    stages: Stages
+
+
+def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
+    """Build and check a configuration, and take the layout for `world` processes.
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+        world: number of processes.
 
     Raises:
-        ConfigError: with all that the configuration contradicts, or with what each of the allowed layouts does.
+        ConfigError: with all that is wrong with the configuration, or with what stands against each of the allowed
+            layouts.
     """
+    config, problems = find_problems(values)
+    try:
+        candidates = _candidates(config, values.get("parallel"), problems)
+    except UnusableError:
+        candidates = {}
+    refused: list[Problem] = []
+    for prefix, candidate in candidates.items():
+        found = layout_problems(candidate, world)
+        chosen = None if found else _plan(candidate, world, found)
+        if chosen is not None and not problems:
+            return chosen
+        refused += [replace(one, key=prefix + one.key) for one in found]
+        if chosen is not None:
+            refused = []
+            break
+    raise ConfigError(problems + refused)
+
+
+def _candidates(config: RunConfig, values: Any, problems: list[Problem]) -> dict[str, RunConfig]:
+    """The configuration with each layout that it allows, by what stands before the keys in messages; what is wrong with
+    single values of a layout goes into `problems`."""
     allowed = config.parallel.allowed
     if not allowed:
-        return config, _layout(config, world)
-    problems = []
+        return {"": config}
+    candidates = {}
     for number, keys in enumerate(allowed):
-        try:
-            parallel = build(ParallelConfig, {**asdict(config.parallel), **keys, "allowed": ()})
-            chosen = replace(config, parallel=parallel)
-            layout = _layout(chosen, world)
-            plan_stages(chosen, layout)
-        except ConfigError as error:
-            problems += [replace(one, key=f"parallel.allowed[{number}]: {one.key}") for one in error.problems]
-        else:
-            return chosen, layout
-    raise ConfigError(problems)
+        path = f"parallel.allowed[{number}]"
+        parallel, wrong = read(ParallelConfig, {**values, **keys, "allowed": ()}, path)
+        problems += [one for one in wrong if any(one.key.startswith(f"{path}.{key}") for key in keys)]
+        if "allowed" in keys:
+            problems.append(Problem(f"{path}.allowed", keys["allowed"], "a layout allows no others"))
+        candidates[f"{path}: "] = replace(config, parallel=parallel)
+    return candidates
 
 
-def _layout(config: RunConfig, world: int) -> Layout:
-    return Layout.of(config.parallel, check(config, world))
+def _plan(config: RunConfig, world: int, problems: list[Problem]) -> Chosen | None:
+    """The layout and its stages; None if they do not go together, or if a value is wrong by itself."""
+    try:
+        layout = Layout.of(config.parallel, data_size(config, world))
+        return Chosen(config, layout, plan_stages(config, layout))
+    except ConfigError as error:
+        problems += error.problems
+    except UnusableError:
+        pass
+    return None

@@ -35,8 +35,14 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
         ),
         (
             "numbers",
-            f"{config.precision.compute}, {config.optimizer.name} with {config.optimizer.moments} moments, gradients "
-            f"reduced in {config.precision.reduce}, recompute {config.memory.recompute}",
+            f"{config.precision.compute}, {config.optimizer.name} with {_kept_in(config, config.optimizer.moments)} "
+            f"moments, gradients reduced in {_kept_in(config, config.precision.reduce)}, recompute "
+            f"{config.memory.recompute}",
         ),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _kept_in(config: RunConfig, format_: str) -> str:
+    """A format of moments or sums as it is: in fp64, fp32 means fp64."""
+    return "fp64" if config.precision.compute == "fp64" and format_ == "fp32" else format_

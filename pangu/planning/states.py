@@ -6,6 +6,7 @@ embedding or a head that stays gathered saves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,13 +82,12 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     if sharding.stage in (1, 2):
         weights = sum(unit.padded for unit in learned)
     elif sharding.stage == 3:
+        gathers = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.GATHER)
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
             if stages.schedule.two_phases:
-                actions = stages.schedule.actions[at.pipeline]
-                times = sum(action.kind is Kind.GATHER and action.chunk == chunk for action in actions)
                 held = sum(unit.padded for unit in {unit for each_of in using.values() for unit in each_of})
-                weights += times * held
+                weights += gathers[chunk] * held
                 gathered = max(gathered, held)
             else:
                 weights += accumulation * sum(unit.padded for unit in _gathers(using, back))
@@ -110,7 +110,14 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
 
 def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePlan:
     """The plan of the rank that keeps most. It is the first rank of a stage: the others have more of the padding."""
-    firsts = (layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline))
+    firsts = [layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline)]
+    if not config.train.frozen:
+        # what lies between the first and the last stage is alike
+        shapes = {
+            rank: tuple((len(part.layers), part.first, part.last) for part in stages.of(stage).values())
+            for stage, rank in enumerate(firsts)
+        }
+        firsts = list({shape: rank for rank, shape in shapes.items()}.values())
     plans = (plan_states(config, layout, rank, stages) for rank in firsts)
     return max(plans, key=lambda plan: sum(plan.bytes.values()))
 

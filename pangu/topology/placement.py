@@ -75,11 +75,14 @@ class PlacementTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Placement] = {}
+        self._stored: dict[str, list[Placement]] = {}
+        """By the module parameter that holds them."""
 
     def add(self, placement: Placement) -> None:
         """Enter one tensor; names are unique."""
         assert placement.name not in self._entries, f"{placement.name} is built twice"
         self._entries[placement.name] = placement
+        self._stored.setdefault(placement.stored_in, []).append(placement)
 
     def __iter__(self) -> Iterator[Placement]:
         return iter(self._entries.values())
@@ -92,7 +95,7 @@ class PlacementTable:
 
     def stored_in(self, parameter: str) -> list[Placement]:
         """The logical tensors that one module parameter holds, in the order of their offsets."""
-        return [entry for entry in self._entries.values() if entry.stored_in == parameter]
+        return list(self._stored.get(parameter, ()))
 
     @property
     def numel(self) -> int:

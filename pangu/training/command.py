@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pangu.config.errors import INTERRUPTED, PATIENCE_SECONDS, UserError, exit_status
+from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
 from pangu.topology.launch import Launch
 from pangu.training.run import run
 
@@ -24,41 +24,93 @@ def pretrain(configs: Path) -> None:
     Args:
         configs: absolute path of the folder with base.yaml.
     """
-    first = Launch.from_environment().rank == 0
-    real_stderr = sys.stderr
-    if not first:
-        # what Hydra says of a wrong key is the same on every process
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    words = sys.argv[1:]
 
     def task(composed: DictConfig) -> None:
-        sys.stderr = real_stderr
-        status = exit_status(lambda: run(_plain(composed)), "\nerror", first)
-        if status == INTERRUPTED and first:
-            print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
-        if status:
-            sys.exit(status)
+        _run(lambda: _plain(composed))
 
-    try:
+    if any(word.startswith("-") for word in words):
+        # options are Hydra's: --cfg, --info, --multirun
         hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
-    except SystemExit as end:
-        if end.code and sys.stderr is not real_stderr:
-            time.sleep(PATIENCE_SECONDS)
-        raise
+    else:
+        _run(lambda: compose(configs, words))
 
 
-def compose(configs: Path, overrides: Sequence[str]) -> dict[str, object]:
-    """What pretrain.py would run from, given these overrides. Raises UserError."""
+def _run(values: Callable[[], Mapping[str, Any]]) -> None:
+    first = Launch.from_environment().rank == 0
+    status = exit_status(lambda: run(values()), "\nerror", first)
+    if status == INTERRUPTED and first:
+        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
+    if status:
+        sys.exit(status)
+
+
+def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What pretrain.py would run from, given these overrides. Keys that do not exist are in it as they were given, so
+    that they are told of together with all else that is wrong.
+
+    Raises:
+        UserError: for words that cannot be read, options that do not exist, and references to nothing.
+    """
+    groups = {
+        path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir() if path.is_dir()
+    }
     try:
         with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-            return _plain(hydra.compose("base", overrides=list(overrides)))
+            return _plain(hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides]))
     except OverrideParseException as error:
-        raise UserError(f"{error.override}: {error}") from error
+        rule = "cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can, with quotes around special characters"
+        raise UserError(f"{shown(error.override)}: {rule}") from error
+    except MissingConfigException as error:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        works = f"{', '.join(error.options)} work" if error.options else ""
+        raise ConfigError([Problem(group, option, "there is no such option", works)]) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(str(error)) from error
+        said = str(error).partition("\n\n")[0].replace("++", "")
+        reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
+        raise UserError(f"{said}{reason}") from error
 
 
-def _plain(composed: DictConfig) -> dict[str, object]:
-    """The composed configuration with its references resolved, as plain dictionaries."""
-    values = OmegaConf.to_container(composed, resolve=True)
+def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """An override as one that Hydra takes for any key: which keys there are is for the schema to say.
+
+    Raises OverrideParseException for what is no override, ConfigError for a group that is not given an option.
+    """
+    (override,) = OverridesParser.create().parse_overrides([word])
+    key = override.key_or_group
+    if not key:
+        raise OverrideParseException(word, "names no key")
+    if key in groups or "/" in key or override.package:
+        options = [override.value()] if not isinstance(override.value(), list) else override.value()
+        if not override.is_delete() and not all(isinstance(option, (str, dict)) for option in options):
+            works = f"{', '.join(groups.get(key, ()))} work"
+            raise ConfigError([Problem(key, override.value(), "must be the name of an option", works)])
+        return word
+    return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    """The composed configuration with its references resolved, as plain dictionaries. Raises ConfigError."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(list(_unresolved(composed, ""))) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _unresolved(group: Any, path: str) -> Iterator[Problem]:
+    """The references of a DictConfig or ListConfig that lead nowhere, or to a group of keys."""
+    raw: Any = OmegaConf.to_container(group, resolve=False)
+    for key in range(len(raw)) if isinstance(raw, list) else raw:
+        name = f"{path}.{key}" if path else str(key)
+        try:
+            value = group[key]
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2]
+            yield Problem(name, raw[key], f"cannot be resolved: {reason}", "quotes and \\${...} keep it as it is")
+            continue
+        if OmegaConf.is_interpolation(group, key) and isinstance(value, Container):
+            yield Problem(name, raw[key], "refers to a group of keys, not to a value")
+        elif isinstance(value, Container):
+            yield from _unresolved(value, name)

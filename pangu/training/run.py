@@ -14,7 +14,6 @@ import torch
 
 from pangu.checkpoint.run_folder import save_config
 from pangu.collectives.reduce import answered
-from pangu.config.build import build
 from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
@@ -31,7 +30,7 @@ from pangu.models.size import num_parameters
 from pangu.optim.build import implementation
 from pangu.pipeline.advice import advise
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.stages import Stages, plan_stages
+from pangu.pipeline.stages import Stages
 from pangu.planning.layouts import choose_layout
 from pangu.planning.report import describe
 from pangu.planning.states import fullest_states, held_bytes, plan_states, tell_states
@@ -65,8 +64,7 @@ def run(values: Mapping[str, Any]) -> None:
     began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
-    config, layout = choose_layout(build(RunConfig, values), launch.world)
-    stages = plan_stages(config, layout)
+    config, layout, stages = choose_layout(values, launch.world)
     frozen = count_frozen(config.train.frozen, build_model(config.model)[1])
     log.info(describe(config, layout, fullest_states(config, layout, stages)))
     if frozen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -31,7 +32,7 @@ from pangu.checkpoint.files import (
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.weights import damage, intact, load_weights
 from pangu.config.disk import flush
-from pangu.config.errors import LocalError, UserError, writing
+from pangu.config.errors import LocalError, UserError, shown, writing
 from pangu.config.schema import RunConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -116,7 +117,8 @@ class Saver:
             "skipped": trainer.skipped,
             "samples": samples,
             "watch": dict(watch),
-            "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
+            "loss_scale": trainer.loss_scale.state(),
+            "frozen": list(self._config.train.frozen),
             "identity": identity(self._config),
             "layout": asdict(trainer.mesh.layout),
         }
@@ -267,16 +269,39 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
             state[moment].zero_()
     for moment in MOMENTS if updates else ():
         wanted += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
+    together(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
     together(trainer.mesh, lambda: load(path, index, wanted), here=True)
     trainer.parameters.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
-    trainer.loss_scale.scale = index["loss_scale"]["scale"]
-    trainer.loss_scale.clean_steps = index["loss_scale"]["clean_steps"]
+    if scale := trainer.loss_scale.restore(index["loss_scale"]):
+        log.info("%-12s %s", "loss scale", scale)
     folder = Path(config.train.output) / "checkpoints"
     (aside, *_) = together(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
     for later in aside or ():
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index
+
+
+def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise a UserError if tensors that are trained now were frozen when a checkpoint was written."""
+    if index["step"] == index["skipped"]:
+        return
+    patterns = config.train.frozen
+    bare = [
+        name
+        for kind, _, name in (key.partition("/") for key in index["tensors"])
+        if kind == "weight"
+        and f"{MOMENTS[0]}/{name}" not in index["tensors"]
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if bare:
+        before = index.get("frozen", [])
+        raise UserError(
+            f"train.frozen = {shown(patterns)}: {len(bare)} tensors ({', '.join(bare[:3])}{', ...' * (len(bare) > 3)}) "
+            f"were frozen in the run that wrote {path}, which has no optimizer state of theirs; "
+            f"train.frozen={shown(before)} continues it, checkpoint.init_from={path} with another train.output begins "
+            "a new run with its weights"
+        )
 
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pangu.config import schema
 from pangu.config.build import build, keys_of
 from pangu.config.data import StdlibData
-from pangu.config.errors import ConfigError
+from pangu.config.errors import ConfigError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import RunConfig
 from tests.configs import composed
@@ -59,8 +59,8 @@ def test_the_tag_chooses_the_class() -> None:
         ("zzz", 1, "zzz = 1: there is no such key; known keys: model, parallel,"),
         ("model.layers", "many", "model.layers = 'many': must be an integer"),
         ("model.layers", 2.5, "model.layers = 2.5: must be an integer"),
-        ("model.layers", True, "model.layers = True: must be an integer"),
-        ("model.layers", None, "model.layers = None: must be an integer"),
+        ("model.layers", True, "model.layers = true: must be an integer"),
+        ("model.layers", None, "model.layers = null: must be an integer"),
         ("model.layers", "???", "model.layers = (missing): must be given: an integer"),
         ("model.kind", "bert", "model.kind = 'bert': must be pangu or gpt"),
         ("model.ffn", "x", "model.ffn = 'x': must be an integer or null"),
@@ -69,10 +69,10 @@ def test_the_tag_chooses_the_class() -> None:
         ("memory.recompute", "some", "memory.recompute = 'some': must be none, selective, full or an integer"),
         ("memory.offload", ["all"], "memory.offload[0] = 'all': must be activations"),
         ("dry_run", "perhaps", "dry_run = 'perhaps': must be true or false"),
-        ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 number values"),
+        ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: must be a list of 2 numbers"),
         ("optimizer.betas", [0.9, "b"], "optimizer.betas[1] = 'b': must be a number"),
-        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam"),
-        ("sample.prompts", "x", "sample.prompts = 'x': must be a list of text values"),
+        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be adam or lamb"),
+        ("sample.prompts", "x", "sample.prompts = 'x': must be a list of texts"),
         ("parallel.zero", 4, "parallel.zero = 4: must be 0, 1, 2 or 3"),
     ],
 )
@@ -110,3 +110,11 @@ def test_every_field_has_a_docstring() -> None:
     ]
     assert bare == []
     assert len(list(keys_of(RunConfig))) > 60
+
+
+def test_values_are_shown_without_control_characters_and_not_at_any_length() -> None:
+    assert shown("模型\u3000一\x1b[2J\n") == "模型\u3000一\\x1b[2J\\n"
+    assert shown([None, True, "a", {"b": False}]) == "[null, true, a, {b: false}]"
+    assert len(shown(list(range(1000)))) == 203
+    assert "must not hold control characters" in message(changed("train.output", "a\x07"))
+    assert build(RunConfig, changed("train.output", "模型\u3000一")).train.output == "模型\u3000一"

@@ -13,9 +13,8 @@ from tests.end_to_end.commands import SMALL, pretrain
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.layres=3"], "Could not override 'model.layres'"),  # Hydra's own message
-        (["+model.layres=3"], "model.layres = 3: there is no such key; did you mean model.layers?"),
-        (["model=bert"], "Could not find 'model/bert'"),
+        (["model.layres=3"], "model.layres = 3: there is no such key; did you mean model.layers?"),
+        (["model=bert"], "model = bert: there is no such option; gpt2_124m, gpt3_175b"),
         (["train.steps=many"], "train.steps = 'many': must be an integer"),
         (["model.heads=7"], "model.heads = 7: must divide model.hidden = 32; nearest that work: 2, 4, 8"),
         (["batch.micro_size=3"], "batch.global_size = 4: must be a multiple of batch.micro_size"),
@@ -35,7 +34,7 @@ def test_one_message(overrides: list[str], expected: str, tmp_path: Path) -> Non
 def test_only_the_first_of_several_processes_speaks(tmp_path: Path) -> None:
     for override, expected in (
         ("+model.layres=3", "did you mean model.layers"),
-        ("model.layres=3", "Could not override"),
+        ("model.layres=3", "did you mean model.layers"),
     ):
         done = pretrain(tmp_path / "run", override, processes=2)
         assert done.returncode != 0

@@ -87,3 +87,11 @@ def test_adamw_decays_matrices_only() -> None:
         reference.step(gradients(step))
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, reference.weights[name], atol=1e-12, rtol=1e-12, msg=name)
+
+
+def test_the_largest_ratio_binds_a_tensor_of_norm_0_too() -> None:
+    weight = torch.zeros(3, 3, requires_grad=True)
+    weight.grad = torch.ones(3, 3)
+    optimizer = Lamb([weight], lr=0.1, max_ratio=0.7, weight_decay=0.0)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 3), -0.07))

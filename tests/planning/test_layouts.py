@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from pangu.config.errors import ConfigError
@@ -27,7 +29,7 @@ ALLOWED = (
     ],
 )
 def test_the_first_that_fits(world: int, expected: Layout) -> None:
-    config, layout = choose_layout(tiny(*ALLOWED), world)
+    config, layout, _ = choose_layout(asdict(tiny(*ALLOWED)), world)
     assert layout == expected
     assert config.parallel.allowed == ()
     assert config.parallel.schedule == ("gpipe" if world == 3 else "1f1b")
@@ -36,18 +38,18 @@ def test_the_first_that_fits(world: int, expected: Layout) -> None:
 
 def test_without_a_list_the_keys_are_the_layout() -> None:
     config = tiny("parallel.tensor=2")
-    assert choose_layout(config, 4) == (config, Layout(tensor=2, data=2))
+    assert choose_layout(asdict(config), 4)[:2] == (config, Layout(tensor=2, data=2))
 
 
 def test_a_schedule_that_does_not_go_with_the_stages_is_passed_over() -> None:
     keys = ("parallel.allowed=[{pipeline:2,virtual:2},{pipeline:2}]", "model.layers=4")
-    assert choose_layout(tiny(*keys), 2)[1] == Layout(pipeline=2)
+    assert choose_layout(asdict(tiny(*keys)), 2).layout == Layout(pipeline=2)
 
 
 def test_what_is_wrong_with_each_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
-        choose_layout(tiny("parallel.allowed=[{tensor:3},{pipline:2},{data:3}]"), 5)
+        choose_layout(asdict(tiny("parallel.allowed=[{tensor:3},{pipline:2},{data:3}]")), 5)
     said = str(told.value)
     assert "parallel.allowed[0]: parallel.tensor = 3: must divide model.heads = 4" in said
-    assert "parallel.allowed[1]: pipline = 2: there is no such key; did you mean pipeline?" in said
+    assert "parallel.allowed[1].pipline = 2: there is no such key; did you mean parallel.allowed[1].pipeline?" in said
     assert "parallel.allowed[2]: parallel.tensor, parallel.pipeline, parallel.data" in said

@@ -77,9 +77,7 @@ class LambReference(_Moments):
             self.weights[name] = w - rate * ratio * update
 
     def _ratio(self, weight_norm: float, update_norm: float) -> float:
-        if weight_norm == 0 or update_norm == 0:
-            return 1.0
-        ratio = weight_norm / update_norm
+        ratio = 1.0 if weight_norm == 0 or update_norm == 0 else weight_norm / update_norm
         return ratio if self.max_ratio is None else min(ratio, self.max_ratio)
 
 

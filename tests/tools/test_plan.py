@@ -49,8 +49,8 @@ def test_the_stages_of_a_pipeline() -> None:
     [
         ("model.heads=7", "model.heads = 7: must divide model.hidden = 64"),
         ("+model.layres=3", "there is no such key; did you mean model.layers?"),
-        ("model.layres=3", "Could not override 'model.layres'"),
-        ("+config=nowhere", "Could not find 'config/nowhere'"),
+        ("model.layres=3", "there is no such key; did you mean model.layers?"),
+        ("+config=nowhere", "config = nowhere: there is no such option; gpt2_124m,"),
         ("model.heads=[", "error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
     ],

@@ -60,6 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     bystanders = (
         "config/build.py",
         "config/checks.py",
+        "config/layout_checks.py",
         "config/attention.py",
         "config/evaluate.py",
         "config/faults.py",

@@ -203,3 +203,29 @@ def test_the_state_of_another_optimizer_is_refused(
         UserError, match=rf"belongs to a different run; .*\n  optimizer\.name = {after[0]}: the checkpoint "
     ):
         train(tmp_path, 3, *optimizer_words(*after))
+
+
+def test_a_loss_scale_is_taken_from_a_run_that_had_one(
+    three_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    fp16 = ("precision=fp16", "precision.loss_scale.initial=256")
+    train(tmp_path, 4, *fp16)
+    assert "loss scale   256 (precision.loss_scale.initial: the checkpoint is of a run without one)" in (
+        capsys.readouterr().err
+    )
+    assert read_index(tmp_path / "checkpoints/step-00000004")["loss_scale"] == {"scale": 256.0, "clean_steps": 1}
+    train(tmp_path, 5, *fp16, "precision.loss_scale.initial=1024")
+    assert "loss scale   256 (of the checkpoint)" in capsys.readouterr().err
+    assert read_index(tmp_path / "checkpoints/step-00000005")["loss_scale"] == {"scale": 256.0, "clean_steps": 2}
+
+
+def test_tensors_that_were_frozen_cannot_be_trained_later(tmp_path: Path) -> None:
+    train(tmp_path, 1, "train.frozen=['layers.0.*']")
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, 2)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("train.frozen = []: ")
+    assert "tensors (layers.0." in said
+    assert "train.frozen=[layers.0.*] continues it, checkpoint.init_from=" in said

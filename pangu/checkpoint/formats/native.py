@@ -85,7 +85,7 @@ def write(path: Path, job: Job) -> None:
         "step": 0,
         "skipped": 0,
         "samples": 0,
-        "loss_scale": {"scale": LossScale(config.precision.loss_scale).scale, "clean_steps": 0},
+        "loss_scale": LossScale(config.precision.loss_scale).state(),
         "identity": identity(config),
         "layout": asdict(Layout()),
     }

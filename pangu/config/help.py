@@ -1,0 +1,134 @@
+"""What `pretrain.py --help` prints: the groups of keys, and each key with its type and its docstring.
+
+Read from the sources of the dataclasses, so that help needs neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pangu.config.build import describe, hints_of, options_of, tag_of
+from pangu.config.nearest import close_names
+from pangu.config.schema import RunConfig
+
+WIDTH = 120
+_OVERVIEW = """\
+pangu trains GPT and PanGu-α language models.
+
+  torchrun --nproc-per-node=2 pretrain.py +config=quickstart
+  torchrun --nproc-per-node=8 pretrain.py +config=gpt2_124m data.train=[/data/web] validation.every=0
+  python pretrain.py +config=pangu_13b dry_run=true             checks and plans, without devices
+  python pretrain.py +config=pangu_13b optimizer=lamb --cfg job   shows all values of a configuration
+
+Options of groups: GROUP=OPTION chooses one, +config=RECIPE a whole recipe.
+{options}
+
+Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.
+{groups}
+
+  --help GROUP     explains the keys of a group, e.g. --help model
+  --help KEY       explains one, e.g. --help model.window
+  --help all       explains all"""
+
+
+def show_help(words: Sequence[str], configs: Path) -> bool:
+    """Print help if a command line asks for it, and say whether it does.
+
+    Args:
+        words: what stands behind the command.
+        configs: folder with a folder of options for each group.
+    """
+    if not {"--help", "-h"} & set(words):
+        return False
+    names = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
+    print("\n\n".join(explain(name) for name in names) if names else overview(configs))
+    return True
+
+
+def overview(configs: Path) -> str:
+    """The command, the options of each group, and the groups of keys."""
+    folders = sorted(path for path in configs.iterdir() if path.is_dir())
+    options = [(folder.name, ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))) for folder in folders]
+    groups = [(name, docstrings(RunConfig)[name]) for name in hints_of(RunConfig)]
+    return _OVERVIEW.format(options=_columns(options), groups=_columns(groups))
+
+
+def explain(name: str) -> str:
+    """A group of keys, one key, or `all`: names, types and docstrings."""
+    known = dict(_entries(RunConfig, ""))
+    chosen = {key: text for key, text in known.items() if name == "all" or key == name or key.startswith(f"{name}.")}
+    if not chosen:
+        near = close_names(name, known) or list(hints_of(RunConfig))
+        return f"{name}: there is no such group or key; see {', '.join(near)}"
+    return "\n\n".join(chosen.values())
+
+
+def _entries(kind: type, path: str) -> Iterator[tuple[str, str]]:
+    """Dotted name and explanation of every key below a dataclass; groups explain themselves first."""
+    for field, hint in hints_of(kind).items():
+        name = f"{path}{field}"
+        groups = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
+        text = docstrings(kind)[field]
+        if not groups:
+            yield name, _paragraph(f"{name}: {type_in_words(hint)}", text)
+        found: dict[str, dict[str, str]] = {}
+        for group in groups:
+            assert isinstance(group, type)
+            tag = tag_of(group)
+            chosen = f" [{name}.{tag[0]} = {tag[1]}]" if tag and len(groups) > 1 else ""
+            found.setdefault(name, {})[chosen] = _paragraph(f"{name}: {describe(hint)}", inspect.getdoc(group) or text)
+            for key, explained in _entries(group, f"{name}."):
+                found.setdefault(key, {})[chosen] = explained
+        for key, alternatives in found.items():
+            if len(alternatives) == len(groups) and len(set(alternatives.values())) == 1:
+                yield key, next(iter(alternatives.values()))
+            else:
+                yield key, "\n\n".join(text.replace("\n", f"{chosen}\n", 1) for chosen, text in alternatives.items())
+
+
+def type_in_words(hint: Any) -> str:
+    """`an integer or null; at least 1`."""
+    each = [get_args(option)[0] for option in options_of(hint) if get_origin(option) is tuple]
+    bounds = [str(get_args(option)[1]) for option in options_of(hint) if get_origin(option) is Annotated]
+    bounds += [f"each {get_args(item)[1]}" for item in each if get_origin(item) is Annotated]
+    return "; ".join([describe(hint), *bounds])
+
+
+@cache
+def docstrings(kind: type) -> dict[str, str]:
+    """The text under each field of a dataclass."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            found[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return found
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows) + 2
+    indent = " " * (width + 2)
+    return "\n".join(
+        textwrap.fill(f"  {name:<{width}}{text}", WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        for name, text in rows
+    )
+
+
+def _paragraph(head: str, text: str) -> str:
+    body = textwrap.fill(
+        " ".join(text.split()), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
+    return f"{head}\n{body}"

@@ -1,0 +1,120 @@
+"""Contradictions between the layout over devices, the model, the batch and the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pangu.config.build import findings
+from pangu.config.errors import Problem
+from pangu.config.model import ModelConfig
+from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.schema import RunConfig
+
+MOST_FORWARDS = 2**15
+"""Forwards of a step, over all stages: a schedule lists each, GPT-3's pipeline of 12 stages on one replica 18,432."""
+
+
+def layout_problems(config: RunConfig, world: int) -> list[Problem]:
+    """What is wrong with the layout of a configuration, on a number of processes."""
+    rules = (_tensor, _shared_sequence, _pipeline, _zero)
+    problems = [problem for rule in rules for problem in findings(rule, config)]
+    if not config.dry_run:
+        problems += findings(_devices, config, world)
+    return problems or findings(_batch, config, world)
+
+
+def data_size(config: RunConfig, world: int) -> int:
+    """`parallel.data`, or what `world` leaves for it."""
+    return config.parallel.data or max(1, world // (config.parallel.tensor * config.parallel.pipeline))
+
+
+def _tensor(config: RunConfig) -> Iterator[Problem]:
+    yield from shared_matrices(config.model, config.parallel.tensor, config.parallel.sequence)
+
+
+def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False) -> Iterator[Problem]:
+    """What keeps `tensor` devices from sharing every matrix of a model, and with `sequence` what is between them."""
+    # a number that divides the key heads divides the query heads too
+    key = "heads" if model.kv_heads is None else "kv_heads"
+    cut = {f"model.{key} = ": getattr(model, key), "the feed-forward width ": model.ffn_size}
+    if sequence:
+        cut["model.sequence = "] = model.sequence
+    wrong = [f"{name}{size}" for name, size in cut.items() if size % tensor]
+    if wrong:
+        near = divisors_near(math.gcd(*cut.values()), tensor)
+        if sequence and len(near) > 1 and near[0] == 1:
+            del near[0]  # alone a device has nothing to share
+        yield Problem("parallel.tensor", tensor, f"must divide {' and '.join(wrong)}", any_of(near))
+
+
+def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.tensor == 1 and parallel.sequence:
+        rule = "has nothing to share with parallel.tensor = 1"
+        yield Problem("parallel.sequence", True, rule, "false works, or a larger parallel.tensor")
+    if parallel.tensor == 1 and parallel.overlap_chunks > 1:
+        rule = "has no communication to hide with parallel.tensor = 1"
+        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
+
+
+def _pipeline(config: RunConfig) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.layers
+    chunks = parallel.pipeline * parallel.virtual
+    if chunks > layers:
+        key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
+        yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
+    if "activations" in config.memory.offload and layers <= parallel.pipeline:
+        rule = f"the last layer of a stage keeps its own, and no stage of model.layers = {layers} has two"
+        yield Problem("memory.offload", "[activations]", rule, "[] works, or a smaller parallel.pipeline")
+
+
+def _zero(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if "parameters" in config.memory.offload and parallel.zero != 3:
+        rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
+        yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")
+    if parallel.zero_group is not None and parallel.zero == 0:
+        rule = "parallel.zero = 0 shards nothing"
+        yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
+
+
+def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    one_model = parallel.tensor * parallel.pipeline
+    keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
+    values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")
+    needed = one_model * (parallel.data or 1)
+    if world < needed:
+        yield Problem(
+            keys,
+            values,
+            f"needs {'' if parallel.data else 'at least '}{needed} devices, one process each, and this run has {world}",
+            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
+            "with dry_run=true, or take a smaller preset such as +config=quickstart",
+        )
+    elif world % one_model or (parallel.data and world != needed):
+        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
+        works = f"processes that work: {needed}" if parallel.data else any_of(multiples_near(one_model, world))
+        yield Problem(keys, values, rule, works)
+
+
+def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
+    batch, group, data = config.batch, config.parallel.zero_group, data_size(config, world)
+    if group is not None and data % group:
+        near = any_of(divisors_near(data, group))
+        yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}", near)
+    unit = batch.micro_size * data
+    if batch.global_size % unit:
+        rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
+        works = any_of(multiples_near(unit, batch.global_size))
+        if batch.global_size % data == 0:
+            micro = divisors_near(batch.global_size // data, batch.micro_size)
+            works += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
+        yield Problem("batch.global_size", batch.global_size, rule, works)
+    chunks, accumulation = config.parallel.pipeline * config.parallel.virtual, batch.global_size // unit
+    if accumulation * chunks > MOST_FORWARDS:
+        through = f" through {chunks} chunks of layers" if chunks > 1 else ""
+        rule = f"makes {accumulation:,} micro-batches{through} in a step; {MOST_FORWARDS // chunks:,} are possible"
+        works = f"{MOST_FORWARDS // chunks * unit} works, or a larger batch.micro_size"
+        yield Problem("batch.global_size", batch.global_size, rule, works)

@@ -1,0 +1,38 @@
+"""`pretrain.py --help` explains every key, without importing what is heavy."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+from pangu.config.build import keys_of
+from pangu.config.help import explain, overview
+from pangu.config.schema import RunConfig
+from tests.spawn import repository
+
+
+def test_help_is_there_at_once() -> None:
+    """CPU time of the process: other work on the machine does not count. torch alone takes longer."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(repository() / "pretrain.py"), "--help", "model.window"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.startswith("model.window: an integer or null; at least 1 and at most 2147483647\n    Sliding")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_every_key_is_explained() -> None:
+    text = explain("all")
+    for key in keys_of(RunConfig):
+        assert f"\n{key}: " in text, key
+    assert "optimizer.max_ratio: a number or null; above 0 [optimizer.name = lamb]\n    Largest layer-wise" in text
+    assert "wandow: there is no such group or key; see model.window" in explain("wandow")
+
+
+def test_the_overview_names_every_group_and_option() -> None:
+    text = overview(repository() / "configs")
+    for path in (repository() / "configs").glob("*/*.yaml"):
+        assert path.stem in text
+    assert all(f"\n  {name}" in text for name in ("model", "faults", "dry_run"))
+    assert max(map(len, text.splitlines())) <= 120

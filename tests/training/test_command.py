@@ -1,0 +1,54 @@
+"""What a command line composes to, and what is said of one that cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from pangu.config.errors import UserError
+from pangu.planning.layouts import choose_layout
+from pangu.training.command import compose
+from tests.spawn import repository
+
+
+def said(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        choose_layout(compose(repository() / "configs", words), 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optimizer=null", "optimizer = null: must be the name of an option; adam, lamb work"),
+        ("optimizer=sgd", "optimizer = sgd: there is no such option; adam, lamb work"),
+        ("~optimizer", "optimizer = (missing): must be given: a group of keys"),
+        ("train.output='${nope}'", "train.output = ${nope}: cannot be resolved: Interpolation key 'nope' not found"),
+        ("train.output='${train.output}'", "train.output = ${train.output}: cannot be resolved: Recursive"),
+        ("data.train=[a]", "data.train = [a]: there is no such key with data.kind = stdlib; choose data=indexed"),
+        ("model.layers.x=3", "model.layers = {x: 3}: must be an integer"),
+        ("=3", "=3: cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can"),
+    ],
+)
+def test_one_message(word: str, expected: str) -> None:
+    assert expected in said(word)
+
+
+def test_a_mistyped_key_is_told_with_all_other_problems() -> None:
+    text = said("model.layer=3", "model.heads=7", "+train.step=9", "parallel.schedule=zb_v")
+    assert text.splitlines() == [
+        "4 problems in the configuration:",
+        "  model.layer = 3: there is no such key; did you mean model.layers?",
+        "  train.step = 9: there is no such key; did you mean train.steps?",
+        "  model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8",
+        "  parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works",
+    ]
+
+
+def test_a_list_of_layouts_may_hold_null_lists_and_fractions() -> None:
+    word = "parallel.allowed=[{data: null, layers: [4], bucket_mib: 0.5}]"
+    assert choose_layout(compose(repository() / "configs", [word]), 1).config.parallel.layers == (4,)
+    assert choose_layout(compose(repository() / "configs", ["parallel.allowed=null"]), 1).layout.world == 1
+    text = said("parallel.allowed=[{tensor: 1},{tensor: 2.5},{schedule: [a]}]")
+    assert text.startswith("2 problems")
+    assert "parallel.allowed[1].tensor = 2.5: must be an integer" in text
+    assert "parallel.allowed[2].schedule = [a]: must be gpipe" in text
