@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pangu.config.printable import printable
+
 
 class UserError(Exception):
     """Something outside the program is wrong: a key, a file, the number of devices, the disk.
@@ -92,7 +94,7 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(PATIENCE_SECONDS)
-        print(f"{says}: {error}", file=sys.stderr, flush=True)
+        print(f"{says}: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
