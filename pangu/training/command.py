@@ -58,7 +58,11 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _plain(composed: DictConfig) -> dict[str, object]:
-    """The composed configuration with its references resolved, as plain dictionaries."""
-    values = OmegaConf.to_container(composed, resolve=True)
+    """The composed configuration with its references resolved, as plain dictionaries. Raises UserError."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        first_line = str(error).split("\n")[0]
+        raise UserError(f"{first_line}; a text that is to hold ${{ itself is written with \\${{") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

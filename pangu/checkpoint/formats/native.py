@@ -25,7 +25,7 @@ from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_
 from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.data.stdlib import StdlibPaths
+from pangu.data.sources import stdlib_tokenizer
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 
@@ -42,7 +42,7 @@ class PanguSource(Source):
         self.known = asdict(config.model)
         self.packing = asdict(config.data.packing)
         if isinstance(config.data, StdlibData):
-            self.tokenizer = TokenizerConfig("sentencepiece", str(StdlibPaths(Path(config.data.folder)).tokenizer))
+            self.tokenizer = stdlib_tokenizer(config.data)
         elif isinstance(config.data, IndexedData):
             self.tokenizer = config.data.tokenizer
 
