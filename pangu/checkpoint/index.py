@@ -15,11 +15,12 @@ import json
 import math
 import re
 import stat
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pangu.checkpoint.safetensors_file import CODES
@@ -126,7 +127,7 @@ def _problems(index: Mapping[str, Any]) -> Iterator[str]:
             if (place := (piece["file"], piece["key"])) in keys:
                 yield f"{name}: {piece['key']!r:.200} of {piece['file']} is used twice"
             keys.add(place)
-        if not _cover(entry["shape"], entry["pieces"]):
+        if not cover(entry["shape"], entry["pieces"]):
             yield f"{name}: its pieces do not cover {entry['shape']} exactly once"
 
 
@@ -172,20 +173,30 @@ def _are_sizes(value: Any, dims: int | None) -> bool:
     return fits and (dims is None or len(value) == dims)
 
 
-def _cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether boxes cover a box, each point of it once.
+def cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether boxes cover a box, each element of it once.
 
     A box is a sum of orthants that begin at its corners, with signs that alternate along each dimension. Orthants are
     linearly independent, hence the boxes add up to the whole exactly if the signs at every corner do. This takes a time
     in proportion to the number of boxes, where comparing each with each does not.
     """
-    signs: Counter[tuple[int, ...]] = Counter()
+    if len(pieces) == 1 or not shape:
+        return [(piece["offsets"], piece["shape"]) for piece in pieces] == [([0] * len(shape), list(shape))]
     whole = {"offsets": [0] * len(shape), "shape": shape}
-    for box, count in [(whole, -1), *((piece, 1) for piece in pieces)]:
-        ends = [((low, 1), (low + size, -1)) for low, size in zip(box["offsets"], box["shape"], strict=True)]
-        for corner in itertools.product(*ends):
-            signs[tuple(place for place, _ in corner)] += count * math.prod(sign for _, sign in corner)
-    return not any(signs.values())
+    low, size = (np.array([box[key] for box in (whole, *pieces)], np.uint64) for key in ("offsets", "shape"))
+    high = low + size  # all numbers are below 2^63
+    if (high > high[0]).any():
+        return False
+    first = np.where(np.arange(len(low)) == 0, -1, 1)
+    corners, signs = [], []
+    for ends in itertools.product((0, 1), repeat=len(shape)):
+        corners.append(np.where(ends, high, low))
+        signs.append(first * (-1) ** sum(ends))
+    places = np.concatenate(corners)
+    order = np.lexsort(places.T)
+    places = places[order]
+    begins = np.flatnonzero(np.append(True, (places[1:] != places[:-1]).any(axis=1)))
+    return not np.add.reduceat(np.concatenate(signs)[order], begins).any()
 
 
 def _is_count(value: Any) -> bool:

@@ -106,7 +106,10 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     weights = sum(name.startswith("weight/") for name in index["tensors"])
     if trained.model.layers > weights:
         raise UserError(f"{path}: model.layers = {trained.model.layers}: {checkpoint} holds {weights} tensors in all")
-    shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
+    try:
+        shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
+    except (ArithmeticError, RuntimeError, ValueError) as error:  # no heads, or a negative width
+        raise UserError(f"{path}: the keys of model describe none ({error})") from error
     require_fit(checkpoint, index, shapes, "weight")
     return trained
 
