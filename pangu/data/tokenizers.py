@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
@@ -129,17 +130,23 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def jieba_segmenter() -> Callable[[str], str]:
     """PanGu-α's preparation of text: jieba's words joined by spaces, real spaces and newlines written as signs."""
+
+    def segments(text: str) -> Iterator[str]:
+        for word in _jieba().cut(text, cut_all=False):
+            yield word.replace(" ", SPACE).replace("\n", NEWLINE)
+
+    return lambda text: " ".join(segments(text))
+
+
+@cache
+def _jieba() -> Any:
+    """jieba with the dictionary that came with it, whatever else this process does with jieba."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old escapes and of setuptools
         import jieba
     words = jieba.Tokenizer()
-    # Its own `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
-    # have put another one, and is no faster. Nor is a dictionary seen that other code gave to jieba itself.
+    # its own `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
+    # have put another one, and is no faster
     words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
     words.initialized = True
-
-    def segments(text: str) -> Iterator[str]:
-        for word in words.cut(text, cut_all=False):
-            yield word.replace(" ", SPACE).replace("\n", NEWLINE)
-
-    return lambda text: " ".join(segments(text))
+    return words

@@ -56,8 +56,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"model: " + b"[" * 2000, "cannot be read"),
-        (b"[" * 2000, "cannot be read"),
+        (b"model: " + b"[" * 1000, "cannot be read"),
+        (b"[" * 1000, "cannot be read"),
         (b"model: {a: " * 3000, "cannot be read"),
         (BOMB.encode() + b"model: *i\ndata: {}\nprecision: {}\n", "references"),
         (b"\xff\xfe\x00", "cannot be read"),
