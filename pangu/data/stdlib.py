@@ -87,7 +87,7 @@ def prepare_stdlib(
     """Make the folder hold a tokenizer of `vocab` pieces and the indexed files, unless it does already.
 
     A folder whose manifest is missing, does not fit the arguments or does not fit the files is built anew; the files
-    are some 30 MB, of which all bytes are compared with their checksums. Raises UserError if the folder cannot be
+    are some 8 MB, of which all bytes are compared with their checksums. Raises UserError if the folder cannot be
     written, the library has no text, or `vocab` does not suit it.
     """
     paths = StdlibPaths(Path(folder))

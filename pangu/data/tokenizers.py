@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # of a damaged file, the library's readers raise errors of their own and any other
             first_line = str(error).strip().split("\n")[0]
             raise UserError(f"transformers cannot load a tokenizer from {path}: {first_line}") from error
         self.vocab_size: int = len(self._tokenizer)

@@ -131,8 +131,12 @@ def test_other_files(tmp_path: Path) -> None:
     (tmp_path / "pointer.model").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"pointer\.model is not a SentencePiece model"):
         load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "pointer.model")))
-    with pytest.raises(UserError, match="cannot load a tokenizer from"):
-        load_tokenizer(TokenizerConfig("huggingface", str(tmp_path)))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for content in (None, "{}", '{"model": 1}', "[" * 9999, ""):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match="cannot load a tokenizer from"):
+            load_tokenizer(TokenizerConfig("huggingface", str(tmp_path)))
 
 
 def test_an_empty_model_is_named(tmp_path: Path) -> None:
