@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
-from pangu.checkpoint.files import find_damage, read_index
+from pangu.checkpoint.index import find_damage, read_index
 from pangu.collectives.reduce import sum_of
 from pangu.config.schema import RunConfig
 from pangu.training.saving import Saver, load_checkpoint

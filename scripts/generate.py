@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pangu.config.errors import UserError, exit_status, writing
-from pangu.data.files import progress_bar, write_atomically
+from pangu.config.files import parse_json, write_atomically
+from pangu.config.printable import printable
+from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.loading import LoadedModel, load_model
@@ -71,7 +73,7 @@ def read_prompts(path: Path) -> list[str]:
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
-            prompt = json.loads(line)["prompt"]
+            prompt = parse_json(line)["prompt"]
         except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
@@ -116,18 +118,18 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
 
         def tell(_: int, text: str) -> None:
             if live:
-                print(text, end="", flush=True)
+                print(printable(text), end="", flush=True)
             progress.advance(task)
 
         if live and model.tokenizer is not None:
-            print(model.tokenizer.decode(prompts[0]), end="", flush=True)
+            print(printable(model.tokenizer.decode(prompts[0])), end="", flush=True)
         found = continue_prompts(model, prompts, sampling, on_text=tell)
     if output is not None:
         lines = [json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in found]
         with writing(output):
             write_atomically(output, "".join(lines).encode())
     else:
-        print("" if live else "\n\n".join(text.prompt + text.text for text in found))
+        print("" if live else "\n\n".join(printable(text.prompt + text.text) for text in found))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -110,7 +110,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     sys.path[:] = path
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    variables: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     for name, descriptor in (("out", 1), ("err", 2)):

@@ -15,10 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pangu.checkpoint.files import find_damage, read_index, read_tensor
+from pangu.checkpoint.files import read_tensor
+from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.config.errors import UserError, exit_status
+from pangu.config.printable import printable
 from pangu.metrics.text import size
 
+SHOWN = ("step", "samples", "skipped", "layout", "identity")
+"""Facts of a run that are told."""
 _EXAMPLE = """example:
   python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step-00002800 --verify
   python tools/inspect_checkpoint.py runs/a/checkpoints/step-00000100 --diff runs/b/checkpoints/step-00000100 --json
@@ -53,13 +57,13 @@ def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
     return {"path": str(path), **facts, "files": len(files), "bytes": sum(files), "kinds": kinds, "tensors": tensors}
 
 
-def differences(path: Path, other: Path) -> dict[str, Any]:
+def differences(path: Path, ours: dict[str, Any], other: Path) -> dict[str, Any]:
     """Largest absolute difference of every tensor, and what only one of the checkpoints has.
 
     Raises:
-        UserError: if `other` cannot be read.
+        UserError: if `other` is damaged: a difference would mean nothing.
     """
-    ours, theirs = read_index(path), read_index(other)
+    theirs = _intact(other)
     largest: dict[str, Any] = {}
     for name in (name for name in ours["tensors"] if name in theirs["tensors"]):
         shapes = [index["tensors"][name]["shape"] for index in (ours, theirs)]
@@ -76,19 +80,31 @@ def differences(path: Path, other: Path) -> dict[str, Any]:
     }
 
 
+def _intact(path: Path) -> dict[str, Any]:
+    """The index of a checkpoint. Raises a UserError that names all its damaged files."""
+    index = read_index(path)
+    if damage := find_damage(path, index):
+        raise UserError("\n".join(damage))
+    return index
+
+
 def show(console: Console, told: dict[str, Any]) -> None:
     """Print what `inspect` found."""
+
+    def say(text: str) -> None:
+        console.print(printable(text))
+
     layout = ", ".join(f"{key} {value}" for key, value in told["layout"].items())
-    console.print(f"{told['path']}: step {told['step']}, {told['samples']} samples, {told['skipped']} steps skipped")
-    console.print(f"written by   {layout}")
-    console.print("of           " + ", ".join(f"{key} {value}" for key, value in told["identity"].items()))
-    console.print(f"files        {told['files']}, {size(told['bytes'])}{', intact' if told['verified'] else ''}")
+    say(f"{told['path']}: step {told['step']}, {told['samples']} samples, {told['skipped']} steps skipped")
+    say(f"written by   {layout}")
+    say("of           " + ", ".join(f"{key} {value}" for key, value in told["identity"].items()))
+    say(f"files        {told['files']}, {size(told['bytes'])}{', intact' if told['verified'] else ''}")
     for event in told.get("watch", {}).get("rollbacks", ()):
         first, end = event["left_out"]
         left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"
-        console.print(f"went back    from step {event['step']} {left_out}: {event['fault']}")
+        say(f"went back    from step {event['step']} {left_out}: {event['fault']}")
     for kind, counts in told["kinds"].items():
-        console.print(f"{kind:<12} {counts['tensors']} tensors, {counts['elements']:,} elements")
+        say(f"{kind:<12} {counts['tensors']} tensors, {counts['elements']:,} elements")
     difference = told["difference"]
     table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("tensor", "shape", "format", "pieces", *(["largest difference"] if difference else [])):
@@ -98,17 +114,16 @@ def show(console: Console, told: dict[str, Any]) -> None:
         table.add_row(*map(Text, cells + ([str(difference["largest"].get(name, "only here"))] if difference else [])))
     console.print(table)
     for name in difference["only_there"] if difference else ():
-        console.print(f"only in {difference['other']}: {name}")
+        say(f"only in {difference['other']}: {name}")
 
 
 def inspect(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError for a damaged checkpoint."""
-    index = read_index(options.checkpoint)
+    index = _intact(options.checkpoint) if options.verify or options.diff else read_index(options.checkpoint)
+    require_facts(options.checkpoint, index, *SHOWN)
     told = summary(options.checkpoint, index)
-    told["verified"] = options.verify
-    if options.verify and (damage := find_damage(options.checkpoint, index)):
-        raise UserError("\n".join(damage))
-    told["difference"] = differences(options.checkpoint, options.diff) if options.diff else None
+    told["verified"] = options.verify or options.diff is not None
+    told["difference"] = differences(options.checkpoint, index, options.diff) if options.diff else None
     if options.json:
         print(json.dumps(told, indent=1))
     else:

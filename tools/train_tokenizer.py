@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.progress import Progress
 
 from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.files import write_atomically
 from pangu.data.documents import add_input_arguments, find_inputs, read_documents
-from pangu.data.files import progress_bar, write_atomically
+from pangu.data.files import progress_bar
 from pangu.data.vocabulary import train_sentencepiece
 
 _EXAMPLE = """example:

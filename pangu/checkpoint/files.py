@@ -11,9 +11,9 @@ from it.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,18 +25,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pangu.checkpoint.index import FORMAT, VERSION, checksum, read_index
 from pangu.checkpoint.safetensors_file import write_safetensors
-from pangu.config.disk import flush
 from pangu.config.errors import UserError
+from pangu.config.files import flush, write_atomically
 
-FORMAT = "pangu-checkpoint"
-VERSION = 3
 FILE_BYTES = 2**30
 """Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
 
 
-class NewerFormatError(UserError):
-    """A checkpoint that this version cannot read because it is too old itself: nothing is wrong with the checkpoint."""
+_NAME = re.compile(r"step-[0-9]{8}")
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,18 @@ def _step(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them."""
-    return sorted(folder.glob("step-????????"))
+    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them; symbolic
+    links are none, as the folder may be shared."""
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
 def start(path: Path) -> None:
     """Make the empty folder beside `path` that a checkpoint is written into until it is committed. Raises UserError."""
     partial = _partial(path)
     with _saving(path):
+        if partial.is_symlink():
+            partial.unlink()  # not ours: rmtree refuses links
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
@@ -186,53 +188,6 @@ def tidy(folder: Path, step: int) -> list[Path]:
     return aside
 
 
-def read_index(path: Path) -> dict[str, Any]:
-    """The index of a checkpoint.
-
-    Raises:
-        NewerFormatError: if a newer version of pangu has written it.
-        UserError: if the folder holds no checkpoint that this version can read, or the index is damaged.
-    """
-    try:
-        index = json.loads((path / "index.json").read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no checkpoint here (index.json is missing)") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'index.json'}: cannot be read ({error})") from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise UserError(f"{path / 'index.json'}: this is not the index of a checkpoint of pangu")
-    version = index.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise NewerFormatError(
-            f"{path}: format version {version}: this pangu is too old for it and reads {VERSION}; install the version "
-            "that wrote the checkpoint, or a later one"
-        )
-    if version != VERSION:
-        raise UserError(f"{path}: format version {version}; this version of pangu reads {VERSION}")
-    if index.pop("checksum", None) != _checksum(index):
-        raise UserError(f"{path / 'index.json'}: damaged: its checksum is another one than was written")
-    return index
-
-
-def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint; each of `shares` processes reads its share of them."""
-    problems = []
-    for name in sorted(index["files"])[share::shares]:
-        expected = index["files"][name]
-        try:
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                problems.append(f"{path / name}: damaged: {size} bytes, and {expected['bytes']} were written")
-            elif _digest(path / name) != expected["sha256"]:
-                problems.append(f"{path / name}: damaged: its checksum is another one than was written")
-            elif keys := _not_finite(path / name):
-                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                problems.append(f"{path / name}: {keys[0]!r}{more}: a value is not finite")
-        except (OSError, SafetensorError) as error:
-            problems.append(f"{path / name}: cannot be read ({getattr(error, 'strerror', error)})")
-    return problems
-
-
 def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
     """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
     every tensor of the kind `every` that is not in `shapes`."""
@@ -255,7 +210,7 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
         wanted: (`KIND/NAME`, slice to fill) pairs.
 
     Raises:
-        UserError: naming every tensor that is missing or has another shape.
+        UserError: naming every tensor that is missing or has another shape, or a file that cannot be read.
     """
     require_fit(path, index, {name: part.shape for name, part in wanted})
     needed: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
@@ -264,7 +219,7 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
             if common := _common(part, piece):
                 needed.setdefault(piece["file"], []).append((part, piece, common))
     for file, pieces in needed.items():
-        with safe_open(path / file, framework="pt") as opened, torch.no_grad():
+        with _reading(path / file), safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
                 here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
@@ -304,6 +259,15 @@ def _delete(path: Path) -> None:
 
 
 @contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Of a file that was whole a moment ago."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from error
+
+
+@contextmanager
 def _saving(path: Path) -> Iterator[None]:
     try:
         yield
@@ -331,27 +295,6 @@ def _write_file(
 
 
 def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    beside = folder / ".index.json.partial"
-    beside.write_bytes(json.dumps({**index, "checksum": _checksum(index)}, indent=1).encode())
-    flush(beside)
-    beside.replace(folder / "index.json")
+    content = json.dumps({**index, "checksum": checksum(index)}, indent=1)
+    write_atomically(folder / "index.json", content.encode())
     flush(folder)
-
-
-def _checksum(index: Mapping[str, Any]) -> str:
-    """Of an index without its checksum."""
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-
-
-def _not_finite(path: Path) -> list[str]:
-    """Tensors of a file with a value that is not finite, which is lost work: whatever goes on from it is not finite
-    either."""
-    with safe_open(path, framework="pt") as opened:
-        # the norm of what is not finite is not finite, and it takes no memory
-        suspects = [key for key in opened.keys() if not opened.get_tensor(key).norm().isfinite()]  # noqa: SIM118
-        return [key for key in suspects if not opened.get_tensor(key).isfinite().all()]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -46,7 +46,7 @@ def write_safetensors(
         [struct.pack("<Q", len(head)), head], (bytes_of(tensor) for tensor in contents)
     )
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("xb") as file:  # new: a link that somebody planted under this name is not followed
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)

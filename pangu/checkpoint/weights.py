@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import NewerFormatError, Slice, find_damage, load, read_index, require_fit
+from pangu.checkpoint.files import Slice, load, require_fit
+from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import UserError
 from pangu.topology.mesh import Mesh

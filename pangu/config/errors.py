@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unicodedata import category
+
+from pangu.config.printable import printable
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
@@ -51,8 +52,7 @@ def shown(value: object) -> str:
         text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
     else:
         text = str(value) or "''"
-    # isprintable refuses the wide space of Chinese texts
-    text = "".join(c if c.isprintable() or category(c) == "Zs" else ascii(c)[1:-1] for c in text)
+    text = printable(text)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
@@ -111,7 +111,7 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(PATIENCE_SECONDS)
-        print(f"{says}: {error}", file=sys.stderr, flush=True)
+        print(f"{says}: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -9,7 +9,7 @@ from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import bin_path, idx_path, open_indexed
-from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
+from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared, prepare_stdlib
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -56,12 +56,19 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a data source, without its tokens; None if it has none. Raises UserError."""
     if isinstance(data, StdlibData):
-        return load_tokenizer(_stdlib_tokenizer(data))
+        return load_tokenizer(stdlib_tokenizer(data))
     return load_tokenizer(data.tokenizer) if isinstance(data, IndexedData) and data.tokenizer else None
 
 
-def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
-    return TokenizerConfig("sentencepiece", str(StdlibPaths(Path(data.folder)).tokenizer))
+def stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
+    """The tokenizer of prepared data. Raises UserError if it is another one than was written."""
+    paths = StdlibPaths(Path(data.folder))
+    if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
+        raise UserError(
+            f"{paths.tokenizer}: damaged: its checksum is not that of {paths.manifest.name}; a run with "
+            f"data.folder = {data.folder} makes it anew"
+        )
+    return TokenizerConfig("sentencepiece", str(paths.tokenizer))
 
 
 def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
@@ -73,7 +80,7 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
             " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
         )
     files = ((str(paths.train),), None, (str(paths.validation),))
-    return IndexedData("indexed", *files, _stdlib_tokenizer(data), data.packing)
+    return IndexedData("indexed", *files, stdlib_tokenizer(data), data.packing)
 
 
 def _open(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -24,10 +25,13 @@ from rich.progress import Progress
 
 from pangu.config.data import PackingConfig
 from pangu.config.errors import UserError, writing
-from pangu.data.files import progress_bar, write_atomically
-from pangu.data.indexed import IndexedWriter
+from pangu.config.files import open_regular, read_json, write_atomically
+from pangu.data.files import progress_bar
+from pangu.data.indexed import IndexedWriter, bin_path, idx_path
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key
+
+log = logging.getLogger("pangu")
 
 _FORMAT = 1
 """Number of the recipe below; raise it when the files it writes change."""
@@ -82,15 +86,20 @@ def prepare_stdlib(
 ) -> StdlibPaths:
     """Make the folder hold a tokenizer of `vocab` pieces and the indexed files, unless it does already.
 
-    A folder whose manifest is missing, does not fit the arguments or does not fit the files is built anew. Raises
-    UserError if the folder cannot be written, the library has no text, or `vocab` does not suit it.
+    A folder whose manifest is missing, does not fit the arguments or does not fit the files is built anew; the files
+    are some 8 MB, of which all bytes are compared with their checksums. Raises UserError if the folder cannot be
+    written, the library has no text, or `vocab` does not suit it.
     """
     paths = StdlibPaths(Path(folder))
     if packing.eod not in (None, END_OF_TEXT):
         raise UserError(
             f"data.packing.eod = {packing.eod}: documents of data=stdlib end with {END_OF_TEXT}; use that or null"
         )
-    if not is_prepared(paths, vocab, validation_fraction):
+    prepared = is_prepared(paths, vocab, validation_fraction)
+    damaged = find_damage(paths) if prepared else []
+    if damaged:
+        log.warning("%s: made anew, as its checksums are not those of %s", paths.folder, ", ".join(damaged))
+    if damaged or not prepared:
         with writing(paths.folder), progress_bar(show_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
     return paths
@@ -102,13 +111,31 @@ def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> b
     The Python version is recorded but not compared: a run that is resumed under another one keeps its data.
     """
     try:
-        manifest = json.loads(paths.manifest.read_text())
+        manifest = read_json(paths.manifest, shared=True)
         sizes = {name: record["bytes"] for name, record in manifest["files"].items()}
-        return manifest["recipe"] == _recipe(vocab, validation_fraction) and all(
-            (paths.folder / name).stat().st_size == size for name, size in sizes.items()
+        return (
+            manifest["recipe"] == _recipe(vocab, validation_fraction)
+            and sizes.keys() == _names(paths)
+            and all((paths.folder / name).stat().st_size == size for name, size in sizes.items())
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, OSError, KeyError, TypeError, AttributeError):
         return False
+
+
+def find_damage(paths: StdlibPaths, *names: str) -> list[str]:
+    """Those of the named files (none: all) whose checksums are not those of the manifest; all if it cannot be read."""
+    looked_at = names or sorted(_names(paths))
+    try:
+        written = read_json(paths.manifest, shared=True)["files"]
+        return [name for name in looked_at if _record(paths.folder / name) != written[name]]
+    except (UserError, OSError, KeyError, TypeError):
+        return list(looked_at)
+
+
+def _names(paths: StdlibPaths) -> set[str]:
+    """Of all files but the manifest."""
+    prefixes = (paths.train, paths.validation)
+    return {paths.tokenizer.name, *(f(prefix).name for prefix in prefixes for f in (bin_path, idx_path))}
 
 
 def read_library(root: Path, progress: Progress) -> list[Source]:
@@ -211,7 +238,7 @@ def _write_documents(
 
 
 def _record(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
+    with open_regular(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 

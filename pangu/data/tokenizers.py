@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
@@ -39,18 +39,18 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model as it is. Raises UserError for a file that is missing or no such model."""
+    """A SentencePiece model as it is. Raises UserError for a file that is missing, damaged or no such model."""
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise UserError(f"the tokenizer model {path} does not exist")
         try:
-            self.processor = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+            self.processor = _processor(Path(path).read_bytes())
         except OSError as error:
             raise UserError(f"cannot read the tokenizer model {path}: {error.strerror}") from error
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"{path} is not a SentencePiece model (or only a pointer to one that Git LFS keeps)"
+                f"{path} is not a SentencePiece model (or only a pointer to one that Git LFS keeps), or a damaged one"
             ) from error
         self.vocab_size: int = self.processor.vocab_size()
         ids = [self.processor.piece_to_id(piece) for piece in _END_PIECES]
@@ -61,6 +61,16 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+
+def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """The contents of a model's file, opened. Raises RuntimeError or ValueError unless every id has a text."""
+    if not model:
+        raise ValueError("an empty file, which the library takes for none")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    # damaged pieces are not UTF-8, which the library finds when it decodes the first of them
+    processor.decode([[token] for token in range(processor.vocab_size())])
+    return processor
 
 
 class PanguTokenizer(SentencePieceTokenizer):
@@ -95,7 +105,7 @@ class HuggingFaceTokenizer:
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # of a damaged file, the library's readers raise errors of their own and any other
             first_line = str(error).strip().split("\n")[0]
             raise UserError(f"transformers cannot load a tokenizer from {path}: {first_line}") from error
         self.vocab_size: int = len(self._tokenizer)
@@ -120,13 +130,23 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def jieba_segmenter() -> Callable[[str], str]:
     """PanGu-α's preparation of text: jieba's words joined by spaces, real spaces and newlines written as signs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes and of setuptools
-        import jieba
-    jieba.setLogLevel(logging.CRITICAL)  # it reports every load of its dictionary, and a cache it cannot write
 
     def segments(text: str) -> Iterator[str]:
-        for word in jieba.cut(text, cut_all=False):
+        for word in _jieba().cut(text, cut_all=False):
             yield word.replace(" ", SPACE).replace("\n", NEWLINE)
 
     return lambda text: " ".join(segments(text))
+
+
+@cache
+def _jieba() -> Any:
+    """jieba with the dictionary that came with it, whatever else this process does with jieba."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old escapes and of setuptools
+        import jieba
+    words = jieba.Tokenizer()
+    # its own `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
+    # have put another one, and is no faster
+    words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
+    words.initialized = True
+    return words

@@ -13,6 +13,7 @@ from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import require_fit
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
+from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
@@ -105,7 +106,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
 
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
-    trained = trained_model(checkpoint)
+    trained = trained_model(checkpoint, read_index(checkpoint))
     return _Found(
         trained.model,
         trained.precision.compute,

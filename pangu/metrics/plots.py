@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 from pathlib import Path
@@ -14,7 +15,8 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from pangu.config.errors import writing
-from pangu.metrics.record import from_json
+from pangu.config.files import write_atomically
+from pangu.metrics.record import from_json, read_lines
 
 Series = NDArray[np.float64]
 
@@ -43,7 +45,9 @@ def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
     with writing(png), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a Chinese title where there is no Chinese font
         png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, format="png")
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+        write_atomically(png, content.getvalue())
 
 
 def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> None:
@@ -73,12 +77,13 @@ def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:
 
 def read_columns(metrics_jsonl: Path, names: tuple[str, ...]) -> dict[str, Series]:
     """Columns of metrics.jsonl by field name; NaN where a line has null or lacks the field. No file counts as empty."""
-    text = metrics_jsonl.read_text(encoding="utf-8", errors="replace") if metrics_jsonl.exists() else ""
-    records = [fields for line in text.splitlines() if (fields := from_json(line)) is not None]
-    return {
-        name: np.array([math.nan if (value := fields.get(name)) is None else value for fields in records], np.float64)
-        for name in names
-    }
+    records = [fields for line in read_lines(metrics_jsonl) if (fields := from_json(line)) is not None]
+    return {name: np.array([_number(fields.get(name)) for fields in records], np.float64) for name in names}
+
+
+def _number(value: object) -> float:
+    """NaN for whatever is no number that a float can hold."""
+    return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else math.nan
 
 
 def smooth(values: Series) -> Series:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from pangu.config.files import open_regular, parse_json
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,16 @@ def to_json(record: StepRecord) -> str:
 def from_json(line: str) -> dict[str, Any] | None:
     """The fields of one line, or None if it is not a whole record, as the last line of a killed run may be."""
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError:
         return None
     return fields if isinstance(fields, dict) and isinstance(fields.get("step"), int) else None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a metrics.jsonl, whole or not; none of a file that does not exist. Raises OSError, and UserError if
+    it is no regular file."""
+    if not path.exists() and not path.is_symlink():
+        return []
+    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.read().splitlines()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pangu.config.files import open_regular, write_atomically
 from pangu.metrics.record import StepRecord, tracked
 
 _log = logging.getLogger(__name__)
@@ -39,12 +40,13 @@ def logged_in() -> bool:
 def run_id(output: Path, resumed_step: int) -> str:
     """The run's id at wandb, kept in the run folder: a resumed run continues its curves, a new run begins others."""
     path = output / "wandb" / "run-id"
-    known = path.read_text(encoding="utf-8").strip() if resumed_step > 0 and path.exists() else ""
-    if known:
-        return known
+    if resumed_step > 0 and path.exists():
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            if known := file.read(100).strip():
+                return known
     new = secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new, encoding="utf-8")
+    write_atomically(path, new.encode())
     return new
 
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.disk import flush
 from pangu.config.errors import writing
+from pangu.config.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.meter import TimeLeft
-from pangu.metrics.record import StepRecord, from_json, to_json, tracked
+from pangu.metrics.record import StepRecord, from_json, read_lines, to_json, tracked
 from pangu.metrics.text import compact, duration
 from pangu.metrics.wandb_writer import WandbWriter
 
@@ -87,15 +87,12 @@ class JsonLinesWriter:
         """
         self._path = path
         with writing(path):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+            lines = read_lines(path)
             kept = [line for line in lines if (fields := from_json(line)) and fields["step"] <= resumed_step]
             # Replaced in one go: a crash here must not lose what the run has measured so far.
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            flush(partial)
-            partial.replace(path)
+            write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
             flush(path.parent)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open_regular(path, "a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
         """Append the step's line. Raises UserError if the disk is full."""

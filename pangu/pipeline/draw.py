@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pangu.config.errors import writing
+from pangu.config.files import write_atomically
 from pangu.pipeline.actions import COMPUTE, Kind
 from pangu.pipeline.simulate import Event, Timeline
 from pangu.pipeline.theory import bubble
@@ -71,7 +73,9 @@ def draw(timeline: Timeline, stem: Path, says: str, unit: str = "s") -> None:
         path = stem.parent / f"{stem.name}.{suffix}"
         with writing(path), rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format=suffix)
+            content = io.BytesIO()
+            figure.savefig(content, format=suffix)
+            write_atomically(path, content.getvalue())
 
 
 def _title(timeline: Timeline, says: str) -> str:
@@ -155,4 +159,4 @@ def write_trace(timeline: Timeline, path: Path) -> None:
             records.append({**record, "ph": "e", "id": number, "ts": start + duration})
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
+        write_atomically(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}).encode())

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from pangu.config.errors import writing
+from pangu.config.files import write_atomically
 
 INTERVAL_SECONDS = 1.0
 """The file is not written more often than that, unless the run does something else."""
@@ -49,10 +50,8 @@ class Heartbeat:
             "process": os.getpid(),
         }
         with writing(self._path):
-            # replaced in one go: a watcher never finds half of it
-            beside = self._path.with_name(f".{self._path.name}.partial")
-            beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            beside.replace(self._path)
+            # a watcher never finds half of it; it need not outlive a crash of the machine
+            write_atomically(self._path, f"{json.dumps(content)}\n".encode(), sync=False)
 
     def __enter__(self) -> Self:
         self.beat(0, "starting")

@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pangu.config.errors import UserError, writing
+from pangu.config.files import open_regular
 
 log = logging.getLogger("pangu")
+
+MOST_BYTES = 200
+"""Of what run.lock says: a name of a machine and a number."""
 
 
 @contextmanager
@@ -26,10 +30,10 @@ def only_run(output: Path) -> Iterator[None]:
     """
     path = output / "run.lock"
     with writing(path):
-        file = path.open("a+", encoding="utf-8")
+        file = open_regular(path, "a+b")
     with file:
         file.seek(0)
-        last = file.read()
+        last = file.read(MOST_BYTES).decode(errors="replace")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -40,7 +44,7 @@ def only_run(output: Path) -> Iterator[None]:
         if last:
             log.info("the last run in this folder (%s) was killed", last)
         file.truncate(0)
-        file.write(f"{socket.gethostname()}, process {os.getpid()}")
+        file.write(f"{socket.gethostname()}, process {os.getpid()}".encode())
         file.flush()
         try:
             yield

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from pangu.checkpoint.run_folder import save_config
+from pangu.checkpoint.run_folder import make_run_folder, save_config
 from pangu.collectives.reduce import answered
 from pangu.config.errors import writing
+from pangu.config.files import write_atomically
+from pangu.config.printable import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.evaluation.generation import Sampling
@@ -63,7 +65,9 @@ def run(values: Mapping[str, Any]) -> None:
     """
     began = time.perf_counter()
     launch = Launch.from_environment()
-    logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, format="%(message)s", force=True)
+    logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, force=True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter("%(message)s"))
     config, layout, stages = choose_layout(values, launch.world)
     frozen = count_frozen(config.train.frozen, build_model(config.model)[1])
     log.info(describe(config, layout, fullest_states(config, layout, stages)))
@@ -85,7 +89,7 @@ def run(values: Mapping[str, Any]) -> None:
         output = Path(config.train.output)
         with ExitStack() as held:
             held.enter_context(answered(mesh, lambda: "before or after training"))
-            together(mesh, lambda: _make_run_folder(output), here=mesh.is_first)
+            together(mesh, lambda: make_run_folder(output), here=mesh.is_first)
             together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
             requests = Requests(mesh, began, config.train.stop_after_s)
             _train(config, mesh, launch, stages, kernel, requests)
@@ -135,11 +139,6 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         _finish(config, trainer, loop, _samples(config, trainer, sources, prompts), time.perf_counter() - started)
 
 
-def _make_run_folder(output: Path) -> None:
-    with writing(output):
-        (output / "plots").mkdir(parents=True, exist_ok=True)
-
-
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it."""
 
@@ -174,7 +173,7 @@ def _finish(config: RunConfig, trainer: Trainer, loop: Loop, texts: list[str], s
     }
     with writing(output):
         if loop.last_loss is not None:
-            (output / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+            write_atomically(output / "summary.json", json.dumps(summary, indent=1, ensure_ascii=False).encode())
         _draw(loop, trainer, output)
     log.info(closing_words(config, summary))
 

@@ -24,15 +24,15 @@ from pangu.checkpoint.files import (
     list_checkpoints,
     load,
     prune,
-    read_index,
     start,
     tidy,
     write_slices,
 )
 from pangu.checkpoint.identity import identity
+from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.weights import damage, intact, load_weights
-from pangu.config.disk import flush
 from pangu.config.errors import LocalError, UserError, shown, writing
+from pangu.config.files import flush
 from pangu.config.schema import RunConfig
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -257,9 +257,10 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
         Its index: among others `samples` and `watch`, as given to `Saver.save`.
 
     Raises:
-        UserError: if the checkpoint belongs to another model, optimizer or seed.
+        UserError: if the checkpoint belongs to another model, optimizer or seed, or does not say where its run was.
     """
     index = read_index(path)
+    require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index["identity"], identity(config))
     updates = index["step"] - index["skipped"]
     wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]

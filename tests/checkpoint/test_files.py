@@ -19,15 +19,14 @@ from pangu.checkpoint.files import (
     Slice,
     checkpoint_path,
     commit,
-    find_damage,
     list_checkpoints,
     load,
     prune,
-    read_index,
     start,
     tidy,
     write_slices,
 )
+from pangu.checkpoint.index import FORMAT, NewerFormatError, find_damage, read_index
 from pangu.config.errors import UserError
 
 TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}
@@ -164,8 +163,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(UserError, match="not the index of a checkpoint of pangu"):
         read_index(tmp_path)
-    (tmp_path / "index.json").write_text(json.dumps({"format": files.FORMAT, "version": 99}))
-    with pytest.raises(files.NewerFormatError, match="format version 99: this pangu is too old for it and reads 3"):
+    (tmp_path / "index.json").write_text(json.dumps({"format": FORMAT, "version": 99}))
+    with pytest.raises(NewerFormatError, match="format version 99: this pangu is too old for it and reads 3"):
         read_index(tmp_path)
 
 

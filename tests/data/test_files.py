@@ -1,54 +1,10 @@
-"""Files that are whole or absent."""
+"""The progress bar."""
 
 from __future__ import annotations
 
-import errno
-import os
-from pathlib import Path
-
 import pytest
 
-from pangu.config.errors import UserError, writing
-from pangu.data.files import progress_bar, write_atomically
-
-
-def test_write_atomically(tmp_path: Path) -> None:
-    for content in (b"first", b"second"):
-        write_atomically(tmp_path / "a", content)
-        assert [path.name for path in tmp_path.iterdir()] == ["a"]
-        assert (tmp_path / "a").read_bytes() == content
-
-
-@pytest.mark.parametrize("place", ["os.fsync", "pathlib.Path.replace"])
-def test_a_failure_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    write_atomically(tmp_path / "a", b"old")
-    monkeypatch.setattr(place, refuse)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(tmp_path / "a", b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_bytes() == b"old"
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(errno.ENOSPC, "x"), "disk is full"),
-        (OSError(errno.EDQUOT, "x"), "quota is used up"),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        (OSError("without a number"), "without a number"),
-    ],
-)
-def test_writing_names_the_target(error: OSError, words: str) -> None:
-    with pytest.raises(UserError, match=f"cannot write some/folder: .*{words}"), writing(Path("some/folder")):
-        raise error
-
-
-def test_writing_leaves_other_errors_alone() -> None:
-    with pytest.raises(ZeroDivisionError), writing(Path("some/folder")):
-        raise ZeroDivisionError
+from pangu.data.files import progress_bar
 
 
 @pytest.mark.parametrize("show", [True, False])

@@ -141,7 +141,35 @@ def test_a_damaged_folder_is_built_anew(small_library: Path, tmp_path: Path, nam
     assert contents(paths.folder) == whole
 
 
-@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": 3}', '{"recipe": {}, "files": {"a": {}}}', "\x00"])
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "tokenizer.model"])
+def test_flipped_bytes_are_found(
+    small_library: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same size, so that only the manifest's checksum tells."""
+    paths = prepare(tmp_path / "data")
+    whole = contents(paths.folder)
+    (paths.folder / name).write_bytes(bytes(byte ^ 1 for byte in whole[name]))
+    prepare(tmp_path / "data")
+    assert contents(paths.folder) == whole
+    assert f"made anew, as its checksums are not those of {name}" in caplog.text
+
+
+def test_links_are_replaced_and_not_followed(small_library: Path, tmp_path: Path) -> None:
+    paths = prepare(tmp_path / "data")
+    whole = contents(paths.folder)
+    for name in whole:
+        (tmp_path / name).write_bytes(whole[name])
+        (paths.folder / name).unlink()
+        (paths.folder / name).symlink_to(tmp_path / name)
+    prepare(tmp_path / "data")
+    assert contents(paths.folder) == whole
+    assert not any(path.is_symlink() for path in paths.folder.iterdir())
+    assert all((tmp_path / name).read_bytes() == content for name, content in whole.items())
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[" * 9999, "[]", "{}", '{"files": 3}', '{"recipe": {}, "files": {"a": {}}}', "\x00"]
+)
 def test_foreign_manifests_are_not_believed(tmp_path: Path, manifest: str) -> None:
     paths = StdlibPaths(tmp_path)
     paths.manifest.write_text(manifest)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jieba
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
+from pangu.data import tokenizers
 from pangu.data.stdlib import StdlibPaths
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
@@ -100,11 +103,11 @@ def test_trained_like_pangu(tmp_path: Path) -> None:
 
 def test_hugging_face_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
+    core_library = pytest.importorskip("tokenizers")
     words = {"<|end|>": 0, "hello": 1, "world": 2, "?": 3}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    core.post_processor = tokenizers.processors.TemplateProcessing("<|end|> $0", special_tokens=[("<|end|>", 0)])
+    core = core_library.Tokenizer(core_library.models.WordLevel(words, unk_token="?"))
+    core.pre_tokenizer = core_library.pre_tokenizers.Whitespace()
+    core.post_processor = core_library.processors.TemplateProcessing("<|end|> $0", special_tokens=[("<|end|>", 0)])
     transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(TokenizerConfig("huggingface", str(tmp_path)))
     assert tokenizer.encode("hello world") == [1, 2]  # alone, without the id its own template puts before
@@ -128,5 +131,39 @@ def test_other_files(tmp_path: Path) -> None:
     (tmp_path / "pointer.model").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"pointer\.model is not a SentencePiece model"):
         load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "pointer.model")))
-    with pytest.raises(UserError, match="cannot load a tokenizer from"):
-        load_tokenizer(TokenizerConfig("huggingface", str(tmp_path)))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for content in (None, "{}", '{"model": 1}', "[" * 9999, ""):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match="cannot load a tokenizer from"):
+            load_tokenizer(TokenizerConfig("huggingface", str(tmp_path)))
+
+
+def test_an_empty_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.model").touch()
+    with pytest.raises(UserError, match=r"empty\.model is not a SentencePiece model"):
+        load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "empty.model")))
+
+
+def test_a_model_with_a_piece_that_is_no_text_is_named(prepared: StdlibPaths, tmp_path: Path) -> None:
+    """The library opens it, and fails when it first decodes that piece."""
+    content = prepared.tokenizer.read_bytes()
+    piece = b"self"
+    assert piece in content
+    (tmp_path / "damaged.model").write_bytes(content.replace(piece, b"sel\xff"))
+    with pytest.raises(UserError, match=r"damaged\.model is not a SentencePiece model"):
+        load_tokenizer(TokenizerConfig("sentencepiece", str(tmp_path / "damaged.model")))
+
+
+def test_jieba_takes_no_dictionary_from_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user can have put one there, in which 今天 is no word."""
+    planted = tmp_path / "jieba.cache"
+    planted.write_bytes(marshal.dumps(({"今": 9, "天": 9}, 18)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("jieba.dt", jieba.Tokenizer())
+    monkeypatch.setattr("jieba.cut", jieba.dt.cut)
+    tokenizers._jieba.cache_clear()
+    assert tokenizers.jieba_segmenter()("今天是好天气") == "今天 是 好 天气"
+    assert [path.name for path in tmp_path.iterdir()] == ["jieba.cache"]

@@ -13,8 +13,8 @@ from tests.evaluation.tasks.files import write_benchmarks
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A run folder as the quickstart leaves it, only smaller, measured at its end, and all benchmarks in `benchmarks` in
-    it. Not to be changed."""
+    """A run folder as the quickstart leaves it, only smaller, measured at its end, with all benchmarks in `benchmarks`.
+    Not to be changed."""
     base = tmp_path_factory.getbasetemp()
     path = (base.parent if hasattr(request.config, "workerinput") else base) / "trained"
     with FileLock(path.with_suffix(".lock")):

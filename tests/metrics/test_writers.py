@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pangu.config.errors import UserError
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.record import StepRecord
+from pangu.metrics.plots import read_columns
+from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.wandb_writer import WandbWriter
 from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, make_writers, progress_line
 
@@ -158,3 +160,28 @@ def test_configuration_chooses_the_writers(
         writer.close()
     assert (output / "metrics.jsonl").exists()
     assert (output / "tensorboard").exists() == tensorboard
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", f".metrics.jsonl.{os.getpid()}.tmp"])
+def test_a_planted_link_is_not_followed(tmp_path: Path, record: Make, name: str) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    if name == "metrics.jsonl":
+        with pytest.raises(UserError, match=r"metrics\.jsonl: is a symbolic link"):
+            JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
+    else:
+        writer = JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
+        writer.write(record())
+        writer.close()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_lines_of_others_are_passed_over(tmp_path: Path, record: Make) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = to_json(record(step=1))
+    path.write_text("\n".join(["[" * 9999, kept, '{"step": "1"}', '{"step": 1, "loss": [1], "tokens": "x"}']))
+    JsonLinesWriter(path, resumed_step=1).close()
+    assert len(path.read_text().splitlines()) == 2
+    columns = read_columns(path, ("tokens", "loss"))
+    assert [math.isnan(value) for value in columns["loss"]] == [False, True]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, commit, start, write_slices
+from pangu.checkpoint.index import checksum
 from tools.inspect_checkpoint import main
 
 FACTS = {"step": 5, "samples": 20, "skipped": 0, "layout": {"tensor": 2}, "identity": {"optimizer.name": "adam"}}
@@ -69,3 +70,39 @@ def test_two_checkpoints_are_compared(checkpoint: Path, capsys: pytest.CaptureFi
     words = capsys.readouterr().out
     assert "0.5" in words
     assert f"only in {other}: weight/b" in words
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("damage", ["a bit", "missing", "cut", "no index"])
+def test_damaged_checkpoints_are_not_compared(
+    checkpoint: Path, side: int, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [checkpoint, write(checkpoint.parent, 6, {"weight/a": torch.zeros(2, 3)})]
+    (file,) = both[side].glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    if damage == "no index":
+        (both[side] / "index.json").unlink()
+    elif damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "a bit" else content[:-4])
+    assert main([str(both[0]), "--diff", str(both[1])]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"error: {both[side]}")
+    assert err.count("\n") == 1
+
+
+def test_escape_sequences_are_shown_as_such(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Facts of a run may be any text, and their checksum anyone can compute."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    del index["checksum"]
+    index["identity"] = {"optimizer.name": "\x1b]0;title\x07"}
+    index["layout"] = {"\x9b31m": "\r"}
+    index["watch"] = {"rollbacks": [{"step": 1, "fault": "\x1b[2J", "back_to": 0, "left_out": [0, 1]}]}
+    (checkpoint / "index.json").write_text(json.dumps({**index, "checksum": checksum(index)}))
+    assert main([str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert all(shown in out for shown in ("\\x1b]0;title\\x07", "\\x9b31m \\r", "\\x1b[2J"))
+    assert not {"\x1b", "\x9b", "\r", "\x07"} & set(out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from pangu.config.errors import UserError
@@ -52,3 +55,19 @@ def test_a_list_of_layouts_may_hold_null_lists_and_fractions() -> None:
     assert text.startswith("2 problems")
     assert "parallel.allowed[1].tensor = 2.5: must be an integer" in text
     assert "parallel.allowed[2].schedule = [a]: must be gpipe" in text
+
+
+def sample(prompt: str) -> Any:
+    words = ["+config=quickstart", f"sample.prompts=[{prompt}]", f"train.output={Path('a') / 'b'}"]
+    return compose(repository() / "configs", words)["sample"]
+
+
+def test_references_in_prompts() -> None:
+    """`${` begins a reference, and `\\${` is the text itself."""
+    assert sample("'${train.output}'")["prompts"] == ["a/b"]
+    assert sample("'\\${train.output}'")["prompts"] == ["${train.output}"]
+    assert sample("'\\${'")["prompts"] == ["${"]
+    with pytest.raises(UserError, match=r"Interpolation key 'nowhere' not found; .*\\\$\{\.\.\.\} keep it as it is"):
+        sample("'${nowhere}'")
+    with pytest.raises(UserError, match=r"sample\.prompts"):
+        sample("'${'")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.checkpoint.files import find_damage, read_index
+from pangu.checkpoint.index import find_damage, read_index
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.faults import FaultsConfig

@@ -32,6 +32,7 @@ from pangu.checkpoint.formats.stored import (
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import Problem, UserError
+from pangu.config.files import read_json
 from pangu.config.model import ModelConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -291,10 +292,7 @@ class HuggingFaceSource(Source):
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An object of a JSON file. Raises UserError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+    found = read_json(path)
     if not isinstance(found, dict):
         raise UserError(f"{path}: is no JSON object")
     return found

@@ -11,11 +11,10 @@ The files are protocol buffers, of which this reads what it needs (checkpoint.pr
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +38,14 @@ from pangu.config.model import ModelConfig
 
 CONTENT_BYTES = 512 * 2**20
 """Largest part of a tensor in one Value."""
+MOST_FIELDS = 2**20
+"""Of one message. PanGu-α 200B has a few thousand values; a crafted file of two bytes a field would fill the memory."""
+MOST_NUMBERS = 64
+"""Of one list: dimensions of a tensor, or axes of the device matrix."""
+MOST_DEVICES = 2**16
+"""That share a model; PanGu-α 200B took 2048."""
+_VARINT_BYTES = 10
+"""Of a number of 64 bits."""
 _TYPES = {
     "Float64": torch.float64,
     "Float32": torch.float32,
@@ -110,6 +117,16 @@ class _Layout:
     """Distance of the ranks among which the optimizer's parallelism cuts dimension 0 again; 0: it does not."""
     size: int = 0
     """Number of those ranks; -1: as many as there are."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a layout that is none."""
+        used, world = [dim for dim in self.dims if dim != -1], math.prod(self.devices)
+        if min(self.devices, default=1) < 1 or world > MOST_DEVICES:
+            raise ValueError(f"a device matrix {self.devices}")
+        if len(set(used)) < len(used) or not all(0 <= dim < len(self.devices) for dim in used):
+            raise ValueError(f"dimensions {self.dims} over a device matrix {self.devices}")
+        if not 0 <= self.step <= world or not -1 <= self.size <= world:
+            raise ValueError(f"{self.size} shards, {self.step} ranks apart, over a device matrix {self.devices}")
 
     def place(self, rank: int, dims: int) -> tuple[tuple[int, int], ...]:
         """For each dimension, which of how many pieces a rank has."""
@@ -188,6 +205,9 @@ class MindSporeSource(Source):
     def _whole(self, name: str, slices: dict[int, _Piece], layout: _Layout) -> _Tensor:
         """Where the slices of a tensor stand in it."""
         first = next(iter(slices.values()))
+        if len(layout.dims) > len(first.shape):
+            cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
+            raise UserError(f"{name}: {list(first.shape)} in the files, and {cuts}")
         places = {rank: layout.place(rank, len(first.shape)) for rank in slices}
         counts = [count for _, count in next(iter(places.values()))]
         pieces = {tuple(index for index, _ in places[rank]): piece for rank, piece in slices.items()}
@@ -234,8 +254,9 @@ def _rank(file: Path) -> int:
 
 def _read_array(file: Path) -> np.ndarray:
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        # np.load would open a zip file of arrays too
+        array = np.lib.format.open_memmap(file, mode="r")
+    except Exception as error:  # numpy parses the header with Python's own parser
         raise UserError(f"{file}: is no array of numbers, and nothing else is read ({error})") from error
     if array.dtype not in (np.float64, np.float32, np.float16) or array.ndim != 2:
         raise UserError(f"{file}: {array.dtype} {list(array.shape)}; a table of floating-point numbers is expected")
@@ -251,8 +272,11 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
                 named = _message(data, value)
                 tensor = _message(data, named[2][0])
                 kind = _TYPES.get(data[tensor[2][0]].decode())
-                piece = _Piece(tuple(_integers(data, tensor.get(1, []))), kind)
-                piece = pieces.setdefault(data[named[1][0]].decode(), piece)
+                found = _Piece(_integers(data, tensor.get(1, [])), kind)
+                name = data[named[1][0]].decode()
+                piece = pieces.setdefault(name, found)
+                if (piece.shape, piece.dtype) != (found.shape, found.dtype) or min(found.shape, default=0) < 0:
+                    raise ValueError(f"{name}: parts {list(piece.shape)} and {list(found.shape)} of one tensor")
                 piece.chunks += [(file, content.start, content.stop - content.start) for content in tensor.get(3, [])]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{file}: is not a MindSpore checkpoint, or an encrypted one ({error})") from error
@@ -266,15 +290,15 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
 def _read_strategy(file: Path) -> dict[str, _Layout]:
     """How each tensor is cut."""
     layouts = {}
-    data = file.read_bytes()
     try:
+        data = file.read_bytes()
         for item in _message(data, slice(0, len(data)))[3]:
             named = _message(data, item)
             layout = _message(data, named[2][0])
-            devices, dims = (tuple(_integers(data, _message(data, layout[key][0]).get(1, []))) for key in (1, 2))
-            step, size = (next(_integers(data, layout[key]), 0) if key in layout else 0 for key in (6, 7))
+            devices, dims = (_integers(data, _message(data, layout[key][0]).get(1, [])) for key in (1, 2))
+            step, size = (next(iter(_integers(data, layout.get(key, []))), 0) for key in (6, 7))
             layouts[data[named[1][0]].decode()] = _Layout(devices, dims, step, size)
-    except (ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{file}: is not a strategy file of MindSpore ({error})") from error
     return layouts
 
@@ -282,8 +306,11 @@ def _read_strategy(file: Path) -> dict[str, _Layout]:
 def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
     """Numbers of the fields of a message, and where the values of each stand."""
     fields: dict[int, list[slice]] = {}
-    at = where.start
+    at, count = where.start, 0
     while at < where.stop:
+        count += 1
+        if count > MOST_FIELDS:
+            raise ValueError(f"more than {MOST_FIELDS} fields in one message")
         key, at = _varint(data, at)
         start = at
         if key & 7 == 0:
@@ -302,22 +329,24 @@ def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
 def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
     """A number of 7 bits a byte, the lowest first, and the place after it."""
     value = 0
-    for shift in itertools.count(0, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
+    for place, byte in enumerate(data[at : at + _VARINT_BYTES]):
+        value |= (byte & 127) << 7 * place
         if byte < 128:
-            return value, at
-    raise AssertionError
+            return value % 2**64, at + place + 1
+    raise ValueError(f"no number at byte {at}")
 
 
-def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> Iterator[int]:
+def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ...]:
     """Signed numbers of a repeated field, each with its key or all packed."""
+    numbers: list[int] = []
     for place in places:
         at = place.start
         while at < place.stop:
             number, at = _varint(data, at)
-            yield number - 2**64 if number >= 2**63 else number
+            numbers.append(number - 2**64 if number >= 2**63 else number)
+            if at > place.stop or len(numbers) > MOST_NUMBERS:
+                raise ValueError(f"no list of numbers at byte {place.start}")
+    return tuple(numbers)
 
 
 def write(path: Path, job: Job) -> None:

@@ -14,19 +14,18 @@ from pangu.checkpoint.files import (
     Slice,
     checkpoint_path,
     commit,
-    find_damage,
-    read_index,
     read_tensor,
     start,
     write_one_by_one,
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
 from pangu.checkpoint.identity import identity
+from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
 from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.data.stdlib import StdlibPaths
+from pangu.data.sources import stdlib_tokenizer
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 
@@ -39,11 +38,11 @@ class PanguSource(Source):
         self._index = read_index(self._path)
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
-        config = trained_model(self._path)
+        config = trained_model(self._path, self._index)
         self.known = asdict(config.model)
         self.packing = asdict(config.data.packing)
         if isinstance(config.data, StdlibData):
-            self.tokenizer = TokenizerConfig("sentencepiece", str(StdlibPaths(Path(config.data.folder)).tokenizer))
+            self.tokenizer = stdlib_tokenizer(config.data)
         elif isinstance(config.data, IndexedData):
             self.tokenizer = config.data.tokenizer
 

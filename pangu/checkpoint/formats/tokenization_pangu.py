@@ -7,6 +7,7 @@ This file goes with exported weights and needs transformers, sentencepiece and j
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,20 @@ class PanguTokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         if self.jieba:
-            import jieba
-
-            words = jieba.cut(text, cut_all=False)
+            words = self._words().cut(text, cut_all=False)
             text = " ".join(word.replace(" ", SPACE).replace("\n", NEWLINE) for word in words)
         return self.processor.encode(text, out_type=str)
+
+    @staticmethod
+    @cache
+    def _words() -> Any:
+        """jieba with its own dictionary, never with a cache of it, which anyone may have put among temporary files."""
+        import jieba
+
+        words = jieba.Tokenizer()
+        words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
+        words.initialized = True
+        return words
 
     def _convert_token_to_id(self, token: str) -> int:
         return self.processor.piece_to_id(token)

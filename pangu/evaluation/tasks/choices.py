@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pangu.config.errors import UserError
-from pangu.evaluation.tasks.readers import json_lines, read_json
+from pangu.config.files import read_json
+from pangu.evaluation.tasks.readers import json_lines
 from pangu.evaluation.tasks.task import Item, Task
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pangu.config.errors import UserError
+from pangu.config.files import parse_json
 
 
 def read_text(path: Path) -> str:
@@ -21,20 +21,12 @@ def read_text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises UserError if it is none."""
-    try:
-        return json.loads(read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-
-
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number (from 0) and value of each line that is not blank. Raises UserError for one that is not JSON."""
     lines = [line for line in read_text(path).split("\n") if line.strip()]
     for number, line in enumerate(lines):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number + 1}: not JSON: {error}") from error
         yield number, value

@@ -11,9 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from pangu.config.errors import UserError, writing
-from pangu.data.files import write_atomically
+from pangu.config.files import parse_json, write_atomically
 from pangu.evaluation.tasks.ask import Answer
 from pangu.evaluation.tasks.published import MODELS, published
+from pangu.evaluation.tasks.readers import read_text
 
 
 class AnswerFile:
@@ -36,8 +37,8 @@ class AnswerFile:
             raise UserError(
                 f"{path} holds answers of another set-up ({different}); choose another --output or delete it"
             )
-        for line in lines[1:]:
-            self._keep(line.pop("task"), [Answer(**line)])
+        for number, line in enumerate(lines[1:], 2):
+            self._keep(*self._answer(number, line))
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # a killed process may have left half a line
@@ -57,15 +58,27 @@ class AnswerFile:
         return [{"task": task, **asdict(answer)} for task, answer in found]
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = read_text(self.path).splitlines() if self.path.exists() else []
         found = []
         for number, line in enumerate(lines, 1):
             try:
-                found.append(json.loads(line))
+                value = parse_json(line)
             except ValueError as error:
                 if number < len(lines):
                     raise UserError(f"{self.path}, line {number}: not JSON ({error}); delete the file") from error
+                continue
+            if not isinstance(value, dict) or (number == 1 and not isinstance(value.get("setup"), dict)):
+                raise UserError(f"{self.path}, line {number}: is no answer of this command; choose another --output")
+            found.append(value)
         return found
+
+    def _answer(self, number: int, line: dict[str, Any]) -> tuple[str, list[Answer]]:
+        """The task and the answer of a line."""
+        task, id_, said, figures = (line.get(name) for name in ("task", "id", "said", "figures"))
+        texts = isinstance(task, str) and isinstance(id_, str) and isinstance(said, str | None)
+        if not texts or not isinstance(figures, dict) or not all(isinstance(v, int | float) for v in figures.values()):
+            raise UserError(f"{self.path}, line {number}: is no answer of this command; choose another --output")
+        return str(task), [Answer(str(id_), said, figures)]
 
 
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pangu.config.errors import UserError
+from pangu.config.files import read_json
 from pangu.evaluation.tasks.measures import begins_with, exact_match_and_f1, rouge
-from pangu.evaluation.tasks.readers import json_lines, read_json, read_text
+from pangu.evaluation.tasks.readers import json_lines, read_text
 from pangu.evaluation.tasks.task import Decoding, Item, Task
 
 _READING = "阅读文章：{document}\n问：{question}\n答：{answer}"

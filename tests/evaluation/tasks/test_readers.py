@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pangu.config.errors import UserError
-from pangu.evaluation.tasks.ask import Questions, read_questions
+from pangu.evaluation.tasks.ask import Answer, Questions, read_questions
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup
 from pangu.evaluation.tasks.published import PUBLISHED
+from pangu.evaluation.tasks.report import AnswerFile
 from pangu.evaluation.tasks.task import SLOT
 from tests.evaluation.tasks.files import FILES, write_benchmarks
 
@@ -112,3 +113,17 @@ def test_errors_name_the_file_and_the_rule(benchmarks: Path) -> None:
         read("afqmc", benchmarks)
     with pytest.raises(UserError, match=r"nowhere: no such folder"):
         read_questions(find_task("afqmc"), folder / "nowhere", Setup())
+
+
+@pytest.mark.parametrize(
+    "line", ['{"task": "a"}', "[1]", '{"task": 1, "id": "a", "said": null, "figures": {}}', "[" * 9999, '"a"', "3"]
+)
+def test_answers_of_another_command_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    AnswerFile(path, {}).add("a", [Answer("1", None, {"right": 1.0})])
+    whole = path.read_text()
+    assert AnswerFile(path, {}).answers["a"]["1"].figures == {"right": 1.0}
+    for content in (f"{whole}{line}\n{{}}\n", f"{line}\n{whole}"):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"answers\.jsonl, line \d"):
+            AnswerFile(path, {})

@@ -1,0 +1,49 @@
+"""run.lock says who holds a run folder, whatever it said before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pangu.config.errors import UserError
+from pangu.training.lock import only_run
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"host, process 3\n\x1b[31m", b"x" * 10_000_000])
+def test_odd_bytes_are_read_and_replaced(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.lock").write_bytes(content)
+    with caplog.at_level(logging.INFO, "pangu"), only_run(tmp_path):
+        assert (tmp_path / "run.lock").read_text().endswith(f", process {os.getpid()}")
+    assert (tmp_path / "run.lock").read_bytes() == b""
+    assert "was killed" in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"run\.lock: is a symbolic link"), only_run(tmp_path):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_another_run_is_named(tmp_path: Path) -> None:
+    """The lock is the system's: another process holds it."""
+    path = tmp_path / "run.lock"
+    path.write_bytes(b"host\xff")
+    program = (
+        f"import fcntl, time; f = open({str(path)!r}, 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True)"
+    )
+    other = subprocess.Popen(["python3", "-c", f"{program}; time.sleep(60)"], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another run works in this folder"), only_run(tmp_path):
+            pass
+    finally:
+        other.kill()
+        other.communicate()
