@@ -28,8 +28,10 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.weights import damage, intact, load_weights
+from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.training.together import together
@@ -138,6 +140,7 @@ class Saver:
             "step": trainer.step,
             "skipped": trainer.skipped,
             "samples": samples,
+            "order": ORDER_VERSION,
             "watch": dict(watch),
             "loss_scale": {"scale": trainer.loss_scale.scale, "clean_steps": trainer.loss_scale.clean_steps},
             "identity": identity(self._config),
@@ -225,6 +228,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     """
     index = read_index(path)
     _compare(path, index["identity"], identity(config))
+    _compare_order(path, index, config.data)
     updates = index["step"] - index["skipped"]
     wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
     for state in trainer.optimizer.state.values():
@@ -243,6 +247,17 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     for later in aside or ():
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index
+
+
+def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
+    """Say so if the place that a checkpoint has in a blend of datasets was reached in another order."""
+    if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
+        log.warning(
+            "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
+            "few samples by which its count differed there come again or are left out",
+            path,
+            index["samples"],
+        )
 
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:

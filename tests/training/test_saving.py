@@ -12,7 +12,10 @@ import pytest
 
 from pangu.checkpoint import files
 from pangu.config.errors import UserError
+from pangu.data.order import ORDER_VERSION
 from pangu.training import loop
+from pangu.training.saving import _compare_order
+from tests.configs import config
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import train
 
@@ -73,3 +76,15 @@ def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, m
     with pytest.raises(UserError, match="after step 2 copies of weight/2 differ"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_blend_that_is_continued_in_another_order_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints from before the order had a version number hold none."""
+    blend, single = config("data=indexed", "data.train=[a,b]").data, config("data=indexed", "data.train=[a]").data
+    _compare_order(Path("old"), {"samples": 12}, single)
+    _compare_order(Path("new"), {"samples": 12, "order": ORDER_VERSION}, blend)
+    assert not caplog.messages
+    _compare_order(Path("old"), {"samples": 12}, blend)
+    assert "old: written when datasets were blended by another rule. Each goes on from its share of sample 12" in (
+        caplog.text
+    )
