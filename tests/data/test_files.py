@@ -9,16 +9,28 @@ from pathlib import Path
 import pytest
 
 from pangu.config.errors import UserError, writing
+from pangu.data import files
 from pangu.data.files import progress_bar, write_atomically
 
 
+@pytest.fixture(params=["unnamed", "named"])
+def _both_kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With files without a name, where there are any, and as on a file system that has none."""
+    if request.param == "named":
+        monkeypatch.setattr(files, "_OPEN_FILES", Path("/nowhere"))
+
+
+@pytest.mark.usefixtures("_both_kinds")
 def test_write_atomically(tmp_path: Path) -> None:
     for content in (b"first", b"second"):
         write_atomically(tmp_path / "a", content)
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
         assert (tmp_path / "a").read_bytes() == content
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.usefixtures("_both_kinds")
 @pytest.mark.parametrize("place", ["os.fsync", "pathlib.Path.replace"])
 def test_a_failure_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def refuse(*_: object) -> None:
