@@ -66,17 +66,17 @@ def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline:
     schedule = timeline.schedule
     if schedule.micro_batches < schedule.stages:
         enough = make_schedule(schedule.name, schedule.stages, schedule.virtual, schedule.stages)
-        timeline = simulate(enough, durations)
+        timeline = simulate(enough, durations, checked=True)
     per_bubble = timeline.schedule.micro_batches * timeline.bubble / (1 - timeline.bubble)
     rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
     more = make_schedule(schedule.name, schedule.stages, schedule.virtual, max(1, rounds) * schedule.stages)
-    return simulate(more, durations)
+    return simulate(more, durations, checked=True)
 
 
 def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int) -> list[Timeline]:
     """Of the other schedules, on the same work: the fastest; the fastest that holds no more activations; and the one
     that holds fewest, if that is half as many or less, without being slower. The first two if they save enough."""
-    found = [simulate(*other) for other in _others(timeline.schedule, durations, num_layers)]
+    found = [simulate(*other, checked=True) for other in _others(timeline.schedule, durations, num_layers)]
     found.sort(key=lambda other: (other.makespan, _held(other)))
     faster = [other for other in found if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
     frugal = [other for other in faster if _held(other) <= _held(timeline)]

@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pangu.config.errors import INTERRUPTED, PATIENCE_SECONDS, UserError, exit_status
 from pangu.topology.launch import Launch
-from pangu.training.run import run
 
 
 def pretrain(configs: Path) -> None:
@@ -31,6 +30,8 @@ def pretrain(configs: Path) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
 
     def task(composed: DictConfig) -> None:
+        from pangu.training.run import run  # all of the trainer, which those who only compose do without
+
         sys.stderr = real_stderr
         status = exit_status(lambda: run(_plain(composed)), "\nerror", first)
         if status == INTERRUPTED and first:
