@@ -72,7 +72,7 @@ def load(overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
     """What the schedule asks for, and a table of the pipeline's stages."""
-    for line in advise(stages.schedule, stages.durations, config.model.layers):
+    for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     table = _table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
     for stage, view in enumerate(view_stages(config, layout, stages)):

@@ -16,7 +16,7 @@ WORTH_CHANGING = 0.03
 """Share of the step's computing time that a change has to save to be named."""
 
 
-def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[str]:
+def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size: int) -> list[str]:
     """Lines for the log: bubble and activations of the schedule; warnings where another would pay, with numbers.
 
     All numbers are simulated. Raises as simulate.
@@ -25,15 +25,17 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
         schedule: what the run uses.
         durations: of the schedule's chunks.
         num_layers: of the model; schedules that need more chunks than that are not named.
+        micro_size: sequences of a micro-batch.
     """
     timeline = simulate(schedule, durations)
     lines = [f"{'pipeline':<12} {_described(timeline)}"]
     if timeline.bubble > GOOD_BUBBLE:
         more = _more_micro_batches(timeline, durations)
         if more.bubble <= timeline.bubble - WORTH_CHANGING:  # not where the stages are uneven
+            smaller = "smaller batch.micro_size or " if micro_size > 1 else ""
             lines.append(
                 f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
-                f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
+                f"micro-batches ({smaller}larger batch.global_size) would make it {more.bubble:.1%}"
             )
     for other in _better_schedules(timeline, durations, num_layers):
         virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
