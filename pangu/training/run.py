@@ -192,7 +192,7 @@ def _draw(loop: Loop, trainer: Trainer, output: Path) -> None:
 
     if trainer.mesh.layout.pipeline > 1:
         stages = trainer.stages
-        draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated", "FLOP/token")
+        draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")
     if loop.timeline is not None:
         show(loop.timeline, output / "plots")
     plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
