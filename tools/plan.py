@@ -6,6 +6,7 @@ Needs neither the devices of the run nor its data."""
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def load(overrides: Sequence[str]) -> Chosen:
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
     """What the schedule asks for, and a table of the pipeline's stages."""
-    for line in advise(stages.schedule, stages.durations, config.model.layers):
+    for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     table = _table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
     for stage, view in enumerate(view_stages(config, layout, stages)):
@@ -171,7 +172,12 @@ def plan(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
-    return exit_status(lambda: plan(options), "\nerror")
+    # a plan is made of millions of small objects without cycles, and looking for these took most of its time
+    gc.disable()
+    try:
+        return exit_status(lambda: plan(options), "\nerror")
+    finally:
+        gc.enable()
 
 
 if __name__ == "__main__":

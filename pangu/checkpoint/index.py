@@ -264,6 +264,7 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     "samples": _is_count,
     "watch": _is_watch,
     "loss_scale": lambda value: value is None or _is_loss_scale(value),
+    "order": _is_count,
     "frozen": lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
     "identity": _is_object,
     "layout": _is_object,

@@ -12,14 +12,17 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pangu.config.errors import UserError
 
 DEPTH = 100
 """Brackets within brackets that a file may have. Files of this field have fewer than ten; Python's own limit depends on
 what else is on the stack."""
+_OPEN_FILES = Path("/proc/self/fd")
+"""The open files of this process, where the system shows them."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -103,17 +106,72 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file under a temporary name, flush it to disk (unless `sync` is false) and rename it, so that it is whole
-    or absent. Raises OSError and then leaves nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+class NewFile:
+    """A file that gets its name when it is whole. All of it raises OSError.
+
+    Where the file system has files without a name (Linux; not over NFS), nothing is left of one that is given up, even
+    if the process is killed. Elsewhere it has a temporary name, which is left then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        unnamed = _open_unnamed(path.parent)
+        self._named = unnamed is None
+        if unnamed is None:
+            self._temporary.unlink(missing_ok=True)
+        # x: a link that somebody plants there is not followed
+        self.file: BinaryIO = self._temporary.open("xb") if unnamed is None else unnamed
+
+    def finish(self, sync: bool = True) -> None:
+        """Have everything written so far under the temporary name, and on disk, unless `sync` is false."""
+        self.file.flush()
+        if sync:
+            os.fsync(self.file.fileno())
+        if not self._named:
+            self._temporary.unlink(missing_ok=True)  # of a process that was killed here and had the same number
+            _give_name(self.file, self._temporary)
+            self._named = True
+        self.file.close()
+
+    def publish(self) -> None:
+        """Give a finished file its name, in the place of any file that has it."""
+        self._temporary.replace(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing of a file that is not published; nothing happens to one that is."""
+        with suppress(OSError):  # closing flushes, which fails again on a full disk
+            self.file.close()
+        if self._named:
+            self._temporary.unlink(missing_ok=True)
+
+
+def _open_unnamed(folder: Path) -> BinaryIO | None:
+    """A file without a name, if there can be one in the folder."""
+    if not hasattr(os, "O_TMPFILE") or not _OPEN_FILES.is_dir():
+        return None
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    except OSError:  # what is wrong with the folder itself is told when a file with a name is opened
+        return None
+
+
+def _give_name(file: BinaryIO, path: Path) -> None:
+    folder = os.open(_OPEN_FILES, os.O_RDONLY)
+    try:
+        # without a folder to start from, os.link takes the link in /proc itself, not the file
+        os.link(str(file.fileno()), path, src_dir_fd=folder, follow_symlinks=True)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(folder)
+
+
+def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file, flush it to disk (unless `sync` is false) and only then give it its name, so that it is whole or
+    absent. Raises OSError and then leaves nothing."""
+    new = NewFile(path)
+    try:
+        new.file.write(content)
+        new.finish(sync)
+        new.publish()
+    finally:
+        new.discard()

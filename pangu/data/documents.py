@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 from pangu.config.errors import UserError
@@ -125,13 +127,14 @@ def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
     """`map` over several processes, in order, holding only a few items in memory. One worker means this process.
 
-    Raises what `function` raised, and UserError if a process was killed.
+    The processes end with this one, however it ends. Raises what `function` raised, and UserError if a process was
+    killed.
     """
     if workers == 1:
         yield from map(function, items)
         return
     # Forking is unsafe beside the threads of progress bars and tokenizers.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         pending: deque[Future[Result]] = deque()
         try:
             for item in items:
@@ -146,3 +149,16 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """See to it that this process ends when the one that started it does. One that was killed cannot say so, and its
+    workers would wait for more work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, name="parent", daemon=True).start()

@@ -6,11 +6,9 @@ m of the document index (u64), n lengths (i32), n byte offsets (i64), m cumulati
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +53,8 @@ class IndexedWriter:
         self._format = token_format(vocab)
         self._lengths = array("i")
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)]
         self._bin.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary[0].open("wb")
+        self._new = [NewFile(self._bin)]
 
     @property
     def num_documents(self) -> int:
@@ -69,40 +66,37 @@ class IndexedWriter:
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
             raise ValueError(f"ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self._vocab}")
-        self._file.write(ids.astype(self._format).tobytes())
+        self._new[0].file.write(ids.astype(self._format).tobytes())
         self._lengths.append(ids.size)
         self.num_tokens += ids.size
 
     def close(self) -> None:
         """Flush both files to disk and give them their names, the index last, for it makes the pair readable."""
         try:
-            _sync(self._file)
-            self._file.close()
-            self._write_index()
+            self._new.append(NewFile(self._idx))
+            self._write_index(self._new[1].file)
+            for new in self._new:
+                new.finish()
             # An old index must not outlive its tokens: a kill between the two renames would pair old with new.
             self._idx.unlink(missing_ok=True)
-            self._temporary[0].replace(self._bin)
-            self._temporary[1].replace(self._idx)
+            for new in self._new:
+                new.publish()
         finally:
             self.discard()
 
     def discard(self) -> None:
         """Remove what has no name yet."""
-        with suppress(OSError):  # closing flushes, which fails again on a full disk
-            self._file.close()
-        for path in self._temporary:
-            path.unlink(missing_ok=True)
+        for new in self._new:
+            new.discard()
 
-    def _write_index(self) -> None:
+    def _write_index(self, file: BinaryIO) -> None:
         lengths = np.array(self._lengths, dtype="<i4")
         stops = np.cumsum(lengths, dtype="<i8") * self._format.itemsize
         code = next(code for code, name in _FORMATS.items() if np.dtype(name) == self._format)
-        with self._temporary[1].open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1))
-            file.write(lengths.tobytes())
-            file.write((stops - lengths * np.int64(self._format.itemsize)).tobytes())
-            file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-            _sync(file)
+        file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.tobytes())
+        file.write((stops - lengths * np.int64(self._format.itemsize)).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
     def __enter__(self) -> Self:
         return self
@@ -188,9 +182,3 @@ def _parse_header(idx: Path, header: bytes, size: int) -> tuple[np.dtype[np.inte
             f"{idx} has {size} bytes, but {expected} are needed for {num_sequences} sequences: it is damaged"
         )
     return np.dtype(_FORMATS[code]), num_sequences, num_documents
-
-
-def _sync(file: BinaryIO) -> None:
-    """Have everything written so far on disk."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from pangu.config.errors import UserError
 from pangu.data.indexed import IndexedTokens
-from pangu.data.order import blend, permuted
+from pangu.data.order import Blend, permuted
 from pangu.topology.random import generator, random_key
 
-PERIOD = 10_000
-"""Samples after which the pattern of a blend repeats; a dataset's share is exact to one part in this."""
+RAREST = 10_000
+"""A dataset has at least one of so many samples: finding a place in a blend takes as many steps (see Blend)."""
 
 _SCANNED = 1 << 24
 """Tokens of each dataset whose ids are checked when it is opened."""
@@ -56,9 +56,9 @@ class SampleStream:
         self._sequence, self._vocab, self._seed, self._shuffle = sequence, vocab, seed, shuffle
         total = sum(weight for _, weight in readers_and_weights)
         for reader, weight in readers_and_weights:
-            if not weight * PERIOD >= total > 0:
+            if not weight * RAREST >= total > 0:
                 raise UserError(
-                    f"{reader.prefix}: weight {weight} is less than 1/{PERIOD} of the sum of the weights, {total};"
+                    f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights, {total};"
                     " raise it or leave the dataset out"
                 )
             if len(reader.tokens) < sequence + 1:
@@ -67,7 +67,7 @@ class SampleStream:
                     f" takes {sequence + 1}; use more text or a model.sequence of at most {len(reader.tokens) - 1}"
                 )
             self._check_ids(reader, reader.tokens[:_SCANNED])
-        self._blend = blend([weight for _, weight in readers_and_weights], PERIOD)
+        self._blend = Blend([weight for _, weight in readers_and_weights])
 
     @property
     def num_samples(self) -> int:

@@ -58,7 +58,8 @@ def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> 
     if validated.any():
         at, values = tokens[validated], validation[validated]
         axes.plot(at, values, color="tab:orange", marker="o", markersize=4, linewidth=1.2, label="validation")
-    axes.legend(edgecolor="none", framealpha=0.9)
+    # below the picture: inside it would hide the learning rate or its axis
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 
 
 def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:

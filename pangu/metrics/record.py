@@ -26,7 +26,8 @@ class StepRecord:
     grad_norm: float
     """Global gradient norm before clipping."""
     step_time_s: float
-    """Seconds that the step took."""
+    """Seconds from the end of the step before, without validation, evaluation and saving: all that a device was given
+    to do."""
     tokens_per_s: float
     """Tokens per second over all devices."""
     tflops_per_device: float

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -23,13 +23,15 @@ class Kind(StrEnum):
     RELEASE = "RELEASE"
     REDUCE = "REDUCE"
 
+    # that of enumerations is a call in Python, and plans look kinds up millions of times
+    __hash__ = str.__hash__
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 MESSAGES = frozenset({Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT})
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a stage does.
 
     SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT the gradient of its input

@@ -18,7 +18,7 @@ WORTH_CHANGING = 0.03
 """Share of the step's computing time that a change has to save to be named."""
 
 
-def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[str]:
+def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size: int) -> list[str]:
     """Lines for the log: bubble and activations of the schedule; warnings where another would pay, with numbers.
 
     All numbers are simulated. Raises as simulate.
@@ -27,6 +27,7 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
         schedule: what the run uses.
         durations: of the schedule's chunks.
         num_layers: of the model; schedules that need more chunks than that are not named.
+        micro_size: sequences of a micro-batch.
     """
     timeline = simulate(schedule, durations)
     lines = [f"{'pipeline':<12} {_described(timeline)}"]
@@ -34,9 +35,10 @@ def advise(schedule: Schedule, durations: Durations, num_layers: int) -> list[st
         more = _more_micro_batches(timeline, durations)
         # not where the stages are uneven
         if more is not None and more.bubble <= timeline.bubble - WORTH_CHANGING:
+            smaller = "smaller batch.micro_size or " if micro_size > 1 else ""
             lines.append(
                 f"warning: the pipeline is idle {timeline.bubble:.1%} of the time; {more.schedule.micro_batches} "
-                f"micro-batches (smaller batch.micro_size or larger batch.global_size) would make it {more.bubble:.1%}"
+                f"micro-batches ({smaller}larger batch.global_size) would make it {more.bubble:.1%}"
             )
     for other in _better_schedules(timeline, durations, num_layers):
         virtual = f" parallel.virtual={other.schedule.virtual}" if other.schedule.virtual > 1 else ""
@@ -72,20 +74,20 @@ def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline | 
         return None
     if schedule.micro_batches < schedule.stages:
         enough = make_schedule(schedule.name, schedule.stages, schedule.virtual, schedule.stages)
-        timeline = simulate(enough, durations)
+        timeline = simulate(enough, durations, checked=True)
     per_bubble = timeline.schedule.micro_batches * timeline.bubble / (1 - timeline.bubble)
     rounds = math.ceil(per_bubble * (1 - GOOD_BUBBLE) / GOOD_BUBBLE / schedule.stages - 1e-9)
     micro_batches = max(1, rounds) * schedule.stages
     if micro_batches * len(schedule.stage_of) > MOST_COMPARED:
         return None
     more = make_schedule(schedule.name, schedule.stages, schedule.virtual, micro_batches)
-    return simulate(more, durations)
+    return simulate(more, durations, checked=True)
 
 
 def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int) -> list[Timeline]:
     """Of the other schedules, on the same work: the fastest; the fastest that holds no more activations; and the one
     that holds fewest, if that is half as many or less, without being slower. The first two if they save enough."""
-    found = [simulate(*other) for other in _others(timeline.schedule, durations, num_layers)]
+    found = [simulate(*other, checked=True) for other in _others(timeline.schedule, durations, num_layers)]
     found.sort(key=lambda other: (other.makespan, _held(other)))
     faster = [other for other in found if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
     frugal = [other for other in faster if _held(other) <= _held(timeline)]

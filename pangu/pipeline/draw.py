@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib import colormaps, rc_context
@@ -30,36 +31,41 @@ LOOKS = {
 INCHES_PER_ACTION = 0.17
 """Room for three digits at FONT_SIZE."""
 FONT_SIZE = 5
+IDLE = "0.9"
+"""Grey of a stage that computes nothing."""
 
 
-def draw(timeline: Timeline, stem: Path, says: str, unit: str = "s") -> None:
+def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> None:
     """Draw a timeline to `stem`.svg and `stem`.png: a row per stage, a box per forward and backward.
 
     A box has the colour and the number of its micro-batch and, where stages have several chunks, a letter: a for the
-    stage's first chunk. The title has the bubble, and the formula's for equal times (theory.bubble).
+    stage's first chunk. The title has the bubble, and the formula's for equal times (theory.bubble). Time is drawn in
+    milliseconds if it was measured, otherwise in hundredths of the step.
 
     Args:
         timeline: what to draw.
         stem: path without suffix.
         says: where the times come from, e.g. `simulated`.
-        unit: of the times.
+        measured: the times are seconds.
 
     Raises UserError if a file cannot be written.
     """
+    unit = "ms" if measured else "% of the step"
+    timeline = _scaled(timeline, 1000.0 if measured else 100 / timeline.makespan)
     durations = [event.stop - event.start for events in timeline.computing for event in events]
     short = max(sorted(durations)[len(durations) // 4], timeline.makespan * 1e-4)  # typical of the shortest kind
     width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / short))  # inches of the rows
-    whole, height = width + 1.0, 0.32 * timeline.schedule.stages + 1.3
+    whole, height = width + 1.0, 0.32 * timeline.schedule.stages + 1.5
     figure = Figure(figsize=(whole, height), dpi=150)
     FigureCanvasAgg(figure)  # not pyplot, which keeps every figure and may look for a display
     # laid out by hand: an automatic layout draws the thousands of numbers twice
-    figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=0.9 / height, top=1 - 0.4 / height)
+    figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=0.9 / height, top=1 - 0.6 / height)
     axes = figure.add_subplot()
     _draw_boxes(axes, timeline, inches=width / timeline.makespan)
     axes.set(xlabel=f"time ({unit})", xlim=(0, timeline.makespan), ylim=(timeline.schedule.stages, 0))
     axes.set_yticks([stage + 0.5 for stage in range(timeline.schedule.stages)])
     axes.set_yticklabels([f"stage {stage}" for stage in range(timeline.schedule.stages)])
-    axes.set_title(_title(timeline, says), loc="left")
+    axes.set_title(_title(timeline, says), loc="left", fontsize="medium")
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
     kinds = {event.action.kind for events in timeline.computing for event in events}
@@ -68,7 +74,11 @@ def draw(timeline: Timeline, stem: Path, says: str, unit: str = "s") -> None:
         for kind, (name, strength, hatch) in LOOKS.items()
         if kind in kinds
     ]
-    figure.legend(handles=handles, loc="lower left", ncols=len(handles), frameon=False)
+    handles.append(Patch(facecolor=IDLE, label="idle or waiting for a message"))
+    if timeline.schedule.virtual > 1:
+        handles.append(Patch(alpha=0, label="3b: micro-batch 3, second chunk"))
+    look = {"fontsize": "small", "handlelength": 1.5, "columnspacing": 1.2, "frameon": False}
+    figure.legend(handles=handles, loc="lower left", ncols=len(handles), **look)
     for suffix in ("svg", "png"):
         path = stem.parent / f"{stem.name}.{suffix}"
         with writing(path), rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
@@ -78,13 +88,20 @@ def draw(timeline: Timeline, stem: Path, says: str, unit: str = "s") -> None:
             write_atomically(path, content.getvalue())
 
 
+def _scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The same from time 0 on, in another unit."""
+    start = timeline.start
+    events = (e._replace(start=(e.start - start) * factor, stop=(e.stop - start) * factor) for e in timeline.events)
+    return replace(timeline, events=tuple(events))
+
+
 def _title(timeline: Timeline, says: str) -> str:
     schedule = timeline.schedule
     chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
     formula = bubble(schedule.name, schedule.stages, schedule.virtual, schedule.micro_batches)
     theory = "no formula" if formula is None else f"{formula:.1%} by formula for equal times"
     return (
-        f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches, {says}: "
+        f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches, {says}\n"
         f"bubble {timeline.bubble:.1%} ({theory})"
     )
 
@@ -94,7 +111,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, inches: float) -> None:
     palette = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
     boxes: dict[Kind, list[Event]] = {}
     for stage, events in enumerate(timeline.computing):
-        axes.axhspan(stage + 0.04, stage + 0.96, color="0.94", linewidth=0)
+        axes.axhspan(stage + 0.04, stage + 0.96, color=IDLE, linewidth=0)
         for event in events:
             boxes.setdefault(event.action.kind, []).append(event)
     for kind, of_kind in boxes.items():

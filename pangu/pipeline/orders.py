@@ -63,9 +63,10 @@ def breadth_first(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     ]
 
 
-@register("gpipe")
+@register("gpipe", two_phases=True)
 def gpipe(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
+    """All forwards, then all backwards (Huang et al., arXiv 1811.06965). A stage's parameters are gathered at most
+    twice per step and its gradients reduced once."""
     return breadth_first(stages, virtual, micro_batches)
 
 

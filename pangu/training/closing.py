@@ -28,6 +28,9 @@ def closing_words(config: RunConfig, summary: Mapping[str, Any]) -> str:
     lines += [f"\nsampled: {text!r}" for text in summary["samples"]]
     places = [
         ("loss curve", output / "plots" / "loss.png"),
+        ("pipeline", output / "plots" / "pipeline.svg"),
+        ("as measured", output / "plots" / "pipeline_measured.svg"),
+        ("its trace", output / "plots" / "pipeline_measured.json"),
         ("every step", output / "metrics.jsonl"),
         ("summary", output / "summary.json"),
         ("configuration", output / "config.yaml"),

@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
 from pangu.topology.launch import Launch
-from pangu.training.run import run
 
 
 def pretrain(configs: Path) -> None:
@@ -37,6 +36,8 @@ def pretrain(configs: Path) -> None:
 
 
 def _run(values: Callable[[], Mapping[str, Any]]) -> None:
+    from pangu.training.run import run  # all of the trainer, which those who only compose do without
+
     first = Launch.from_environment().rank == 0
     status = exit_status(lambda: run(values()), "\nerror", first)
     if status == INTERRUPTED and first:

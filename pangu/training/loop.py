@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,9 @@ class Loop:
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
         self._restore(facts)
         self._writers: list[Writer] = []
+        self._since = 0.0
+        """When the time of the next step begins: at the end of the one before, for a device that still updates weights
+        when a step's loss is known does so in the time of the next."""
         self.checkpoint: Path | None = None
         self.stopped: str | None = None
         """Why the run ended before its last step, if it did."""
@@ -100,6 +103,7 @@ class Loop:
             open_ended.callback(self._close_writers)
             self._open_writers()
             saver = open_ended.enter_context(Saver(config, trainer))
+            self._since = time.perf_counter()
             while trainer.step < config.train.steps:
                 with answered(mesh, partial(self._place, trainer.step + 1)):
                     self._make_step(loader, saver)
@@ -122,7 +126,8 @@ class Loop:
             result, slow = find_slow_ranks(trainer, batches, config.faults.slow_factor)
         else:
             result = trainer.train_step(batches)
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds, self._since = ended - self._since, ended
         self.samples += config.batch.global_size
         if self._goes_back(result, saver):
             return
@@ -151,12 +156,13 @@ class Loop:
         asked = self.requests.after_step(time.perf_counter() - began, saver.has_failed)
         if asked.stop and trainer.step < config.train.steps:
             self.stopped = asked.stop
-        if asked.settle:
-            self._at("saving")
-            saver.settle()
-        if self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every):
-            self._at("saving")
-            self._save(saver)
+        due = self._due(config.checkpoint.every) or (asked.save and config.checkpoint.every)
+        if asked.settle or due:
+            with self._aside("saving"):
+                if asked.settle:
+                    saver.settle()
+                if due:
+                    self._save(saver)
 
     def _place(self, step: int) -> str:
         return f"step {step}, {self.trainer.doing}"
@@ -165,6 +171,14 @@ class Loop:
         """Note what the run does now."""
         self.trainer.doing = doing
         self.heartbeat.beat(self.trainer.step, doing)
+
+    @contextmanager
+    def _aside(self, doing: str) -> Iterator[None]:
+        """Do something that is no part of a step and does not count in its time."""
+        self._at(doing)
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
         """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
@@ -210,9 +224,9 @@ class Loop:
         if len(self.watch.rollbacks) >= faults.max_rollbacks:
             raise UserError(f"{where}; the run has gone back {len(self.watch.rollbacks)} times (faults.max_rollbacks)")
         log.warning("%s: going back to the newest checkpoint", where)
-        self._at("going back")
-        step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
-        self._restore(saver.go_back(lambda index: self.watch.back_to(index, step, fault, end)))
+        with self._aside("going back"):
+            step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
+            self._restore(saver.go_back(lambda index: self.watch.back_to(index, step, fault, end)))
         log.warning("continuing after step %d with sample %d", trainer.step, self.samples)
         self._close_writers()
         self._open_writers()
@@ -227,8 +241,9 @@ class Loop:
     def _check_replicas(self) -> None:
         if not self._due(self.config.train.check_replicas):
             return
-        self._at("comparing replicas")
-        if difference := find_difference(self.trainer):
+        with self._aside("comparing replicas"):
+            difference = find_difference(self.trainer)
+        if difference:
             raise UserError(
                 f"train.check_replicas: after step {self.trainer.step} copies of {difference} differ; look for a "
                 "bad device, and continue from a checkpoint that is older than the fault"
@@ -240,14 +255,14 @@ class Loop:
 
     def _validate(self) -> float | None:
         if self.validation is not None:
-            self._at("validating")
-            self.last_validation = self.validation.loss(self.trainer.runner, self.trainer.stages.schedule)
+            with self._aside("validating"):
+                self.last_validation = self.validation.loss(self.trainer.runner, self.trainer.stages.schedule)
         return self.last_validation
 
     def _evaluate(self) -> dict[str, float] | None:
         if self.evaluation is not None:
-            self._at("evaluating")
-            self.last_evaluation = self.evaluation.figures(self.trainer)
+            with self._aside("evaluating"):
+                self.last_evaluation = self.evaluation.figures(self.trainer)
         return self.last_evaluation
 
     def _open_writers(self) -> None:

@@ -50,7 +50,7 @@ def show(timeline: Timeline, folder: Path) -> None:
     """Write pipeline_measured.svg, .png and .json (a trace for ui.perfetto.dev) and say what was idle."""
     from pangu.pipeline.draw import draw, write_trace  # and matplotlib with it, which only this function needs
 
-    draw(timeline, folder / "pipeline_measured", "measured")
+    draw(timeline, folder / "pipeline_measured", "measured", measured=True)
     write_trace(timeline, folder / "pipeline_measured.json")
     expected = simulate(timeline.schedule, durations_of(timeline))
     log.info(

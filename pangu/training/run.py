@@ -74,7 +74,7 @@ def run(values: Mapping[str, Any]) -> None:
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:
-        for line in advise(stages.schedule, stages.durations, config.model.layers):
+        for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
             log.info(line)
     if config.dry_run:
         return
@@ -133,6 +133,9 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         if loop.stopped:
             saved = f"{loop.checkpoint} is written" if loop.checkpoint else "nothing is written (checkpoint.every = 0)"
             log.info("stopped after step %d (%s): %s; the same command continues", trainer.step, loop.stopped, saved)
+            if mesh.is_first:
+                with writing(output):
+                    _draw(loop, trainer, output)
             if loop.stopped == "SIGTERM":
                 requests.linger()
             return
@@ -186,7 +189,7 @@ def _draw(loop: Loop, trainer: Trainer, output: Path) -> None:
 
     if trainer.mesh.layout.pipeline > 1:
         stages = trainer.stages
-        draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated", "FLOP/token")
+        draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")
     if loop.timeline is not None:
         show(loop.timeline, output / "plots")
     plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)

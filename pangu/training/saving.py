@@ -31,9 +31,11 @@ from pangu.checkpoint.files import (
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.weights import damage, intact, load_weights
+from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import LocalError, UserError, shown, writing
 from pangu.config.files import flush
 from pangu.config.schema import RunConfig
+from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.training.together import StuckError, together, together_for_long
@@ -116,6 +118,7 @@ class Saver:
             "step": trainer.step,
             "skipped": trainer.skipped,
             "samples": samples,
+            "order": ORDER_VERSION,
             "watch": dict(watch),
             "loss_scale": trainer.loss_scale.state(),
             "frozen": list(self._config.train.frozen),
@@ -262,6 +265,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     index = read_index(path)
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index["identity"], identity(config))
+    _compare_order(path, index, config.data)
     updates = index["step"] - index["skipped"]
     wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
     for state in trainer.optimizer.state.values():
@@ -302,6 +306,17 @@ def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) ->
             f"were frozen in the run that wrote {path}, which has no optimizer state of theirs; "
             f"train.frozen={shown(before)} continues it, checkpoint.init_from={path} with another train.output begins "
             "a new run with its weights"
+        )
+
+
+def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
+    """Say so if the place that a checkpoint has in a blend of datasets was reached in another order."""
+    if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
+        log.warning(
+            "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
+            "few samples by which its count differed there come again or are left out",
+            path,
+            index["samples"],
         )
 
 

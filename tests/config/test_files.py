@@ -9,18 +9,30 @@ from pathlib import Path
 
 import pytest
 
+from pangu.config import files
 from pangu.config.errors import UserError, exit_status, writing
 from pangu.config.files import open_regular, parse_json, read_json, refuse_links, write_atomically
 from pangu.config.printable import PrintableFormatter, printable
 
 
+@pytest.fixture(params=["unnamed", "named"])
+def _both_kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With files without a name, where there are any, and as on a file system that has none."""
+    if request.param == "named":
+        monkeypatch.setattr(files, "_OPEN_FILES", Path("/nowhere"))
+
+
+@pytest.mark.usefixtures("_both_kinds")
 def test_write_atomically(tmp_path: Path) -> None:
     for content in (b"first", b"second"):
         write_atomically(tmp_path / "a", content)
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
         assert (tmp_path / "a").read_bytes() == content
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.usefixtures("_both_kinds")
 @pytest.mark.parametrize("place", ["os.fsync", "pathlib.Path.replace"])
 def test_a_failure_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def refuse(*_: object) -> None:
@@ -34,12 +46,13 @@ def test_a_failure_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("planted", ["a", f".a.{os.getpid()}.tmp"])
+@pytest.mark.usefixtures("_both_kinds")
+@pytest.mark.parametrize("planted", ["a", ".a.{pid}.tmp"])
 def test_a_planted_link_is_replaced_and_not_followed(tmp_path: Path, planted: str) -> None:
     (tmp_path / "mine").write_text("mine")
     folder = tmp_path / "shared"
     folder.mkdir()
-    (folder / planted).symlink_to(tmp_path / "mine")
+    (folder / planted.format(pid=os.getpid())).symlink_to(tmp_path / "mine")
     write_atomically(folder / "a", b"new")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (folder / "a").read_bytes() == b"new"

@@ -98,6 +98,16 @@ def test_blend_draws_in_proportion_and_in_each_ones_order(write_tokens: WriteTok
     assert SampleStream([(first, 1.0), (second, 1.0)], 10, VOCAB, seed=3, shuffle=False).num_samples == 2 * 49 + 1
 
 
+@pytest.mark.parametrize("weights", [[1 / 3, 2 / 3], [1.0] * 7])
+def test_a_long_blend_ends_where_its_weights_say(weights: list[float]) -> None:
+    """Each dataset is just large enough for its share of a million samples."""
+    samples, total = 1_000_000, sum(weights)
+    num_windows = [int(samples * weight / total) for weight in weights]
+    readers = [IndexedTokens(str(n), np.zeros(n + 1, np.uint16), np.array([n]), np.array([0])) for n in num_windows]
+    stream = SampleStream(list(zip(readers, weights, strict=True)), 1, VOCAB, seed=0, shuffle=False)
+    assert abs(stream.num_samples - samples) <= total / min(weights)
+
+
 def test_equal_datasets_are_shuffled_apart(write_tokens: WriteTokens) -> None:
     pair = [(counting(write_tokens, 500, name), 1.0) for name in ("a", "b")]
     stream = SampleStream(pair, 10, VOCAB, seed=3)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import time
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser as hydra_parser
+from torch.distributed.run import get_args_parser
 
+from pangu.training.heartbeat import Heartbeat
 from tests.configs import RECIPES, config
 from tests.end_to_end.commands import command
 from tests.spawn import repository
@@ -39,11 +48,58 @@ def test_both_warn_of_open_ports() -> None:
         assert "`MASTER_PORT`" in warning
 
 
-@pytest.mark.parametrize("words", commands(READMES[0]), ids=" ".join)
-def test_every_pretrain_command_composes(words: list[str]) -> None:
-    if "pretrain.py" in words:
-        overrides = [word for word in words[words.index("pretrain.py") + 1 :] if not word.startswith("--")]
-        config(*(word for word in overrides if word != "job"))
+def parsed(words: list[str]) -> None:
+    """Have a command read by the parser of what it names. Raises or exits if that refuses it."""
+    if "&&" in words:
+        place = words.index("&&")
+        parsed(words[:place])
+        parsed(words[place + 1 :])
+    elif words[0] == "torchrun":
+        options = get_args_parser().parse_args(words[1:])
+        parsed(["python", options.training_script, *options.training_script_args])
+    elif words[:2] == ["python", "pretrain.py"]:
+        options, overrides = hydra_parser().parse_known_args(words[2:])
+        config(*options.overrides, *overrides)
+    elif words[0] == "python" and words[1] != "-m":
+        module = import_module(words[1].removesuffix(".py").replace("/", "."))
+        module.parse(words[2:])
+    elif words[:2] == ["python", "-m"]:
+        assert find_spec(words[2]) is not None  # its arguments are lm-eval's
+    else:
+        extras = re.findall(r"\[(.*)\]", words[-1])
+        known = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert words in (["pytest"], ["pip", "install", "-e", words[-1]])
+        assert all(extra in known for each in extras for extra in each.split(","))
+
+
+@pytest.mark.parametrize("words", [*commands(READMES[0]), *commands(READMES[1])], ids=" ".join)
+def test_every_command_is_understood(words: list[str]) -> None:
+    parsed(words)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["python tools/plan.py --shard=1", "torchrun --nproc=2 scripts/generate.py --tensor 2"]
+)
+def test_a_command_that_is_not_understood_is_found(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        parsed(shlex.split(wrong))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_the_heartbeats_that_are_shown_are_of_runs_that_hang(readme: Path, tmp_path: Path) -> None:
+    for doing, minutes in (("training", 20), ("ended", 20), ("failed", 20), ("saving", 1)):
+        folder = tmp_path / "runs" / f"{doing}_{minutes}"
+        folder.mkdir(parents=True)
+        with Heartbeat(folder) as heartbeat:
+            heartbeat.beat(3, doing)
+            before = (folder / "heartbeat.json").read_text()
+        if doing not in ("ended", "failed"):
+            (folder / "heartbeat.json").write_text(before)
+        then = time.time() - 60 * minutes
+        os.utime(folder / "heartbeat.json", (then, then))
+    (line,) = re.findall(r"^ {4}(find .*)$", readme.read_text(encoding="utf-8"), re.MULTILINE)
+    shown = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert shown == "runs/training_20/heartbeat.json\n"
 
 
 def test_every_preset_is_in_the_table() -> None:

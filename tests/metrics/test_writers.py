@@ -162,11 +162,11 @@ def test_configuration_chooses_the_writers(
     assert (output / "tensorboard").exists() == tensorboard
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", f".metrics.jsonl.{os.getpid()}.tmp"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".metrics.jsonl.{pid}.tmp"])
 def test_a_planted_link_is_not_followed(tmp_path: Path, record: Make, name: str) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    (tmp_path / "run" / name.format(pid=os.getpid())).symlink_to(tmp_path / "mine")
     if name == "metrics.jsonl":
         with pytest.raises(UserError, match=r"metrics\.jsonl: is a symbolic link"):
             JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")

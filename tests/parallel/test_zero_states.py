@@ -128,6 +128,15 @@ def test_plan_and_buffers_agree_with_options(ranks: Ranks, layout: Layout, overr
             assert found["sent"].get(ALL_GATHER, 0) // 2 == plan.sent_weights
 
 
+def test_gpipe_gathers_parameters_at_most_twice_a_step(ranks: Ranks) -> None:
+    """However many micro-batches there are; padding is less than a tenth of so small a model."""
+    chosen = ("batch.global_size=8", "precision=bf16", "parallel.schedule=gpipe")
+    for found in ranks.run(2, measure, Layout(data=2, zero=3), *chosen):
+        assert found["sent"][ALL_GATHER] <= 2 * 1.1 * 2 * found["numel"]
+        assert found["sent"][ALL_GATHER] // 2 == found["plan"].sent_weights
+        assert found["gathered"] == found["plan"].buffers[GATHERED]
+
+
 def test_what_the_log_says() -> None:
     config = tiny("precision=bf16", "parallel.zero=3", "parallel.data=4")
     layout = Layout(data=4, zero=3)

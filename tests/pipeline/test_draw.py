@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
 from pangu.config.errors import UserError
 from pangu.pipeline.draw import draw, write_trace
@@ -26,19 +27,36 @@ def timeline(name: str, p: int, v: int, m: int) -> Timeline:
 
 def test_numbers_stages_and_bubble_are_in_the_picture(tmp_path: Path) -> None:
     drawn = timeline("zb_v", 3, 2, 4)
-    draw(drawn, tmp_path / "plots" / "pipeline", "simulated", "forwards")
+    draw(drawn, tmp_path / "plots" / "pipeline", "simulated")
     found = Counter(texts(tmp_path / "plots" / "pipeline.svg"))
     for micro in range(4):
         assert found[f"{micro}a"] == found[f"{micro}b"] == 3 * 3  # F, I and W on each stage
-    assert {"stage 0", "stage 1", "stage 2", "time (forwards)"} <= set(found)
+    assert {
+        "stage 0",
+        "stage 1",
+        "stage 2",
+        "time (% of the step)",
+        "3b: micro-batch 3, second chunk",
+    } <= set(found)
     assert {"forward", "backward for the input", "backward for the weights"} <= set(found)
     assert "backward" not in found
-    title = (
-        f"zb_v, 3 stages of 2 chunks, 4 micro-batches, simulated: bubble {drawn.bubble:.1%} "
-        f"({2 / 26:.1%} by formula for equal times)"
-    )
-    assert title in found
+    assert "zb_v, 3 stages of 2 chunks, 4 micro-batches, simulated" in found
+    assert f"bubble {drawn.bubble:.1%} ({2 / 26:.1%} by formula for equal times)" in found
     assert (tmp_path / "plots" / "pipeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("zb_v", 2)])
+def test_title_and_legend_are_inside_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, v: int
+) -> None:
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k)))
+    draw(timeline(name, 2, v, 4), tmp_path / "pipeline", "simulated")
+    figure = figures[0]
+    boxes = [part.get_window_extent() for part in [figure.axes[0]._left_title, *figure.legends]]
+    assert len(boxes) == 2
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
 
 
 def test_sixteen_stages_and_sixty_four_micro_batches_have_room(tmp_path: Path) -> None:

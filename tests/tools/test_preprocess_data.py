@@ -16,7 +16,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.indexed import open_indexed
 from pangu.data.tokenizers import load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
-from tests.end_to_end.commands import called
+from tests.end_to_end.commands import called, kill_all, wait_until, workers
 from tests.spawn import repository
 
 DOCUMENTS = [f"document {number}\nof number {number * 37}" for number in range(300)]
@@ -104,6 +104,34 @@ def test_a_write_that_fails_half_way(folder: Path, tmp_path: Path) -> None:
     assert f"cannot write {tmp_path}/c: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only its number, for nobody to ask after."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return state != "" and not state.startswith("Z")
+
+
+def test_a_kill_leaves_no_file_and_no_process(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL while the workers wait for more text, which comes through a pipe that nobody closes."""
+    pipe, output = tmp_path / "endless.txt", tmp_path / "out"
+    os.mkfifo(pipe)
+    given = ["--input", pipe, "--tokenizer", "sentencepiece", "--tokenizer-path", folder / "tokenizer.model"]
+    line = [sys.executable, "tools/preprocess_data.py", *given, "--output", output / "c", "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(repository())}
+    with subprocess.Popen(line, cwd=repository(), env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            with pipe.open("w") as text:
+                text.write("\n\n".join(["a b c d e " * 100] * 1000))
+                text.flush()
+                wait_until(lambda: len(workers(process)) >= 3, 60)  # and the tracker of their semaphores
+                started = workers(process)
+                process.kill()
+                process.wait()
+                wait_until(lambda: not any(map(runs, started)), 60)
+        finally:
+            kill_all(process)
+    assert not list(output.iterdir())
 
 
 def test_overwriting_must_be_asked_for(folder: Path, tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ import pytest
 
 from pangu.checkpoint import files
 from pangu.config.errors import UserError
+from pangu.data.order import ORDER_VERSION
 from pangu.training import loop, saving
+from pangu.training.saving import _compare_order
 from pangu.training.step import StepResult, Trainer
+from tests.configs import config
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import train
 
@@ -121,3 +124,15 @@ def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(saving, "commit", checked)
     assert len(train(tmp_path, 2)) == 2
+
+
+def test_a_blend_that_is_continued_in_another_order_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints from before the order had a version number hold none."""
+    blend, single = config("data=indexed", "data.train=[a,b]").data, config("data=indexed", "data.train=[a]").data
+    _compare_order(Path("old"), {"samples": 12}, single)
+    _compare_order(Path("new"), {"samples": 12, "order": ORDER_VERSION}, blend)
+    assert not caplog.messages
+    _compare_order(Path("old"), {"samples": 12}, blend)
+    assert "old: written when datasets were blended by another rule. Each goes on from its share of sample 12" in (
+        caplog.text
+    )

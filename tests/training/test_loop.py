@@ -1,0 +1,35 @@
+"""What the loop says of its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pangu.training import loop
+from pangu.training.step import Trainer
+from tests.end_to_end.commands import metrics
+from tests.training.test_resume import train
+
+
+def test_the_time_of_a_step_reaches_from_one_end_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's: a step takes 1 s, then its figures take 2 s, as an update would that a device has not
+    ended when the loss is known, and a comparison of replicas 100 s. Only what is no part of training is left out."""
+    clock = 0.0
+
+    def taking(seconds: float, what: Any) -> Any:
+        def work(*given: Any) -> Any:
+            nonlocal clock
+            clock += seconds
+            return what(*given)
+
+        return work
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(Trainer, "train_step", taking(1, Trainer.train_step))
+    monkeypatch.setattr(loop, "peak_memory_gib", taking(2, loop.peak_memory_gib))
+    monkeypatch.setattr(loop, "find_difference", taking(100, lambda trainer: None))
+    train(tmp_path, 3, "train.check_replicas=2", "checkpoint.every=0")
+    assert [line["step_time_s"] for line in metrics(tmp_path)] == [1, 3, 3]
