@@ -54,11 +54,14 @@ def _build_dataclass(kind: type, values: Any, path: str, problems: list[Problem]
             close = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
             works = f"did you mean {_join(path, close[0])}?" if close else f"known keys: {', '.join(hints)}"
             problems.append(Problem(_join(path, str(key)), values[key], "there is no such key", works))
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     arguments = {}
     for field, hint in hints.items():
         value = values.get(field, _MISSING)
         if isinstance(value, str) and value == "???":
             value = _MISSING  # OmegaConf's mark of a value that has to be given
+        if value is _MISSING and defaults[field] is not dataclasses.MISSING:
+            value = defaults[field]
         if value is _MISSING:
             problems.append(Problem(_join(path, field), "(missing)", f"must be given: {_describe(hint)}"))
         else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pangu.config import evaluate
+from pangu.config import architecture, evaluate
 from pangu.config.attention import obstacles
 from pangu.config.data import IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.faults import contradictions
-from pangu.config.model import ModelConfig
 from pangu.config.optimizer import LambConfig
+from pangu.config.rules import any_of, at_least, divisors_near, multiples_near, positive, within
 from pangu.config.schema import RunConfig
 
 MINIMUM_STDLIB_VOCAB = 512
@@ -45,88 +45,32 @@ def data_size(config: RunConfig, world: int) -> int:
     return config.parallel.data or max(1, world // max(1, config.parallel.tensor * config.parallel.pipeline))
 
 
-def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
-    """The divisors of `number` that are nearest to `near`, in increasing order."""
-    divisors = [d for d in range(1, min(number, 4 * max(near, 1)) + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
-
-
-def multiples_near(factor: int, near: int) -> list[int]:
-    """The multiples of `factor` on either side of `near`, without 0."""
-    below = near // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple > 0]
-
-
-def _any_of(values: list[int]) -> str:
-    return f"nearest that work: {', '.join(map(str, values))}"
-
-
 def _model(config: RunConfig) -> Iterator[Problem]:
     model = config.model
-    for key in ("layers", "hidden", "heads", "vocab", "sequence"):
-        yield from _at_least(f"model.{key}", getattr(model, key), 1)
-    if model.ffn is not None:
-        yield from _at_least("model.ffn", model.ffn, 1)
-    if model.heads > 0 and model.hidden > 0 and model.hidden % model.heads:
-        near = divisors_near(model.hidden, model.heads)
-        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", _any_of(near))
-    if model.kv_heads is not None:
-        yield from _at_least("model.kv_heads", model.kv_heads, 1)
-        if model.kv_heads > 0 and model.heads > 0 and model.heads % model.kv_heads:
-            near = divisors_near(model.heads, model.kv_heads)
-            yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", _any_of(near))
-    if model.positions == "rope" and model.hidden > 0 and model.heads > 0 and model.head_size % 2:
-        rule = f"turns pairs of elements, and the head size model.hidden / model.heads = {model.head_size} is odd"
-        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
-    if model.rope_base is not None:
-        yield from _positive("model.rope_base", model.rope_base)
-        if model.positions != "rope":
-            rule = f"{model.positions} positions do not turn"
-            yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
-    for key in ("relative_buckets", "relative_distance"):
-        value = getattr(model, key)
-        if value is not None and model.positions != "relative":
-            rule = f"{model.positions} positions have no buckets"
-            yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
-    if model.positions == "relative":
-        buckets, furthest = model.num_relative_buckets, model.furthest_relative
-        yield from _at_least("model.relative_buckets", buckets, 2)
-        if furthest <= buckets // 2:
-            rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
-            yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
-    if model.window is not None:
-        yield from _at_least("model.window", model.window, 1)
+    yield from architecture.contradictions(model)
     if model.attention != "auto" and model.heads > 0:
         yield from obstacles(model.attention, model, config.precision.compute)
-    if model.kind == "pangu" and model.layers == 1:
-        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
-    if model.kind == "gpt" and model.final_norm == "after_query":
-        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
-    for key in ("dropout", "attention_dropout"):
-        yield from _within(f"model.{key}", getattr(model, key), 0.0, 1.0)
-    yield from _positive("model.norm_eps", model.norm_eps)
-    yield from _positive("model.init_std", model.init_std)
 
 
 def _parallel(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    yield from _at_least("parallel.tensor", parallel.tensor, 1)
-    yield from _at_least("parallel.pipeline", parallel.pipeline, 1)
+    yield from at_least("parallel.tensor", parallel.tensor, 1)
+    yield from at_least("parallel.pipeline", parallel.pipeline, 1)
     if parallel.data is not None:
-        yield from _at_least("parallel.data", parallel.data, 1)
+        yield from at_least("parallel.data", parallel.data, 1)
     if parallel.bucket_mib is not None:
-        yield from _positive("parallel.bucket_mib", parallel.bucket_mib)
+        yield from positive("parallel.bucket_mib", parallel.bucket_mib)
     if parallel.tensor > 0:
-        yield from shared_matrices(config.model, parallel.tensor)
+        yield from architecture.shared_matrices(config.model, parallel.tensor)
     if parallel.sequence and parallel.tensor > 0 and config.model.sequence % parallel.tensor:
         rule = f"with parallel.sequence=true it must divide model.sequence = {config.model.sequence}"
         yield Problem(
-            "parallel.tensor", parallel.tensor, rule, _any_of(divisors_near(config.model.sequence, parallel.tensor))
+            "parallel.tensor", parallel.tensor, rule, any_of(divisors_near(config.model.sequence, parallel.tensor))
         )
     if parallel.sequence and parallel.tensor == 1:
         rule = "has nothing to share with parallel.tensor = 1"
         yield Problem("parallel.sequence", "true", rule, "false works, or a larger parallel.tensor")
-    yield from _at_least("parallel.overlap_chunks", parallel.overlap_chunks, 1)
+    yield from at_least("parallel.overlap_chunks", parallel.overlap_chunks, 1)
     if parallel.overlap_chunks > 1 and parallel.tensor == 1:
         rule = "has no communication to hide with parallel.tensor = 1"
         yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
@@ -142,30 +86,16 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
         rule = f"parallel.zero = {parallel.zero} keeps all parameters on the device"
         yield Problem("memory.offload", "[parameters]", rule, "[optimizer] works, or parallel.zero=3")
     if config.loss.chunk is not None:
-        yield from _at_least("loss.chunk", config.loss.chunk, 1)
+        yield from at_least("loss.chunk", config.loss.chunk, 1)
     chunks, layers = parallel.pipeline * parallel.virtual, config.model.layers
     if chunks > layers > 0:
         key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
         yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
-    yield from _at_least("parallel.virtual", parallel.virtual, 1)
-    yield from _positive("parallel.timeout_s", parallel.timeout_s)
+    yield from at_least("parallel.virtual", parallel.virtual, 1)
+    yield from positive("parallel.timeout_s", parallel.timeout_s)
     if parallel.zero_group is not None and parallel.zero == 0:
         rule = "parallel.zero = 0 shards nothing"
         yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
-
-
-def shared_matrices(model: ModelConfig, tensor: int) -> Iterator[Problem]:
-    """What keeps `tensor` devices from sharing every matrix of a model."""
-    # a number that divides the key heads divides the query heads too
-    key = "heads" if model.kv_heads is None else "kv_heads"
-    heads = getattr(model, key)
-    if heads > 0 and heads % tensor:
-        near = divisors_near(heads, tensor)
-        yield Problem("parallel.tensor", tensor, f"must divide model.{key} = {heads}", _any_of(near))
-    if model.ffn_size % tensor:
-        near = divisors_near(model.ffn_size, tensor)
-        rule = f"must divide the feed-forward width {model.ffn_size}"
-        yield Problem("parallel.tensor", tensor, rule, _any_of(near))
 
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -186,21 +116,21 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
         )
     elif world % one_model or (parallel.data and world != needed):
         rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
-        works = f"processes that work: {needed}" if parallel.data else _any_of(multiples_near(one_model, world))
+        works = f"processes that work: {needed}" if parallel.data else any_of(multiples_near(one_model, world))
         yield Problem(keys, values, rule, works)
 
 
 def _batch(config: RunConfig, data: int) -> Iterator[Problem]:
     batch, group = config.batch, config.parallel.zero_group
     if group is not None and (group < 1 or data % group):
-        near = _any_of(divisors_near(data, group))
+        near = any_of(divisors_near(data, group))
         yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}", near)
-    wrong = [*_at_least("batch.global_size", batch.global_size, 1), *_at_least("batch.micro_size", batch.micro_size, 1)]
+    wrong = [*at_least("batch.global_size", batch.global_size, 1), *at_least("batch.micro_size", batch.micro_size, 1)]
     yield from wrong
     if not wrong and batch.global_size % (batch.micro_size * data):
         unit = batch.micro_size * data
         rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
-        works = _any_of(multiples_near(unit, batch.global_size))
+        works = any_of(multiples_near(unit, batch.global_size))
         if batch.global_size % data == 0:
             micro = divisors_near(batch.global_size // data, batch.micro_size)
             works += f"; or batch.micro_size = {' or '.join(map(str, micro))}"
@@ -219,8 +149,8 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
         yield Problem("precision.reduce", "bf16", "fp64 is for exact comparisons", "fp32 keeps sums in fp64")
     if precision.loss_scale is not None:
         scale = precision.loss_scale
-        yield from _positive("precision.loss_scale.minimum", scale.minimum)
-        yield from _at_least("precision.loss_scale.growth_interval", scale.growth_interval, 1)
+        yield from positive("precision.loss_scale.minimum", scale.minimum)
+        yield from at_least("precision.loss_scale.growth_interval", scale.growth_interval, 1)
         if scale.initial < scale.minimum:
             rule = f"must not be below precision.loss_scale.minimum = {scale.minimum:g}"
             yield Problem("precision.loss_scale.initial", scale.initial, rule, "65536 is usual")
@@ -228,28 +158,28 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
-    yield from _positive("optimizer.lr", optimizer.lr)
-    yield from _positive("optimizer.eps", optimizer.eps)
-    yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    yield from positive("optimizer.lr", optimizer.lr)
+    yield from positive("optimizer.eps", optimizer.eps)
+    yield from at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     for i, beta in enumerate(optimizer.betas):
-        yield from _within(f"optimizer.betas[{i}]", beta, 0.0, 1.0)
+        yield from within(f"optimizer.betas[{i}]", beta, 0.0, 1.0)
         if optimizer.moments == "bf16" and beta > BF16_BETA:
             rule = "bf16 moments have 8 bits: one that decays by less than a part in 256 in a step stays where it is"
             yield Problem(f"optimizer.betas[{i}]", beta, rule, f"{BF16_BETA:g} works, or optimizer.moments=fp32")
     if optimizer.moments == "bf16" and config.precision.compute == "fp64":
         yield Problem("optimizer.moments", "bf16", "fp64 is for exact comparisons", "fp32 keeps moments in fp64")
     if optimizer.clip is not None:
-        yield from _positive("optimizer.clip", optimizer.clip)
+        yield from positive("optimizer.clip", optimizer.clip)
     if config.metrics.trust_ratios and not isinstance(optimizer, LambConfig):
         yield Problem("metrics.trust_ratios", "true", "Adam has none", "false works, or optimizer=lamb")
     if isinstance(optimizer, LambConfig) and optimizer.max_ratio is not None:
-        yield from _positive("optimizer.max_ratio", optimizer.max_ratio)
+        yield from positive("optimizer.max_ratio", optimizer.max_ratio)
 
 
 def _lr_schedule(config: RunConfig) -> Iterator[Problem]:
     schedule, total = config.lr_schedule, config.train.steps
-    yield from _at_least("lr_schedule.warmup_steps", schedule.warmup_steps, 0)
-    yield from _at_least("lr_schedule.min_lr", schedule.min_lr, 0)
+    yield from at_least("lr_schedule.warmup_steps", schedule.warmup_steps, 0)
+    yield from at_least("lr_schedule.min_lr", schedule.min_lr, 0)
     if schedule.min_lr > config.optimizer.lr:
         rule = f"must not be above optimizer.lr = {config.optimizer.lr:g}"
         yield Problem("lr_schedule.min_lr", schedule.min_lr, rule, "0 works")
@@ -262,7 +192,7 @@ def _lr_schedule(config: RunConfig) -> Iterator[Problem]:
             yield Problem("lr_schedule.min_lr", schedule.min_lr, "a constant rate does not decay", "0 works")
         return
     if schedule.decay_steps is not None:
-        yield from _at_least("lr_schedule.decay_steps", schedule.decay_steps, 1)
+        yield from at_least("lr_schedule.decay_steps", schedule.decay_steps, 1)
     if schedule.shape == "wsd":
         length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total // 10)
         if schedule.warmup_steps + length > total:
@@ -283,6 +213,8 @@ def _data(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"data.packing.{key}", value, f"must be an id below model.vocab = {vocab}", "null: there is none"
             )
+    if any(not 0 <= token < vocab for token in packing.stop):
+        yield Problem("data.packing.stop", list(packing.stop), f"must be ids below model.vocab = {vocab}", "[] works")
     if packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule)
@@ -290,7 +222,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
         yield Problem("data.packing.eod", packing.eod, rule)
     if isinstance(data, StdlibData):
-        yield from _within("data.validation_fraction", data.validation_fraction, 0.0, 1.0, open_low=True)
+        yield from within("data.validation_fraction", data.validation_fraction, 0.0, 1.0, open_low=True)
         if vocab < MINIMUM_STDLIB_VOCAB:
             rule = "the tokenizer of data=stdlib needs more pieces"
             yield Problem("model.vocab", vocab, rule, f"{MINIMUM_STDLIB_VOCAB} or more work")
@@ -303,25 +235,25 @@ def _data(config: RunConfig) -> Iterator[Problem]:
             rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
             yield Problem("data.weights", list(data.weights), rule, "null: in proportion to their tokens")
         for i, weight in enumerate(data.weights or ()):
-            yield from _positive(f"data.weights[{i}]", weight)
+            yield from positive(f"data.weights[{i}]", weight)
 
 
 def _run(config: RunConfig) -> Iterator[Problem]:
-    yield from _at_least("train.steps", config.train.steps, 1)
-    yield from _at_least("train.seed", config.train.seed, 0)
+    yield from at_least("train.steps", config.train.steps, 1)
+    yield from at_least("train.seed", config.train.seed, 0)
     yield from _stop_after(config)
-    yield from _at_least("train.check_replicas", config.train.check_replicas, 0)
-    yield from _at_least("validation.every", config.validation.every, 0)
-    yield from _at_least("validation.sequences", config.validation.sequences, 1)
-    yield from _at_least("checkpoint.every", config.checkpoint.every, 0)
-    yield from _at_least("checkpoint.keep", config.checkpoint.keep, 0)
+    yield from at_least("train.check_replicas", config.train.check_replicas, 0)
+    yield from at_least("validation.every", config.validation.every, 0)
+    yield from at_least("validation.sequences", config.validation.sequences, 1)
+    yield from at_least("checkpoint.every", config.checkpoint.every, 0)
+    yield from at_least("checkpoint.keep", config.checkpoint.keep, 0)
     yield from _checkpoint(config)
     yield from contradictions(config.faults, saves=config.checkpoint.every > 0)
     yield from evaluate.contradictions(config.evaluate, config.data)
-    yield from _at_least("metrics.every", config.metrics.every, 1)
-    yield from _at_least("sample.tokens", config.sample.tokens, 0)
-    yield from _at_least("sample.top_k", config.sample.top_k, 0)
-    yield from _at_least("sample.temperature", config.sample.temperature, 0)
+    yield from at_least("metrics.every", config.metrics.every, 1)
+    yield from at_least("sample.tokens", config.sample.tokens, 0)
+    yield from at_least("sample.top_k", config.sample.top_k, 0)
+    yield from at_least("sample.temperature", config.sample.temperature, 0)
     data = config.data
     if (
         config.validation.every
@@ -345,11 +277,11 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    yield from _at_least("checkpoint.keep_every", checkpoint.keep_every, 0)
+    yield from at_least("checkpoint.keep_every", checkpoint.keep_every, 0)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"
-        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, _any_of(near))
+        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, any_of(near))
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
         rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
@@ -363,26 +295,11 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.stop_after", given, "must be a time", "5400, 90m, 1h30m or null work")
         return
     if limit is not None:
-        yield from _positive("train.stop_after", limit)
+        yield from positive("train.stop_after", limit)
         if not config.checkpoint.every:
             yield Problem(
                 "train.stop_after", given, "checkpoint.every = 0 saves nothing that could be continued", "null works"
             )
-
-
-def _at_least(key: str, value: float, low: float) -> Iterator[Problem]:
-    if not value >= low:
-        yield Problem(key, value, f"must be at least {low}")
-
-
-def _positive(key: str, value: float) -> Iterator[Problem]:
-    if not value > 0:
-        yield Problem(key, value, "must be above 0")
-
-
-def _within(key: str, value: float, low: float, high: float, open_low: bool = False) -> Iterator[Problem]:
-    if not (low < value if open_low else low <= value) or not value < high:
-        yield Problem(key, value, f"must be {'above' if open_low else 'at least'} {low:g} and below {high:g}")
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import require_fit
+from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
@@ -18,7 +20,7 @@ from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
-from pangu.config.checks import shared_matrices
+from pangu.config.architecture import contradictions, shared_matrices
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
 from pangu.data.sources import open_tokenizer
@@ -53,6 +55,8 @@ class LoadedModel:
     """Id that ends a document, if there is one."""
     rows: int = 8
     """Texts computed at a time."""
+    stop: tuple[int, ...] = ()
+    """Ids that end a generated text beside `eod`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class _Found:
     precision: str
     """Format that it is computed in unless another one is asked for."""
     tokenizer: Tokenizer | None
-    eod: int | None
+    packing: Mapping[str, Any]
+    """Keys of `PackingConfig`, as far as they are known."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
 
@@ -100,7 +105,9 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
         DTYPES[compute],
         WeightGradients(),
     )
-    return LoadedModel(runner, schedule, mesh, config, found.tokenizer, found.eod, rows)
+    return LoadedModel(
+        runner, schedule, mesh, config, found.tokenizer, found.packing["eod"], rows, found.packing["stop"]
+    )
 
 
 def _of_run(path: Path, mesh: Mesh) -> _Found:
@@ -110,7 +117,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Found:
         trained.model,
         trained.precision.compute,
         open_tokenizer(trained.data),
-        trained.data.packing.eod,
+        vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
     )
 
@@ -119,6 +126,7 @@ def _exported(path: Path) -> _Found:
     source = HuggingFaceSource(path)
     untold = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
     model = ModelConfig(**{**untold, "attention": "auto", **source.known})
+    refuse(path / "config.json", list(contradictions(model)))
     table, shapes = source.table(model), logical_shapes(model)
     dtype = next(iter(require_fit(source, table).values())).dtype
     stored = {part: entry for entry in table for part in entry.parts}
@@ -135,7 +143,7 @@ def _exported(path: Path) -> _Found:
         model,
         next(name for name, format_ in DTYPES.items() if format_ == dtype),
         load_tokenizer(source.tokenizer) if source.tokenizer else None,
-        source.packing["eod"],
+        source.packing,
         fill,
     )
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.config.checks import check, divisors_near, multiples_near
+from pangu.config.checks import check
 from pangu.config.errors import ConfigError
+from pangu.config.rules import divisors_near, multiples_near
 from tests.configs import RECIPES, config
 
 

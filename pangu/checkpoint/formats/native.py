@@ -40,8 +40,8 @@ class PanguSource(Source):
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
         config = trained_model(self._path)
-        self.known = asdict(config.model)
-        self.packing = asdict(config.data.packing)
+        self.known = dict(vars(config.model))
+        self.packing = dict(vars(config.data.packing))
         if isinstance(config.data, StdlibData):
             self.tokenizer = TokenizerConfig("sentencepiece", str(StdlibPaths(Path(config.data.folder)).tokenizer))
         elif isinstance(config.data, IndexedData):
@@ -110,5 +110,24 @@ def _copy_tokenizer(job: Job, path: Path) -> TokenizerConfig | None:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """What of a Hugging Face folder belongs to its tokenizer."""
-    beginnings = ("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece")
-    return sorted(file for file in folder.iterdir() if file.name.startswith(beginnings) and file.is_file())
+    beginnings = (
+        *("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
+        "chat_template",
+    )
+    found = sorted(file for file in folder.iterdir() if file.name.startswith(beginnings) and file.is_file())
+    for file in found:
+        require_inside(folder, file)
+    return found
+
+
+def require_inside(folder: Path, file: Path) -> None:
+    """Raise UserError for a link that leads out of a foreign folder: a copy would give away any file of this machine.
+
+    Hugging Face's cache, whose snapshots are links into the folder of blobs beside them, is no danger.
+    """
+    target = file.resolve()
+    homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
+    if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):
+        raise UserError(
+            f"{file}: is a link to {target}, out of the folder, and is not copied; put the file there itself"
+        )
