@@ -53,15 +53,11 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
     return Sources(train, validation, tokenizer)
 
 
-def open_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a data source, without its tokens; None if it has none. Raises UserError."""
+def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
+    """The tokenizer that a data source names; None if it has none."""
     if isinstance(data, StdlibData):
-        return load_tokenizer(_stdlib_tokenizer(data))
-    return load_tokenizer(data.tokenizer) if isinstance(data, IndexedData) and data.tokenizer else None
-
-
-def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
-    return TokenizerConfig("sentencepiece", str(StdlibPaths(Path(data.folder)).tokenizer))
+        return TokenizerConfig("sentencepiece", str(StdlibPaths(Path(data.folder)).tokenizer))
+    return data.tokenizer if isinstance(data, IndexedData) else None
 
 
 def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
@@ -73,7 +69,7 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
             " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
         )
     files = ((str(paths.train),), None, (str(paths.validation),))
-    return IndexedData("indexed", *files, _stdlib_tokenizer(data), data.packing)
+    return IndexedData("indexed", *files, tokenizer_of(data), data.packing)
 
 
 def _open(

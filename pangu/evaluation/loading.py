@@ -16,6 +16,7 @@ from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
+from pangu.checkpoint.run_tokenizer import kept_tokenizer
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
@@ -23,7 +24,6 @@ from pangu.collectives.regions import TensorRegion
 from pangu.config.architecture import contradictions, shared_matrices
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.model import ModelConfig
-from pangu.data.sources import open_tokenizer
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
@@ -113,10 +113,11 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
     trained = trained_model(checkpoint)
+    tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
     return _Found(
         trained.model,
         trained.precision.compute,
-        open_tokenizer(trained.data),
+        load_tokenizer(tokenizer) if tokenizer else None,
         vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
     )

@@ -91,7 +91,7 @@ SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "orig
 LLAMAS = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    ("Llama", {"attention_bias": True, "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    ("Llama", {"attention_bias": True, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}}),
     ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 20.0, **SCALING}}),
     ("Mistral", {"sliding_window": 5, "num_key_value_heads": 2}),
     ("Mistral", {"sliding_window": None, "head_dim": 12}),
@@ -132,7 +132,7 @@ def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None
     for written, base, scaling in (
         ({"rope_theta": 500, "rope_scaling": {"type": "default"}}, 500.0, None),
         ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
-        ({"rope_theta": 500, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 500.0, RopeScaling(4.0, 1.0, 3.0, 12)),
+        ({"rope_theta": 9, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 9.0, RopeScaling(4.0, 1.0, 3.0, 12)),
         ({}, 1e4, None),
     ):
         told = read_model({**config, **written}, path)

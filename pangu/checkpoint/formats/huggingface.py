@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.huggingface_config import CODE, KINDS, kind_in, kind_of, read_model, write_model
-from pangu.checkpoint.formats.native import require_inside, tokenizer_files
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table
+from pangu.checkpoint.run_tokenizer import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
@@ -51,6 +51,7 @@ class HuggingFaceSource(Source):
             jieba = not facts.is_file() or _read_json(facts).get("jieba", True)
             self.tokenizer = TokenizerConfig("pangu" if jieba else "sentencepiece", str(path / "vocab.model"))
         elif any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+            tokenizer_files(path)
             self.tokenizer = TokenizerConfig("huggingface", str(path))
 
     def _full(self, name: str) -> str:

@@ -42,7 +42,7 @@ class Kind:
     """Fields that do not change it."""
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of `ModelConfig`: the values that the type can express."""
-    derives: tuple[Callable[[Mapping[str, Any], dict[str, Any]], None], ...] = ()
+    derives: tuple[Callable[[Mapping[str, Any], dict[str, Any], Path], None], ...] = ()
     """Read what several fields say together: from config.json into keys of `ModelConfig`. Raise `_WrongError`."""
     derived: tuple[str, ...] = ()
     """The fields that these read."""
@@ -57,14 +57,14 @@ class _WrongError(Exception):
         self.problem = Problem(key, shown(value), rule, works)
 
 
-def _gpt2_fields(config: Mapping[str, Any], told: dict[str, Any]) -> None:
+def _gpt2_fields(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """`dropout` and `sequence` have two names each."""
     for ours, theirs, other in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
         if config.get(other, told[ours]) != told[ours]:
             raise _WrongError(other, config[other], f"must be {theirs} = {shown(told[ours])}: they are one number here")
 
 
-def _rope(config: Mapping[str, Any], told: dict[str, Any]) -> None:
+def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """transformers 5 has all in `rope_parameters`, earlier ones in `rope_scaling` and `rope_theta`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
@@ -76,7 +76,7 @@ def _rope(config: Mapping[str, Any], told: dict[str, Any]) -> None:
     if wanted is None:
         raise _WrongError(f"{key}.rope_type", kind, "is not computed here", "default or llama3 is")
     used = {"rope_type", "type", "rope_theta", *wanted}
-    check_fields(rope, key, used, (), {"partial_rotary_factor": (1.0, None)})
+    check_fields(rope, f"{path}: {key}", used, (), {"partial_rotary_factor": (1.0, None)})
     values = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 1e4))}
     values |= {name: rope.get(name) for name in wanted}
     for name, value in values.items():
@@ -89,13 +89,13 @@ def _rope(config: Mapping[str, Any], told: dict[str, Any]) -> None:
         told["rope_scaling"] = RopeScaling(*map(float, factors), int(original))
 
 
-def _head_dim(config: Mapping[str, Any], told: dict[str, Any]) -> None:
+def _head_dim(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """The usual width is not worth a key."""
     if told.get("head_dim") == told["hidden"] // told["heads"] and told["hidden"] % told["heads"] == 0:
         told["head_dim"] = None
 
 
-def _llama_biases(config: Mapping[str, Any], told: dict[str, Any]) -> None:
+def _llama_biases(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     attention, mlp = (config.get(key, False) for key in ("attention_bias", "mlp_bias"))
     for key, value in (("attention_bias", attention), ("mlp_bias", mlp)):
         if not isinstance(value, bool):
@@ -110,7 +110,7 @@ def _tell_llama(model: ModelConfig) -> dict[str, Any]:
     return {**biases, "head_dim": model.head_size, **_tell_rope(model)}
 
 
-def _qwen_window(config: Mapping[str, Any], told: dict[str, Any]) -> None:
+def _qwen_window(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """Layers from `max_window_layers` on see through the window; here all layers do, or none."""
     slides, first = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
     if not isinstance(slides, bool):
@@ -130,8 +130,8 @@ def _qwen_window(config: Mapping[str, Any], told: dict[str, Any]) -> None:
     told["window"] = window
 
 
-def _qwen3_biases(config: Mapping[str, Any], told: dict[str, Any]) -> None:
-    _llama_biases({"attention_bias": config.get("attention_bias", False)}, told)
+def _qwen3_biases(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
+    _llama_biases({"attention_bias": config.get("attention_bias", False)}, told, path)
 
 
 def _tell_qwen(model: ModelConfig) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     check_fields(config, path, {*kind.keys.values(), *kind.derived}, HARMLESS + kind.harmless, {**ONLY, **kind.only})
     try:
         for derive in kind.derives:
-            derive(config, told)
+            derive(config, told, path)
     except _WrongError as error:
         refuse(path, [error.problem])
     if kind is KINDS["gpt_pangu"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from pangu.checkpoint.files import (
 from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
-from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
+from pangu.checkpoint.run_tokenizer import keep_tokenizer, kept_tokenizer
+from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.data.stdlib import StdlibPaths
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 
@@ -42,10 +41,7 @@ class PanguSource(Source):
         config = trained_model(self._path)
         self.known = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
-        if isinstance(config.data, StdlibData):
-            self.tokenizer = TokenizerConfig("sentencepiece", str(StdlibPaths(Path(config.data.folder)).tokenizer))
-        elif isinstance(config.data, IndexedData):
-            self.tokenizer = config.data.tokenizer
+        self.tokenizer = kept_tokenizer(self._path.resolve().parent.parent, config.data)
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, 1)
@@ -73,7 +69,11 @@ def write(path: Path, job: Job) -> None:
     path.mkdir(parents=True)
     data = job.config.data
     assert isinstance(data, IndexedData)
-    config = replace(job.config, data=replace(data, tokenizer=_copy_tokenizer(job, path)))
+    tokenizer = job.tokenizer
+    if tokenizer is not None:
+        # under the name that the folder will have in the end
+        tokenizer = replace(tokenizer, path=str(job.output.resolve() / keep_tokenizer(path, tokenizer)))
+    config = replace(job.config, data=replace(data, tokenizer=tokenizer))
     checkpoint = checkpoint_path(path / "checkpoints", 0)
     start(checkpoint)
     described = [
@@ -91,43 +91,3 @@ def write(path: Path, job: Job) -> None:
     }
     commit(checkpoint, [written], facts)
     save_config(path, config)
-
-
-def _copy_tokenizer(job: Job, path: Path) -> TokenizerConfig | None:
-    """A copy of the tokenizer in the run folder `path`, under the name that it will have in the end."""
-    if job.tokenizer is None:
-        return None
-    source = Path(job.tokenizer.path)
-    name = "tokenizer" if source.is_dir() else "tokenizer.model"
-    if source.is_dir():
-        (path / name).mkdir()
-        for file in tokenizer_files(source):
-            shutil.copy(file, path / name)
-    else:
-        shutil.copy(source, path / name)
-    return replace(job.tokenizer, path=str(job.output.resolve() / name))
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """What of a Hugging Face folder belongs to its tokenizer."""
-    beginnings = (
-        *("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
-        "chat_template",
-    )
-    found = sorted(file for file in folder.iterdir() if file.name.startswith(beginnings) and file.is_file())
-    for file in found:
-        require_inside(folder, file)
-    return found
-
-
-def require_inside(folder: Path, file: Path) -> None:
-    """Raise UserError for a link that leads out of a foreign folder: a copy would give away any file of this machine.
-
-    Hugging Face's cache, whose snapshots are links into the folder of blobs beside them, is no danger.
-    """
-    target = file.resolve()
-    homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
-    if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):
-        raise UserError(
-            f"{file}: is a link to {target}, out of the folder, and is not copied; put the file there itself"
-        )
