@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
+from pangu.config.architecture import contradictions
 from pangu.config.errors import UserError
+from pangu.config.model import ModelConfig
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -24,6 +28,10 @@ transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+UNTOLD = {
+    **dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance")),
+    "attention": "auto",
+}
 SLIDES, SEES_ALL = "sliding_attention", "full_attention"
 
 
@@ -81,6 +89,43 @@ def test_what_is_not_computed_is_refused_by_name(kind: str, changes: dict[str, A
         read_model(fields(kind, **changes), Path("config.json"))
     assert str(error.value).startswith("config.json")
     assert words in str(error.value)
+
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_ROPE = st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta", *LLAMA3]), _ANY | st.just("llama3"))
+
+
+def read_anything(kind: str, data: st.DataObject) -> None:
+    """Any value in the place of any field is read or refused; nothing else is raised."""
+    config = fields(kind)
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(_ROPE if key == "rope_parameters" else _ANY)
+    said = ""
+    try:
+        model = ModelConfig(**{**UNTOLD, **read_model(config, Path("config.json"))})
+        said = "\n".join(map(str, contradictions(model)))
+    except UserError as error:
+        said = str(error)
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
 
 
 def set_field(name: str, key: str, value: object) -> Callable[[Path], None]:
