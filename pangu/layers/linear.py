@@ -192,8 +192,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def make_norm(
-    build: Builder, name: str, width: int, eps: float, kind: str, of_heads: bool = False
-) -> LayerNorm | RMSNorm:
+def make_norm(build: Builder, name: str, width: int, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
     """`layernorm` or `rmsnorm`; other arguments as for `LayerNorm`."""
     return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, width, eps, of_heads)

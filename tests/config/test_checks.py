@@ -46,7 +46,7 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["model.biases=keys"], "model.biases = 'keys': must be true or false, attention or qkv"),
         ([SCALING], "learned positions do not turn; null works, or model.positions=rope"),
         (
-            ["model.positions=rope", SCALING, "model.rope_scaling.factor=0.5", "model.rope_scaling.high_freq_factor=1"],
+            ["model.positions=rope", SCALING, "model.rope_scaling.factor=0.5"],
             "model.rope_scaling.factor = 0.5: must be at least 1",
         ),
         (

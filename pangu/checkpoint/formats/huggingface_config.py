@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,8 @@ ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "fast_gelu": "quick_gelu
 """Their names of our activations."""
 LARGEST = 2**24
 """No size in a configuration is larger."""
+HUGE = 1e30
+"""No other number is as large."""
 CODE = Path(__file__).parent / "modeling_pangu.py"
 
 
@@ -66,13 +67,16 @@ def _gpt2_fields(config: Mapping[str, Any], told: dict[str, Any], path: Path) ->
 
 def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """transformers 5 has all in `rope_parameters`, earlier ones in `rope_scaling` and `rope_theta`."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    if not isinstance(rope, dict):
-        raise _WrongError(key, rope, "must be a JSON object")
+    given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
+        if not isinstance(value, dict | None):
+            raise _WrongError(key, value, "must be a JSON object or null")
+    # as transformers chooses between the two
+    key = "rope_scaling" if given["rope_scaling"] else "rope_parameters"
+    rope = given[key] or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    numbers = {"factor": 0, "low_freq_factor": 0, "high_freq_factor": 0, "original_max_position_embeddings": 0}
-    wanted = {"default": {}, "llama3": numbers}.get(kind) if isinstance(kind, str) else None
+    numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    wanted = {"default": (), "llama3": numbers}.get(kind) if isinstance(kind, str) else None
     if wanted is None:
         raise _WrongError(f"{key}.rope_type", kind, "is not computed here", "default or llama3 is")
     used = {"rope_type", "type", "rope_theta", *wanted}
@@ -80,13 +84,13 @@ def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     values = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 1e4))}
     values |= {name: rope.get(name) for name in wanted}
     for name, value in values.items():
-        if not _is_number(value) or not 0 < value < math.inf:
+        if not _is_number(value) or not 0 < value < HUGE:
             raise _WrongError(name if name in config else f"{key}.{name}", value, "must be a number above 0")
     told["rope_base"] = float(values.pop("rope_theta"))
     told["rope_scaling"] = None
     if wanted:
-        *factors, original = values.values()
-        told["rope_scaling"] = RopeScaling(*map(float, factors), int(original))
+        factor, low, high, original = values.values()
+        told["rope_scaling"] = RopeScaling(float(factor), float(low), float(high), int(original))
 
 
 def _head_dim(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
@@ -359,7 +363,7 @@ def _wrong(kind: Kind, ours: str, value: object) -> Problem | None:
     elif ours == "activation":
         names = ["silu"] if kind.naming is LLAMA_NAMES else [*list(ACTIVATIONS.values())[:3], "gelu_pytorch_tanh"]
         rule = "" if value in names else f"is none of {', '.join(names)}"
-    elif not _is_number(value) or not 0 <= value < math.inf:  # type: ignore[operator]
+    elif not _is_number(value) or not 0 <= value < HUGE:  # type: ignore[operator]
         rule = "must be a number of at least 0"
     return Problem(kind.keys[ours], shown(value), rule) if rule else None
 

@@ -6,6 +6,7 @@ This file goes with exported weights and needs torch and transformers only; load
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class PanguTrunk(nn.Module):
         self.h = nn.ModuleList(PanguBlock(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
         """Tokens and positions [batch, new] -> [batch, new, hidden], for the head as it is."""
@@ -135,9 +137,9 @@ class PanguTrunk(nn.Module):
         # the final norm stands before the query layer, and nothing is normed after it
         return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache)
 
-    def _layer(self, layer: PanguBlock, *arguments: Any) -> Tensor:
+    def _layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
         """A layer, computed again in backward if gradient checkpointing is on; transformers sets it."""
-        if self.gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
             return self._gradient_checkpointing_func(layer.__call__, *arguments)
         return layer(*arguments)
 

@@ -57,7 +57,8 @@ class PanguTokenizer(PreTrainedTokenizer):
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of some pieces. SentencePiece decodes <eot> to nothing where it is a control symbol; here it stands
         as it is, as programs that stop at the end of a document look for its text."""
-        text, run = "", []
+        text = ""
+        run: list[str] = []
         for token in tokens:
             if token in self._shown:
                 text, run = text + self._text(run) + token, []
