@@ -17,7 +17,7 @@ from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
 from pangu.config.architecture import contradictions
 from pangu.config.errors import UserError
-from pangu.config.model import ModelConfig
+from pangu.config.model import ModelConfig, RopeScaling
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -43,6 +43,48 @@ def fields(kind: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_whatever_transformers_writes_is_known(kind: str) -> None:
     assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
+
+
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        '{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02,'
+        '"intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",'
+        '"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,'
+        '"rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,'
+        '"original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "use_cache": true,'
+        '"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",'
+        '"vocab_size": 128256}',
+        {"rope_base": 5e5, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192), "kv_heads": 8, "biases": False},
+    ),
+    "Mistral 7B 0.1": (
+        '{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,'
+        '"model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,'
+        '"rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,'
+        '"torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}',
+        {"window": 4096, "biases": False, "qk_norm": False},
+    ),
+    "Qwen3 0.6B": (
+        '{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,'
+        '"bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1024, "use_cache": true,'
+        '"initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "vocab_size": 151936,'
+        '"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,'
+        '"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,'
+        '"sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,'
+        '"transformers_version": "4.51.0"}',
+        {"head_dim": 128, "qk_norm": True, "window": None, "tied_head": True, "rope_base": 1e6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    text, expected = PUBLISHED[name]
+    told = read_model(json.loads(text), Path("config.json"))
+    assert {key: told[key] for key in expected} == expected
+    assert not list(contradictions(ModelConfig(**{**UNTOLD, **told})))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
