@@ -124,8 +124,8 @@ def test_texts_and_strides_without_a_perplexity(
     words = ("--task", "perplexity", "--input")
     assert evaluate(folder, *words, str(text), str(empty)) == 2
     assert f"--input {empty}: holds no text, which has no perplexity" in capsys.readouterr().err
-    assert evaluate(folder, *words, str(text), "--stride", "129") == 2
-    assert "--stride 129: would leave out tokens, as the window has 128 (model.sequence)" in capsys.readouterr().err
+    assert evaluate(folder, *words, str(text), "--stride", "33") == 2
+    assert "--stride 33: would leave out tokens, as the window has 32 (model.sequence)" in capsys.readouterr().err
     found = []
     for recipe in ("own", "huggingface"):
         assert evaluate(folder, *words, str(text), "--recipe", recipe, "--output", f"{tmp_path}/{recipe}.json") == 0
