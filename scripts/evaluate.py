@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pangu.checkpoint.run_folder import newest_checkpoint
-from pangu.config.errors import exit_status, writing
+from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
@@ -66,6 +66,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--template", metavar="TEXT", help="instead of the task's own, with {answer} and its fields")
     parser.add_argument("--limit", type=int, metavar="N", help="questions of each task at most, taken at random (all)")
     parser.add_argument("--stride", type=int, help="tokens by which the window moves on in long texts (half of it)")
+    parser.add_argument(
+        "--recipe",
+        choices=["own", "huggingface"],
+        default="own",
+        help="perplexity with each token counted once behind the end of a document (own, the default), or as the "
+        "documentation of transformers computes it (huggingface), to compare with its published figures",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is taken at random (0)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="results as JSON; answers go to FILE.answers.jsonl as they come"
@@ -88,7 +95,7 @@ def gather_questions(options: argparse.Namespace) -> list[Questions]:
     found = []
     for name in options.task:
         if name == "perplexity":
-            setup = Setup(seed=options.seed, limit=options.limit, stride=options.stride)
+            setup = Setup(seed=options.seed, limit=options.limit, stride=options.stride, recipe=options.recipe)
             task = Task(name, lambda _: iter(()), "text", "{answer}", test=())
             found.append(Questions(task, setup, chosen(_texts(options), task, setup), []))
             continue
@@ -104,6 +111,8 @@ def _texts(options: argparse.Namespace) -> list[Item]:
     items = []
     for path in find_inputs(options.input):
         documents = list(read_documents([path], options.text_key))
+        if not documents:
+            raise UserError(f"--input {path}: holds no text, which has no perplexity")
         texts = ["\n\n".join(documents)] if options.join else documents
         items += [Item(f"{path}-{number}", {}, (text,)) for number, text in enumerate(texts)]
     return items
@@ -118,6 +127,12 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         assert path is not None
         (file, *_) = together(mesh, lambda: _answer_file(options, path), here=mesh.is_first)
         model = load_model(path, mesh, options.precision, rows=options.rows)
+        if (options.stride or 1) > model.config.sequence:
+            window = model.config.sequence
+            raise UserError(
+                f"--stride {options.stride}: would leave out tokens, as the window has {window} (model.sequence); "
+                f"1 to {window} work"
+            )
         with progress_bar(mesh.is_first) as progress:
             results = [_measure(model, one, file, progress) for one in questions]
     if launch.rank == 0:
@@ -138,6 +153,7 @@ def _answer_file(options: argparse.Namespace, model: Path) -> AnswerFile | None:
         "template",
         "limit",
         "stride",
+        "recipe",
         "seed",
         "precision",
     )
@@ -157,7 +173,10 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
             together(mesh, partial(file.add, name, some), here=mesh.is_first)
         progress.update(bar, completed=len(answers))
     asked = [answers[item.id] for item in questions.items]
-    return result(name, questions.setup.shots, len(asked), summary(asked))
+    measures = summary(asked)
+    if name == "perplexity" and "perplexity" not in measures:
+        raise UserError(f"{name}: no token of --input has others before it to be predicted from")
+    return result(name, questions.setup.shots, len(asked), measures)
 
 
 def _tell(options: argparse.Namespace, model: Path, results: list[dict[str, Any]]) -> None:

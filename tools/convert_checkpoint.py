@@ -1,8 +1,9 @@
 """Converts a checkpoint between pangu's own format and those of Hugging Face, Megatron and MindSpore, tensor by tensor.
 
 pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers
-(GPT-2, Llama, PanGu-α). megatron: the folder that --load names (Megatron-Core GPT, and the PanGu-α port of Megatron
-1.1). mindspore: a .ckpt file, or a folder with the slices, the strategy file and the .npy tables of PanGu-α."""
+(GPT-2, Llama, Mistral, Qwen2, Qwen3, PanGu-α). megatron: the folder that --load names (Megatron-Core GPT, and the
+PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the strategy file and the .npy
+tables of PanGu-α."""
 
 from __future__ import annotations
 

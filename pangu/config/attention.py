@@ -60,7 +60,7 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
         yield problem(rule, f"precision={_either(can.precisions)} works")
     if can.head_sizes is not None and not can.head_sizes[0] <= model.head_size <= can.head_sizes[1]:
         low, high = can.head_sizes
-        yield problem(f"takes heads of {low} to {high} columns, and model.hidden / model.heads = {model.head_size}")
+        yield problem(f"takes heads of {low} to {high} columns, and {model.head_size_key} = {model.head_size}")
     if model.attention_dropout > 0 and not can.dropout:
         rule = f"cannot drop probabilities (model.attention_dropout = {model.attention_dropout:g})"
         yield problem(rule, "model.attention_dropout=0 works")

@@ -120,7 +120,10 @@ class _Reader:
         for key in values:
             if key not in hints:
                 self._wrong(_join(path, str(key)), values[key], *self._unknown(str(key), kind, options, path))
-        return kind(**{field: self._field(hint, field, values, path) for field, hint in hints.items()})
+        # a field with a default is younger than the first run folders, whose config.yaml lacks it
+        optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+        given = {field: hint for field, hint in hints.items() if field in values or field not in optional}
+        return kind(**{field: self._field(hint, field, values, path) for field, hint in given.items()})
 
     def _field(self, hint: Any, field: str, values: Mapping[str, Any], path: str) -> Any:
         value = values.get(field, _MISSING)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pangu.config import evaluate
+from pangu.config import architecture, evaluate
 from pangu.config.attention import obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import IndexedData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.faults import contradictions
 from pangu.config.layout_checks import data_size, layout_problems
-from pangu.config.nearest import any_of, divisors_near, multiples_near
+from pangu.config.nearest import any_of, multiples_near
 from pangu.config.schema import RunConfig
 
 MINIMUM_STDLIB_VOCAB = 512
@@ -51,51 +51,13 @@ def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     return config, problems + [problem for rule in _RULES for problem in findings(rule, config)]
 
 
-def _heads(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.kv_heads is not None and model.heads % model.kv_heads:
-        near = divisors_near(model.heads, model.kv_heads)
-        yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", any_of(near))
-    if model.hidden % model.heads:
-        near = divisors_near(model.hidden, model.heads)
-        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
-
-
-def _rotation(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.rope_base is not None and model.positions != "rope":
-        rule = f"{model.positions} positions do not turn"
-        yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
-    if model.positions == "rope" and model.head_size % 2:
-        rule = f"turns pairs of elements, and the head size model.hidden / model.heads = {model.head_size} is odd"
-        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
-
-
-def _distances(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    for key in ("relative_buckets", "relative_distance"):
-        value = getattr(model, key)
-        if value is not None and model.positions != "relative":
-            rule = f"{model.positions} positions have no buckets"
-            yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
-    if model.positions == "relative":
-        buckets, furthest = model.num_relative_buckets, model.furthest_relative
-        if furthest <= buckets // 2:
-            rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
-            yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
+def _architecture(config: RunConfig) -> Iterator[Problem]:
+    yield from architecture.contradictions(config.model)
 
 
 def _kernel(config: RunConfig) -> Iterator[Problem]:
     if config.model.attention != "auto":
         yield from obstacles(config.model.attention, config.model, config.precision.compute)
-
-
-def _query_layer(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.kind == "gpt" and model.final_norm == "after_query":
-        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
-    if model.kind == "pangu" and model.layers == 1:
-        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
 
 
 def _recompute(config: RunConfig) -> Iterator[Problem]:
@@ -173,6 +135,8 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
         if value is not None and value >= vocab:
             rule = f"must be an id below model.vocab = {vocab}"
             yield Problem(f"data.packing.{key}", value, rule, "null: there is none")
+    if any(token >= vocab for token in packing.stop):
+        yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "[] works")
     if packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule)
@@ -252,11 +216,8 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
 
 
 _RULES: tuple[Rule, ...] = (
-    _heads,
-    _rotation,
-    _distances,
+    _architecture,
     _kernel,
-    _query_layer,
     _recompute,
     _loss_scale,
     _formats,

@@ -20,6 +20,9 @@ class PackingConfig:
     """Tokens do not attend across the end of a document."""
     reset_positions: bool
     """Position ids restart at 0 after the end of a document."""
+    # younger than the first run folders, whose config.yaml lacks it
+    stop: tuple[Natural, ...] = ()
+    """Ids that end a generated text beside `eod`, e.g. a chat model's end of turn; in samples they are as any other."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,21 @@ MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's rotary embedding for texts longer than those of pretraining (Grattafiori et al. 2024, section 3.4.2,
+    and its released code): pairs that turn slowly turn slower still, those that turn fast stay as they are."""
+
+    factor: Annotated[float, Bounds(least=1)]
+    """Pairs with fewer than `low_freq_factor` turns in the original texts turn so many times slower."""
+    low_freq_factor: Positive
+    """Turns in `original_sequence` tokens up to which a pair is slow."""
+    high_freq_factor: Positive
+    """Turns from which on a pair is fast; between the two the frequency is interpolated."""
+    original_sequence: Length
+    """Tokens in a sample of pretraining."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture. Nothing in here depends on how the model is spread over devices."""
 
@@ -22,7 +37,7 @@ class ModelConfig:
     hidden: Annotated[int, Bounds(least=1, most=2**20)]
     """Width of the residual stream."""
     heads: Count
-    """Number of attention heads; must divide `hidden`."""
+    """Number of attention heads; must divide `hidden` unless `head_dim` is given."""
     vocab: Length
     """Number of rows of the word embedding."""
     sequence: Length
@@ -37,8 +52,9 @@ class ModelConfig:
     norm_placement: Literal["pre", "post"]
     """`pre`: x + sublayer(norm(x)), as GPT-2 and PanGu-α; `post`: norm(x + sublayer(x)), as Vaswani et al. 2017. The
     final norm stays either way."""
-    biases: bool
-    """Linear layers add a bias. A layer norm keeps its own either way."""
+    biases: bool | Literal["attention", "qkv"]
+    """Linear layers add a bias: true: all; `attention`: all of attention; `qkv`: queries, keys and values only (Qwen2);
+    false: none. A layer norm keeps its own either way."""
     tied_head: bool
     """The word embedding is the output matrix as well; false: the head has its own, `head.weight`."""
     kv_heads: Count | None
@@ -79,6 +95,16 @@ class ModelConfig:
     `flex`: torch's FlexAttention, on GPUs, without attention dropout; `flash_attn`: the package flash-attn, on GPUs in
     bf16 and fp16; `auto`: the fastest of the first three for the device and precision, named in the log."""
 
+    # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.
+    head_dim: Annotated[int, Bounds(least=1, most=2**16)] | None = None
+    """Width of one attention head; null means `hidden` / `heads`."""
+    qk_norm: bool = False
+    """Each head's queries and keys pass a norm of the kind of `norm` before they turn; all heads share its gain
+    (Dehghani et al. 2023, section 2; Qwen3)."""
+    rope_scaling: RopeScaling | None = None
+    """With `rope`, slows the slow pairs down for texts longer than those of pretraining; null: none are. Must be null
+    with other positions."""
+
     @property
     def ffn_size(self) -> int:
         """Width of the feed-forward layer with the default filled in."""
@@ -87,7 +113,17 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden // self.heads
+        return self.head_dim if self.head_dim is not None else self.hidden // self.heads
+
+    @property
+    def head_size_key(self) -> str:
+        """Where `head_size` comes from, for messages."""
+        return "model.head_dim" if self.head_dim is not None else "model.hidden / model.heads"
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.head_size * self.heads
 
     @property
     def rotary_base(self) -> float:
@@ -103,6 +139,14 @@ class ModelConfig:
     def furthest_relative(self) -> int:
         """Distance of the last bucket with T5's default filled in."""
         return self.relative_distance if self.relative_distance is not None else 128
+
+    def has_biases(self, where: Literal["qkv", "output", "mlp"]) -> bool:
+        """Whether queries, keys and values, the attention's output, or the feed-forward layer add a bias."""
+        return self.biases is True or (self.biases, where) in {
+            ("qkv", "qkv"),
+            ("attention", "qkv"),
+            ("attention", "output"),
+        }
 
     @property
     def kv_size(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pangu.config.errors import UserError
+from pangu.config.files import NewFile
 
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"

@@ -53,14 +53,15 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
     return Sources(train, validation, tokenizer)
 
 
-def open_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a data source, without its tokens; None if it has none. Raises UserError."""
+def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
+    """The tokenizer that a data source names; None if it has none. Raises UserError if prepared data has another one
+    than was written."""
     if isinstance(data, StdlibData):
-        return load_tokenizer(stdlib_tokenizer(data))
-    return load_tokenizer(data.tokenizer) if isinstance(data, IndexedData) and data.tokenizer else None
+        return _stdlib_tokenizer(data)
+    return data.tokenizer if isinstance(data, IndexedData) else None
 
 
-def stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
+def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
     """The tokenizer of prepared data. Raises UserError if it is another one than was written."""
     paths = StdlibPaths(Path(data.folder))
     if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
@@ -80,7 +81,7 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
             " when a run starts; if another run has made it anew since, give each model.vocab a folder of its own"
         )
     files = ((str(paths.train),), None, (str(paths.validation),))
-    return IndexedData("indexed", *files, stdlib_tokenizer(data), data.packing)
+    return IndexedData("indexed", *files, tokenizer_of(data), data.packing)
 
 
 def _open(

@@ -105,7 +105,7 @@ def _draw(
     model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, tell: Callable[[int, int], None]
 ) -> None:
     """Continue prompts side by side; `tell` is called with the row and the id of what is drawn."""
-    ends = {model.eod, *sampling.stop}
+    ends = {model.eod, *model.stop, *sampling.stop}
     # the last token that the window has room for asks for one more
     room = [min(sampling.max_tokens, model.config.sequence + 1 - len(prompt)) for prompt in prompts]
     keys = [random_key(sampling.seed, "sample", *prompt) for prompt in prompts]

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import require_fit
+from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
+from pangu.checkpoint.run_tokenizer import kept_tokenizer
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
+from pangu.config.architecture import find_problems
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
-from pangu.data.sources import open_tokenizer
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
@@ -54,6 +57,8 @@ class LoadedModel:
     """Id that ends a document, if there is one."""
     rows: int = 8
     """Texts computed at a time."""
+    stop: tuple[int, ...] = ()
+    """Ids that end a generated text beside `eod`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class _Found:
     precision: str
     """Format that it is computed in unless another one is asked for."""
     tokenizer: Tokenizer | None
-    eod: int | None
+    packing: Mapping[str, Any]
+    """Keys of `PackingConfig`, as far as they are known."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
 
@@ -101,17 +107,20 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
         DTYPES[compute],
         WeightGradients(),
     )
-    return LoadedModel(runner, schedule, mesh, config, found.tokenizer, found.eod, rows)
+    return LoadedModel(
+        runner, schedule, mesh, config, found.tokenizer, found.packing["eod"], rows, found.packing["stop"]
+    )
 
 
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
     trained = trained_model(checkpoint, read_index(checkpoint))
+    tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
     return _Found(
         trained.model,
         trained.precision.compute,
-        open_tokenizer(trained.data),
-        trained.data.packing.eod,
+        load_tokenizer(tokenizer) if tokenizer else None,
+        vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
     )
 
@@ -120,6 +129,7 @@ def _exported(path: Path) -> _Found:
     source = HuggingFaceSource(path)
     untold = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
     model = ModelConfig(**{**untold, "attention": "auto", **source.known})
+    refuse(path / "config.json", find_problems(model))
     table, shapes = source.table(model), logical_shapes(model)
     dtype = next(iter(require_fit(source, table).values())).dtype
     stored = {part: entry for entry in table for part in entry.parts}
@@ -136,7 +146,7 @@ def _exported(path: Path) -> _Found:
         model,
         next(name for name, format_ in DTYPES.items() if format_ == dtype),
         load_tokenizer(source.tokenizer) if source.tokenizer else None,
-        source.packing["eod"],
+        source.packing,
         fill,
     )
 

@@ -22,6 +22,8 @@ class Span:
     """At most one more than the model's window: the last one is only predicted."""
     start: int
     """Place of the first token that counts, at least 1."""
+    weight: int | None = None
+    """Number of tokens that the mean loss of those that count stands for; None: as many as they are."""
 
     @property
     def num_scored(self) -> int:
@@ -34,11 +36,11 @@ class Score:
     """What a model says of a span."""
 
     loss: float
-    """Negative log-likelihood of the tokens that count, in nats."""
+    """Negative log-likelihood of the tokens that count, in nats; with a weight, their mean times the weight."""
     greedy: bool
     """Whether greedy decoding would write them."""
     tokens: int
-    """How many they are."""
+    """How many they are, or the weight."""
 
 
 def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
@@ -69,9 +71,14 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
                 found[group] = result
     sums = all_reduce(all_reduce(found, mesh.group("data")), mesh.group("pipeline")).tolist()
     return [
-        Score(loss, greedy=misses == 0, tokens=span.num_scored)
+        Score(loss * _share(span), greedy=misses == 0, tokens=span.num_scored if span.weight is None else span.weight)
         for span, (loss, misses) in zip(spans, sums, strict=True)
     ]
+
+
+def _share(span: Span) -> float:
+    """What of a span's loss counts."""
+    return 1.0 if span.weight is None else span.weight / max(1, span.num_scored)
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
@@ -87,6 +94,22 @@ def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
         scored, end = end, min(len(ids), end + stride)
         begin = end - window - 1
         yield Span(tuple(ids[begin:end]), scored - begin)
+
+
+def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:
+    """Spans as in "Perplexity of fixed-length models" of transformers' documentation, whose figures are much published.
+
+    A window holds at most `window` ids, begins `stride` behind the one before it and scores what that has not seen. Its
+    mean loss stands for one token fewer than it has new ones. That is how many it scores where it begins with them, as
+    the first window does; where it begins with others it scores all of them, and each counts a little less.
+    """
+    assert 1 <= stride <= window
+    end = 0
+    for begin in range(0, len(ids), stride):
+        seen, end = end, min(len(ids), begin + window)
+        yield Span(tuple(ids[begin:end]), max(1, seen - begin), weight=end - seen - 1)
+        if end == len(ids):
+            return
 
 
 def _batch(spans: Sequence[Span], model: LoadedModel) -> Batch:

@@ -31,8 +31,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, 
     """Ids of prompts; an empty one begins behind the end of a document.
 
     Raises:
-        UserError: naming the prompts that are longer than the model's window.
+        UserError: naming the prompts that are longer than the model's window, or are no text.
     """
+    if wrong := [text for text in texts if not _is_text(text)]:
+        raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
     prompts = [tokenizer.encode(text) or [eod or 0] for text in texts]
     problems = [
         f"prompt {text[:40]!r}: {len(ids)} tokens, and the model looks back at {window} (model.sequence); shorten it"
@@ -42,6 +44,15 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, 
     if problems:
         raise UserError("\n".join(problems))
     return prompts
+
+
+def _is_text(text: str) -> bool:
+    """False for bytes of a command line that are not UTF-8, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def continue_prompts(

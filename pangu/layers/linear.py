@@ -152,12 +152,22 @@ class PositionEmbedding(nn.Module):
 class LayerNorm(nn.Module):
     """Layer norm (Ba et al. 2016) with biased variance; statistics are fp32 whatever the input's format."""
 
-    def __init__(self, build: Builder, name: str, width: int, eps: float) -> None:
-        """Arguments as for `ColumnParallelLinear`; gain 1 and bias 0 at first."""
+    def __init__(self, build: Builder, name: str, width: int, eps: float, of_heads: bool = False) -> None:
+        """
+        Args:
+            build, name: as for `ColumnParallelLinear`; gain 1 and bias 0 at first.
+            width: of the last dimension.
+            eps: inside the root.
+            of_heads: it norms heads, of which a tensor-parallel rank has its own: gradients are parts of the sum.
+        """
         super().__init__()
-        self.weight = build.parameter(f"{name}.weight", [NewTensor(f"{name}.weight", (width,), None, 1.0)])
-        self.bias = build.parameter(f"{name}.bias", [NewTensor(f"{name}.bias", (width,), None)])
-        self.eps = eps
+        gain, bias = (
+            NewTensor(f"{name}.{kind}", (width,), None, first, partial=of_heads)
+            for kind, first in (("weight", 1.0), ("bias", 0.0))
+        )
+        self.weight = build.parameter(f"{name}.weight", [gain])
+        self.bias = build.parameter(f"{name}.bias", [bias])
+        self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -170,17 +180,18 @@ class RMSNorm(nn.Module):
     Statistics are fp32 whatever the input's format.
     """
 
-    def __init__(self, build: Builder, name: str, width: int, eps: float) -> None:
-        """Arguments as for `ColumnParallelLinear`; gain 1 at first."""
+    def __init__(self, build: Builder, name: str, width: int, eps: float, of_heads: bool = False) -> None:
+        """Arguments as for `LayerNorm`; gain 1 at first."""
         super().__init__()
-        self.weight = build.parameter(f"{name}.weight", [NewTensor(f"{name}.weight", (width,), None, 1.0)])
-        self.eps = eps
+        gain = NewTensor(f"{name}.weight", (width,), None, 1.0, partial=of_heads)
+        self.weight = build.parameter(f"{name}.weight", [gain])
+        self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def make_norm(build: Builder, name: str, width: int, eps: float, kind: str) -> nn.Module:
+def make_norm(build: Builder, name: str, width: int, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
     """`layernorm` or `rmsnorm`; other arguments as for `LayerNorm`."""
-    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, width, eps)
+    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, width, eps, of_heads)

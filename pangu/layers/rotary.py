@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from pangu.config.model import RopeScaling
 
 
 class Rotation:
@@ -13,17 +17,23 @@ class Rotation:
     the same up to the order of the rows of the query and key matrices.
     """
 
-    def __init__(self, positions: Tensor, size: int, base: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, positions: Tensor, size: int, base: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+    ) -> None:
         """
         Args:
             positions: int64 [batch, sequence], position of each token in its document.
             size: width of a head, an even number.
             base: pair i of a token at position m turns by m x base^(-2i / size).
             dtype: of the model; angles are at least fp32, in which positions stay whole numbers.
+            scaling: slows slow pairs down.
         """
         self.dtype = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, size, 2, dtype=self.dtype, device=positions.device) / size
-        angles = positions[:, None, :, None] * base**-exponents
+        frequencies = base**-exponents
+        if scaling is not None:
+            frequencies = slowed(frequencies, scaling)
+        angles = positions[:, None, :, None] * frequencies
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -31,3 +41,15 @@ class Rotation:
         first, second = x.to(self.dtype).chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def slowed(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians per token of each pair, as Llama 3.1 slows them (its released code, `apply_scaling`).
+
+    A pair with few turns in the texts of pretraining has not met all its angles there: it turns `factor` times slower
+    and stays among those that it has met. One with many turns keeps telling neighbours apart. Between the two the
+    frequency is interpolated in the number of turns.
+    """
+    turns = scaling.original_sequence * frequencies / (2 * math.pi)
+    fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequencies / scaling.factor, frequencies, fast.clamp(0, 1))

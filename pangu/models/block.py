@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,50 +107,68 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.layers)
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module, ABC):
+    """Attention behind its projections: norms of the heads, the turn by position, the kernel, the output product."""
+
+    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self._make_projections(config, build)
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (
+                make_norm(build, name, config.head_size, config.norm_eps, config.norm, of_heads=True)
+                for name in ("query_norm", "key_norm")
+            )
+        std, biases = residual_std(config), config.has_biases("output")
+        self.output = RowParallelLinear(build, "output", config.query_size, config.hidden, std, biases)
+        again = "attention" in options.recompute_parts
+        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
+
+    @abstractmethod
+    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
+        """Queries, keys and values."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, run: Pass, below: Tensor | None) -> Carried:
+        """query, key, value: [sequence, batch, their heads x head size]; below: scores of the layer below, if they are
+        passed on."""
+        query, key, value = (split_heads(part, self.head_size) for part in (query, key, value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        heads = run.with_cached(self, Heads(run.turned(query), run.turned(key), value))
+        context, scores = self.core(heads, run.kernel, run.keys, below)
+        return Carried(self.output(merge_heads(context)), scores)
+
+
+class SelfAttention(Attention):
     """Queries, keys and values all come from the layer's input."""
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
-        super().__init__()
-        width = config.hidden
-        self.head_size = config.head_size
-        projections = {"query": width, "key": config.kv_size, "value": config.kv_size}
-        self.qkv = ColumnParallelLinear(build, "qkv", width, projections, config.init_std, config.biases)
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), config.biases)
-        again = "attention" in options.recompute_parts
-        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
+    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
+        projections = {"query": config.query_size, "key": config.kv_size, "value": config.kv_size}
+        biases = config.has_biases("qkv")
+        self.qkv = ColumnParallelLinear(build, "qkv", config.hidden, projections, config.init_std, biases)
 
     def forward(self, x: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on."""
-        query, key, value = (split_heads(part, self.head_size) for part in self.qkv.projections(x))
-        heads = run.with_cached(self, Heads(run.turned(query), run.turned(key), value))
-        context, scores = self.core(heads, run.kernel, run.keys, below)
-        return Carried(self.output(merge_heads(context)), scores)
+        """x: [sequence, batch, hidden]; below: as for `attend`."""
+        query, key, value = self.qkv.projections(x)
+        return self.attend(query, key, value, run, below)
 
 
-class QueryAttention(nn.Module):
+class QueryAttention(Attention):
     """Keys and values come from the layer's input, queries from position vectors (PanGu-α report, section 2.2.2)."""
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
-        super().__init__()
-        width = config.hidden
-        self.head_size = config.head_size
-        std, biases = config.init_std, config.biases
-        self.query = ColumnParallelLinear(build, "query", width, {"query": width}, std, biases, from_table=True)
+    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
+        width, std, biases = config.hidden, config.init_std, config.has_biases("qkv")
+        queries = {"query": config.query_size}
+        self.query = ColumnParallelLinear(build, "query", width, queries, std, biases, from_table=True)
         projections = {"key": config.kv_size, "value": config.kv_size}
         self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
-        self.output = RowParallelLinear(build, "output", width, width, residual_std(config), biases)
-        again = "attention" in options.recompute_parts
-        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """x, position_vectors (of all positions): [sequence, batch, hidden]; below: scores of the layer below, if they
-        are passed on."""
-        query = split_heads(self.query(position_vectors), self.head_size)
-        key, value = (split_heads(part, self.head_size) for part in self.key_value.projections(x))
-        heads = run.with_cached(self, Heads(run.turned(query), run.turned(key), value))
-        context, scores = self.core(heads, run.kernel, run.keys, below)
-        return Carried(self.output(merge_heads(context)), scores)
+        """x, position_vectors (of all positions): [sequence, batch, hidden]; below: as for `attend`."""
+        key, value = self.key_value.projections(x)
+        return self.attend(self.query(position_vectors), key, value, run, below)
 
 
 class FeedForward(nn.Module):
@@ -158,7 +177,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
-        width, inner, biases = config.hidden, config.ffn_size, config.biases
+        width, inner, biases = config.hidden, config.ffn_size, config.has_biases("mlp")
         projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
         self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
         self.down = RowParallelLinear(build, "down", inner, width, residual_std(config), biases)

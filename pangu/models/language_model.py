@@ -109,6 +109,7 @@ class LanguageModel(nn.Module, ABC):
                 matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
             self.head = Head(build, config.vocab, options.loss_chunk, matrix)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
+        self.rope_scaling = config.rope_scaling
         self.kernel, self.window = KERNELS[options.kernel], config.window
         self.recomputed_layers = options.recompute
         self.offload = options.offload
@@ -227,7 +228,7 @@ class LanguageModel(nn.Module, ABC):
         # made here, outside of what is recomputed, as all layers share it
         kind = over_cache(self.kernel) if first else self.kernel
         kernel = kind(Terms(replace(mask, window=self.window), bias, length, dtype, device, first))
-        rotation = Rotation(positions, *self.rotary, dtype) if self.rotary else None
+        rotation = Rotation(positions, *self.rotary, dtype, self.rope_scaling) if self.rotary else None
         offload = None
         if self.offload:
             offload = Offload(device, {address(parameter) for parameter in self.parameters()})

@@ -13,7 +13,7 @@ def _num_up(config: ModelConfig) -> int:
 def _matrices_of_layer(config: ModelConfig) -> int:
     """Weights of a layer's matrices: query, output, key, value, feed-forward."""
     d = config.hidden
-    return 2 * d * d + 2 * d * config.kv_size + (_num_up(config) + 1) * d * config.ffn_size
+    return 2 * d * (config.query_size + config.kv_size) + (_num_up(config) + 1) * d * config.ffn_size
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -23,12 +23,14 @@ def num_parameters(config: ModelConfig) -> int:
     """
     d, f = config.hidden, config.ffn_size
     matrices = _matrices_of_layer(config)
-    biases = 3 * d + 2 * config.kv_size + _num_up(config) * f if config.biases else 0
-    norm = 2 * d if config.norm == "layernorm" else d
+    biases = (config.query_size + 2 * config.kv_size) * config.has_biases("qkv")
+    biases += d * config.has_biases("output") + (_num_up(config) * f + d) * config.has_biases("mlp")
+    of_norm = 2 if config.norm == "layernorm" else 1
+    norm, head_norms = of_norm * d, 2 * of_norm * config.head_size if config.qk_norm else 0
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
-    return (words + positions) * d + bias + config.layers * (matrices + biases + 2 * norm) + norm
+    return (words + positions) * d + bias + config.layers * (matrices + biases + head_norms + 2 * norm) + norm
 
 
 def layer_flops(config: ModelConfig) -> float:
@@ -37,7 +39,7 @@ def layer_flops(config: ModelConfig) -> float:
     Attention is counted in full although half of it is masked, and more by a window, as everybody counts it (Narayanan
     et al. 2021, section 5.1). Grouped heads have smaller projections, but every query head still meets every key.
     """
-    return 2.0 * _matrices_of_layer(config) + 4.0 * config.sequence * config.hidden
+    return 2.0 * _matrices_of_layer(config) + 4.0 * config.sequence * config.query_size
 
 
 def head_flops(config: ModelConfig) -> float:

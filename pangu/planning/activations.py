@@ -56,7 +56,7 @@ def layer_activations(
     return kept | {
         **_norms(config, outside, dropped_norms, device),
         "inputs of products": (2 - dropped_norms) * state,
-        **_attention(config, kernel, query_layer),
+        **_attention(config, kernel, query_layer, device),
         "dropout masks": 2 * outside * model.hidden if model.dropout else 0,
         "input of the activation": inner * (2 if model.activation == "swiglu" else 1),
         "activation": 0 if again else inner * (own + 1),
@@ -98,13 +98,25 @@ def _norms(config: RunConfig, outside: int, dropped: int, device: str) -> dict[s
     return {"inputs of norms": inputs, "statistics of norms": 2 * outside * wide}
 
 
-def _attention(config: RunConfig, kernel: str, query_layer: bool) -> dict[str, int]:
+def _head_norms(config: RunConfig, normed: int, device: str) -> int:
+    """Besides what they take in and give out, of `normed` bytes: statistics, and what `_norms` says of RMS on a CPU."""
+    model = config.model
+    size = BYTES[config.precision.compute]
+    wide = max(4, size)
+    rows = normed // size // model.head_size
+    if model.norm == "layernorm":
+        return 2 * rows * (size if device == "cpu" else wide)
+    copies = 0 if device != "cpu" else 1 if size == wide else 2
+    return rows * wide + copies * normed // size * wide
+
+
+def _attention(config: RunConfig, kernel: str, query_layer: bool, device: str) -> dict[str, int]:
     """From the projections to the output product's input."""
     model, batch, ranks = config.model, config.batch.micro_size, config.parallel.tensor
     size = BYTES[config.precision.compute]
     wide = max(4, size)
     tokens, pairs, heads = model.sequence * batch, batch * model.sequence**2, model.heads // ranks
-    query, group = (tokens * width // ranks * size for width in (model.hidden, model.kv_size))
+    query, group = (tokens * width // ranks * size for width in (model.query_size, model.kv_size))
     again = "attention" in config.memory.recomputed_parts
     fused, masked, rope = kernel != "reference", config.data.packing.reset_mask, model.positions == "rope"
 
@@ -112,15 +124,20 @@ def _attention(config: RunConfig, kernel: str, query_layer: bool) -> dict[str, i
     # products lay the heads one after another, unless there is but one sequence or head.
     copied = not (again or fused or batch == 1 or heads == 1)
     repeated = group < query and not again and (masked or kernel != "sdpa")
-    own_query, own_key, own_value = rope or copied, rope or copied or repeated, copied or repeated
+    turned = rope or model.qk_norm
+    own_query, own_key, own_value = turned or copied, turned or copied or repeated, copied or repeated
     width = query if repeated else group
     kept = own_query * query + (own_key + own_value) * width
+    # a norm keeps what it takes in, but for one that keeps it in fp32
+    viewed = model.qk_norm and (model.norm == "layernorm" or device != "cpu" or size == wide)
     if query_layer:
-        kept += (not own_query) * query + (not (own_key and own_value)) * 2 * group
-    elif not (own_query and own_key and own_value):
+        kept += (viewed or not own_query) * query + (viewed or not (own_key and own_value)) * 2 * group
+    elif viewed or not (own_query and own_key and own_value):
         kept += query + 2 * group
 
     terms = {"queries, keys, values": kept, "input of the output product": query}
+    if model.qk_norm:
+        terms["norms of heads"] = _head_norms(config, query + group, device)
     if again:
         return terms
     if kernel == "blocked":
@@ -129,7 +146,9 @@ def _attention(config: RunConfig, kernel: str, query_layer: bool) -> dict[str, i
         # its output lies as the queries do: turned ones, head after head, and then it is copied for the product
         return terms | {
             "log of sums of exponentials": tokens * heads * wide,
-            "attention output": query if rope else 0,
+            "attention output": query
+            if rope or (model.qk_norm and (model.norm == "layernorm" or device != "cpu"))
+            else 0,
             "mask": pairs * size if masked else 0,
         }
     dropout = model.attention_dropout > 0

@@ -188,9 +188,9 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     """What the tensor-parallel ranks send each other once per step, beside the micro-batches.
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
-    biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors always are: a rank used
-    them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020), need the squares of whole tensors:
-    one number each, and two.
+    biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors and of norms of heads
+    always are: a rank used them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020), need the
+    squares of whole tensors: one number each, and two.
     """
     if ranks == 1:
         return []
@@ -224,7 +224,7 @@ def _part(
 ) -> Part:
     owners = {entry.name: entry.stored_in.rpartition(".")[0] for entry in entries}
     modules = {owner: model.get_submodule(owner) for owner in owners.values()}
-    kinds = {owner: _KINDS.get(type(module), "whole") for owner, module in modules.items()}
+    kinds = {owner: _kind(module) for owner, module in modules.items()}
     # a layer that sends nothing has a region of its own
     regions: dict[str, TensorRegion] = {owner: getattr(module, "region", region) for owner, module in modules.items()}
     messages: list[Message] = []
@@ -253,6 +253,12 @@ def _part(
         takes=takes,
         gives=gives,
     )
+
+
+def _kind(module: nn.Module) -> str:
+    """What a module does with its weights; a norm of heads is one of its own."""
+    kind = _KINDS.get(type(module), "whole")
+    return f"head {kind}" if getattr(module, "of_heads", False) else kind
 
 
 def _hidden(region: TensorRegion) -> str:
@@ -363,6 +369,8 @@ def _operator(kind: str, is_vector: bool, region: TensorRegion) -> str:
         ("bias", False): "Gather ((1,mp),(1,))",
         ("rms norm", True): f"RMSNorm (({tokens},1),(1,))",
         ("norm", True): f"LayerNorm (({tokens},1),(1,),(1,))",
+        ("head rms norm", True): "RMSNorm ((dp,mp,1),(1,))",
+        ("head norm", True): "LayerNorm ((dp,mp,1),(1,),(1,))",
     }.get((kind, is_vector), "")
 
 

@@ -16,10 +16,8 @@ from pangu.training.step import Trainer
 
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
     """A model that is being trained, to be asked in between."""
-    schedule, eod = trainer.stages.schedule, config.data.packing.eod
-    return LoadedModel(
-        trainer.runner, schedule, trainer.mesh, config.model, tokenizer, eod, rows=config.batch.micro_size
-    )
+    schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
+    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, packing.eod, rows, packing.stop)
 
 
 class Evaluation:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from pangu.checkpoint.run_folder import make_run_folder, save_config
+from pangu.checkpoint.run_tokenizer import keep_tokenizer
 from pangu.collectives.reduce import answered
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.config.printable import PrintableFormatter
 from pangu.config.schema import RunConfig
-from pangu.data.sources import Sources, open_sources, prepare
+from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.text import continue_prompts, encode_prompts
 from pangu.layers.formats import DTYPES
@@ -120,7 +121,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
-    together(mesh, lambda: save_config(output, config), here=mesh.is_first)
+    together(mesh, lambda: _describe_folder(output, config), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         validation = None
         if sources.validation is not None and config.validation.every:
@@ -140,6 +141,13 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
                 requests.linger()
             return
         _finish(config, trainer, loop, _samples(config, trainer, sources, prompts), time.perf_counter() - started)
+
+
+def _describe_folder(output: Path, config: RunConfig) -> None:
+    """Configuration and tokenizer, with which the folder can be used without what it was made from."""
+    save_config(output, config)
+    if tokenizer := tokenizer_of(config.data):
+        keep_tokenizer(output, tokenizer)
 
 
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:

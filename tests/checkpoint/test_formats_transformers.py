@@ -13,8 +13,10 @@ import torch
 import yaml
 from torch import Tensor
 
+from pangu.checkpoint.formats.huggingface_config import read_model
 from pangu.config.build import build
 from pangu.config.data import TokenizerConfig
+from pangu.config.model import RopeScaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
 from pangu.layers.masks import AttentionMask
@@ -85,21 +87,56 @@ def test_gpt2_files_without_the_name_of_the_trunk(tmp_path: Path) -> None:
     assert torch.equal(found["layers.1.mlp.up.weight"], state["h.1.mlp.c_fc.weight"].T)
 
 
-@pytest.mark.parametrize("variant", [{"num_key_value_heads": 2}, {"attention_bias": True, "mlp_bias": True}])
-def test_llama(variant: dict[str, object], tmp_path: Path) -> None:
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+LLAMAS = [
+    ("Llama", {"num_key_value_heads": 2}),
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Llama", {"attention_bias": True, "head_dim": 12, "rope_parameters": {"rope_theta": 50.0}}),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 20.0, **SCALING}}),
+    ("Mistral", {"sliding_window": 5, "num_key_value_heads": 2}),
+    ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Qwen3", {"head_dim": 12, "num_key_value_heads": 2}),
+    ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "variant"), LLAMAS, ids=str)
+def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
+    """Every bias and gain is random, so that none can be forgotten."""
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=67,
         hidden_size=32,
         intermediate_size=56,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=24,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         initializer_range=0.2,
-        **variant,
+        **{"num_key_value_heads": 4, **variant},
     )
-    there_and_back(transformers.LlamaForCausalLM(config), tmp_path, 67, 24)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    there_and_back(theirs, tmp_path, 67, 24)
+
+
+def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None:
+    """The type `default` is what no scaling is; `rope_scaling` and `rope_theta` say the same as `rope_parameters`."""
+    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=4).to_dict()
+    del config["rope_parameters"]
+    path = Path("config.json")
+    for written, base, scaling in (
+        ({"rope_theta": 500, "rope_scaling": {"type": "default"}}, 500.0, None),
+        ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
+        ({"rope_theta": 9, "rope_scaling": {"rope_type": "llama3", **SCALING}}, 9.0, RopeScaling(4.0, 1.0, 3.0, 12)),
+        ({}, 1e4, None),
+    ):
+        told = read_model({**config, **written}, path)
+        assert (told["rope_base"], told["rope_scaling"]) == (base, scaling)
 
 
 _FRESH = """

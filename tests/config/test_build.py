@@ -14,6 +14,7 @@ from pangu.config import schema
 from pangu.config.build import build, keys_of
 from pangu.config.data import StdlibData
 from pangu.config.errors import ConfigError, shown
+from pangu.config.model import ModelConfig
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import RunConfig
 from tests.configs import composed
@@ -45,6 +46,17 @@ def test_quickstart() -> None:
     assert config.optimizer.betas == (0.9, 0.95)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.train.steps = 3  # type: ignore[misc]
+
+
+def test_run_folders_older_than_a_key_are_read() -> None:
+    """They computed what the key's default says; a key without a default has to be there."""
+    model = composed()["model"]
+    for key in ("head_dim", "qk_norm", "rope_scaling"):
+        del model[key]
+    assert build(ModelConfig, model) == build(ModelConfig, composed()["model"])
+    del model["heads"]
+    with pytest.raises(ConfigError, match=r"heads = \(missing\)"):
+        build(ModelConfig, model)
 
 
 def test_the_tag_chooses_the_class() -> None:

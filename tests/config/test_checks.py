@@ -17,6 +17,8 @@ from pangu.config.nearest import divisors_near, multiples_near
 from pangu.evaluation.tasks.catalogue import TASKS
 from tests.configs import RECIPES, composed, config
 
+SCALING = "model.rope_scaling={factor:8,low_freq_factor:1,high_freq_factor:4,original_sequence:64}"
+
 
 def problems(*overrides: str, world: int = 1) -> str:
     checked, found = find_problems(composed(*overrides))
@@ -44,6 +46,19 @@ def problems(*overrides: str, world: int = 1) -> str:
             ["model.rope_base=500"],
             "model.rope_base = 500.0: learned positions do not turn; null works, or model.positions=rope",
         ),
+        (["model.head_dim=0"], "model.head_dim = 0: must be at least 1"),
+        (["model.positions=rope", "model.head_dim=7"], "the head size model.head_dim = 7 is odd"),
+        (["model.biases=keys"], "model.biases = 'keys': must be true or false, attention or qkv"),
+        ([SCALING], "learned positions do not turn; null works, or model.positions=rope"),
+        (
+            ["model.positions=rope", SCALING, "model.rope_scaling.factor=0.5"],
+            "model.rope_scaling.factor = 0.5: must be at least 1",
+        ),
+        (
+            ["model.positions=rope", SCALING, "model.rope_scaling.high_freq_factor=1"],
+            "model.rope_scaling.high_freq_factor = 1.0: must be above model.rope_scaling.low_freq_factor = 1",
+        ),
+        (["data.packing.stop=[3,99999]"], "data.packing.stop = [3, 99999]: must be ids below model.vocab = 1024"),
         (["model.positions=alibi", "model.rope_base=500"], "model.rope_base = 500.0: alibi positions do not turn"),
         (
             ["model.relative_buckets=8"],

@@ -94,3 +94,24 @@ def test_mistakes_end_in_one_message(
 ) -> None:
     assert evaluate(folder, *words) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_texts_and_strides_without_a_perplexity(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty file, a stride that would leave tokens out; and the recipe of Hugging Face gives another figure."""
+    empty, text = tmp_path / "empty.txt", tmp_path / "corpus.txt"
+    empty.write_text("\n \n", encoding="utf-8")
+    text.write_text("def f(x):\n    return x + 1\n" * 40, encoding="utf-8")
+    words = ("--task", "perplexity", "--input")
+    assert evaluate(folder, *words, str(text), str(empty)) == 2
+    assert f"--input {empty}: holds no text, which has no perplexity" in capsys.readouterr().err
+    assert evaluate(folder, *words, str(text), "--stride", "33") == 2
+    assert "--stride 33: would leave out tokens, as the window has 32 (model.sequence)" in capsys.readouterr().err
+    found = []
+    for recipe in ("own", "huggingface"):
+        assert evaluate(folder, *words, str(text), "--recipe", recipe, "--output", f"{tmp_path}/{recipe}.json") == 0
+        found.append(results(tmp_path / f"{recipe}.json")["perplexity"]["measures"])
+    assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=0.1)
+    assert found[0]["perplexity"] != found[1]["perplexity"]
+    assert found[1].keys() == {"perplexity"}

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,15 @@ def test_with_a_cache_every_variant_computes_what_it_does_without(
 def test_a_kernel_that_wants_as_many_queries_as_keys_reads_the_prompts_only(changes: dict[str, object]) -> None:
     texts = [generate(loaded(variant(**changes), kernel), PROMPTS, Sampling(9, 0.0)) for kernel in ("flex", "sdpa")]
     assert texts[0] == texts[1]
+
+
+def test_a_text_ends_at_each_id_that_ends_one() -> None:
+    """The end of documents, and those of `data.packing.stop` beside it."""
+    (text,) = generate(loaded(eod=66), [[1, 2, 3]], Sampling(12, seed=3))
+    assert len(set(text)) > 4
+    stop = tuple(dict.fromkeys(text[3:5]))
+    (cut,) = generate(replace(loaded(eod=66), stop=stop), [[1, 2, 3]], Sampling(12, seed=3))
+    assert cut == text[: min(text.index(token) for token in stop)]
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 
 from pangu.config.data import TokenizerConfig
@@ -18,7 +19,9 @@ from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from tests.checkpoint.test_formats import HEADS, convert, weights
 from tests.end_to_end.commands import SMALL, command, pretrain
+from tests.references import foreign_checkpoints as foreign
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (this package's extra: eval)")
 tokenizers = pytest.importorskip("tokenizers")
@@ -81,8 +84,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 def test_agrees_with_the_class_for_transformers(tasks: list[dict[str, Any]], tmp_path: Path) -> None:
     """A GPT-2 with random weights, 24 tokens of window: every log-likelihood, every text, every figure."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+    HFLM = own_class()  # noqa: N806
 
     from pangu.evaluation.lm_eval import PanguLM
     from tests.models.test_gpt_against_transformers import GPT, pair
@@ -95,7 +97,53 @@ def test_agrees_with_the_class_for_transformers(tasks: list[dict[str, Any]], tmp
     loaded = LoadedModel(runner, make_schedule("gpipe", 1, 1, 1), mesh, GPT, tokenizer, 0, rows=2)
     words = transformers.AutoTokenizer.from_pretrained(str(folder))
     models = [PanguLM(loaded), HFLM(pretrained=theirs.eval(), tokenizer=words, max_length=GPT.sequence, batch_size=1)]
-    mine, other = (simple_evaluate(model, tasks=tasks, bootstrap_iters=0, log_samples=True) for model in models)
+    require_same_answers(tasks, *models)
+
+
+def test_a_run_agrees_with_its_export(tasks: list[dict[str, Any]], tmp_path: Path) -> None:
+    """PanGu-α with random weights: the run here, and what it is converted to in lm-eval's own class."""
+    HFLM = own_class()  # noqa: N806
+
+    from pangu.evaluation.lm_eval import PanguLM
+
+    vocabulary = control_vocabulary(tmp_path)
+    foreign.write_huggingface(tmp_path / "theirs", weights(torch.float32), HEADS)
+    given = f"data.tokenizer={{kind: sentencepiece, path: {vocabulary}}}"
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "run", given)
+    folder = convert("pangu", "huggingface", run, tmp_path / "export")
+    theirs = HFLM(pretrained=str(folder), trust_remote_code=True, dtype="float32", device="cpu", batch_size=1)
+    require_same_answers(tasks, PanguLM(str(run), device="cpu"), theirs)
+
+
+def own_class() -> Any:
+    """lm-eval's class for transformers, which its extra `hf` is for."""
+    return pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval[hf] is not installed").HFLM
+
+
+def control_vocabulary(folder: Path) -> Path:
+    """A SentencePiece model of letters whose <eot> is a control symbol, with the ids that PanGu-α's has."""
+    text = folder / "text.txt"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    text.write_text(" ".join(a + b for a in letters for b in letters), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "letters"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        control_symbols=["<a>", "<b>", "<sep>", "<pad>", "<mask>", "<eod>", "<eot>"],
+        minloglevel=2,
+    )
+    return folder / "letters.model"
+
+
+def require_same_answers(tasks: list[dict[str, Any]], ours: Any, theirs: Any) -> None:
+    """Every log-likelihood, every text, every figure of the four kinds of tasks."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # without the harness's own tasks, thousands of files
+    how = {"task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0, "log_samples": True}
+    mine, other = (simple_evaluate(model, tasks=tasks, **how) for model in (ours, theirs))
     compared = 0
     for task in (task["task"] for task in tasks):
         for one, two in zip(mine["samples"][task], other["samples"][task], strict=True):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.evaluation.scoring import Score, Span, score, windows
+from pangu.evaluation.scoring import Score, Span, huggingface_windows, score, windows
 from pangu.layers.masks import AttentionMask
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
@@ -84,3 +84,29 @@ def test_windows_score_every_token_but_the_first_once(length: int, window: int, 
         # sees all that is before it, or at least window - stride tokens besides the one that it follows
         assert span.start >= min(first, window - stride + 1)
         assert span.ids == tuple(range(span.ids[0], span.ids[-1] + 1))
+
+
+@pytest.mark.parametrize(("length", "stride"), [(16, 4), (30, 8), (33, 8), (33, 16), (40, 15), (5, 8)])
+def test_the_recipe_of_hugging_face(length: int, stride: int) -> None:
+    """Label by label as its documentation goes about it: labels shifted by one, those seen before left out, a mean for
+    each window, weighted by the number of new tokens less one."""
+    ids = generator("recipe", length).integers(0, 101, size=length).tolist()
+    model = random_model(Layout())
+    total, count, seen = 0.0, 0, 0
+    for begin in range(0, length, stride):
+        end = min(begin + 16, length)
+        tokens = torch.tensor([ids[begin:end]])
+        labels = tokens.clone()
+        labels[:, : -(end - seen)] = -100
+        positions = torch.arange(tokens.shape[1])[None]
+        with torch.no_grad():
+            logits = model.runner.model.logits(tokens, positions, AttentionMask(None))[:-1, 0]
+        if end - seen > 1:
+            total += float(torch.nn.functional.cross_entropy(logits, labels[0, 1:])) * (end - seen - 1)
+            count += end - seen - 1
+        seen = end
+        if end == length:
+            break
+    found = score(model, list(huggingface_windows(ids, 16, stride)))
+    assert sum(one.tokens for one in found) == count
+    assert sum(one.loss for one in found) == pytest.approx(total, rel=1e-12)

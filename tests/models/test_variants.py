@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
-from pangu.config.model import ModelConfig
+from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
@@ -31,6 +31,12 @@ VARIANTS: list[dict[str, object]] = [
     {"activation": "fast_gelu"},
     {"activation": "swiglu", "ffn": 40},
     {"biases": False},
+    {"biases": "qkv"},
+    {"biases": "attention"},
+    {"head_dim": 6},
+    {"qk_norm": True},
+    {"qk_norm": True, "norm": "rmsnorm", "positions": "rope", "kv_heads": 2, "head_dim": 6},
+    {"positions": "rope", "rope_base": 50.0, "rope_scaling": RopeScaling(4.0, 1.0, 3.0, 16)},
     {"tied_head": False},
     {"kv_heads": 2},
     {"kv_heads": 1},
@@ -74,10 +80,14 @@ class Plain:
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.w[f"{name}.weight"].T
-        return y + self.w[f"{name}.bias"] if self.c.biases else y
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         gain = self.w[f"{name}.weight"]
+        x = x.unflatten(-1, (-1, len(gain)))
+        return self.normed(x, gain, name).flatten(-2)
+
+    def normed(self, x: Tensor, gain: Tensor, name: str) -> Tensor:
         if self.c.norm == "rmsnorm":
             return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.c.norm_eps) * gain
         centred = x - x.mean(-1, keepdim=True)
@@ -86,7 +96,9 @@ class Plain:
 
     def attention(self, x: Tensor, asked: Tensor, name: str, batch: Batch) -> Tensor:
         q, k, v = (self.linear(y, f"{name}.{p}") for y, p in ((asked, "query"), (x, "key"), (x, "value")))
-        size = self.c.hidden // self.c.heads
+        size = self.c.head_dim or self.c.hidden // self.c.heads
+        if self.c.qk_norm:
+            q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
         places = torch.arange(x.shape[1])
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (self.c.window or len(places)))
@@ -123,10 +135,23 @@ class Plain:
         """Each pair (i, i + size / 2) of each head as a complex number times e^(i m θ)."""
         heads = x.unflatten(-1, (-1, 2, size // 2)).transpose(-1, -2)
         theta = [(self.c.rope_base or 10000) ** (-2 * i / size) for i in range(size // 2)]
+        if self.c.rope_scaling is not None:
+            theta = [self.slowed(frequency, self.c.rope_scaling) for frequency in theta]
         angles = (positions[..., None] * torch.tensor(theta, dtype=torch.float64))[:, :, None]
         phase = torch.polar(torch.ones_like(angles), angles)
         turned = torch.view_as_complex(heads.contiguous()) * phase
         return torch.view_as_real(turned).transpose(-1, -2).flatten(2)
+
+    def slowed(self, frequency: float, scaling: RopeScaling) -> float:
+        """In wavelengths, as Llama 3.1's released code says it."""
+        length = 2 * math.pi / frequency
+        if length > scaling.original_sequence / scaling.low_freq_factor:
+            return frequency / scaling.factor
+        if length < scaling.original_sequence / scaling.high_freq_factor:
+            return frequency
+        smooth = scaling.original_sequence / length - scaling.low_freq_factor
+        smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+        return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
         up = self.linear(x, f"{name}.up")
@@ -240,11 +265,12 @@ FIELDS: dict[str, list[object]] = {
 
 
 def test_number_of_parameters_of_every_combination() -> None:
-    for values in itertools.product(*FIELDS.values()):
-        config = variant(**dict(zip(FIELDS, values, strict=True)))
+    combinations = [dict(zip(FIELDS, values, strict=True)) for values in itertools.product(*FIELDS.values())]
+    for changes in [*combinations, *VARIANTS, *({**one, "kind": "gpt"} for one in VARIANTS)]:
+        config = variant(**changes)
         model, table = build_model(config)
         count = sum(parameter.numel() for parameter in model.parameters())
-        assert count == table.numel == num_parameters(config), values
+        assert count == table.numel == num_parameters(config), changes
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])

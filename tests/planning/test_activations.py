@@ -134,6 +134,8 @@ def test_under_tensor_parallelism(pool: Pool, sequence: str) -> None:
         "model.positions=rope batch.micro_size=1",
         "model.positions=rope model.kv_heads=2 data.packing.eod=3 data.packing.reset_mask=true",
         "model.kv_heads=2 data.packing.eod=3 data.packing.reset_mask=true",
+        "model.qk_norm=true model.head_dim=6",
+        "model.qk_norm=true model.norm=rmsnorm model.positions=rope model.kv_heads=2",
     ],
 )
 def test_every_variant(pool: Pool, variant: str, kernel: str) -> None:

@@ -141,6 +141,19 @@ def test_the_relative_bias_is_cut_by_heads() -> None:
     assert part.messages == ()
 
 
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
+def test_norms_of_heads_are_whole_and_their_gradients_are_not(norm: str) -> None:
+    """Each rank norms its own heads of all tokens, with sequence parallelism or without."""
+    chosen = config("+config=pangu_13b", "model.qk_norm=true", f"model.norm={norm.lower()}")
+    for sequence in (False, True):
+        part = parts_of(chosen, Layout(tensor=8, sequence=sequence))["layers.0-38"]
+        found = [weight for weight in part.weights if "query_norm" in weight.name or "key_norm" in weight.name]
+        assert len(found) == (2 if norm == "RMSNorm" else 4)
+        for weight in found:
+            assert (weight.shape, weight.cut, weight.partial) == ((128,), "whole", True)
+            assert weight.operator.startswith(f"{norm} ((dp,mp,1),(1,)")
+
+
 def test_messages_of_a_layer_in_bytes(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
     """Shoeybi et al. 2019 and Korthikanti et al. 2022; the recipe recomputes every layer."""
     block = plain["layers.0-38"].messages

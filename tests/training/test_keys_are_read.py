@@ -99,7 +99,8 @@ def all_fields() -> set[str]:
 def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "corpus", 600) as writer:
         writer.add(list(range(10, 500)))
-    rope = ("model.positions=rope", "model.rope_base=500")
+    scaling = "model.rope_scaling={factor:2,low_freq_factor:1,high_freq_factor:4,original_sequence:8}"
+    rope = ("model.positions=rope", "model.rope_base=500", scaling)
     relative = ("model.positions=relative", "model.relative_buckets=8", "model.relative_distance=20", "model.window=7")
     (tmp_path / "lambada").mkdir()
     (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "one two three"}\n', encoding="utf-8")

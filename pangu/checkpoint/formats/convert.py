@@ -53,6 +53,10 @@ _SHAPING = (
     "biases",
     "tied_head",
     "positions",
+    "head_dim",
+    "qk_norm",
+    "rope_scaling",
+    "window",
 )
 """Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, what is given
 wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
@@ -73,6 +77,8 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     model = replace(given, **told)
     if model.kv_heads == model.heads:
         model = replace(model, kv_heads=None)
+    if model.head_dim is not None and model.head_dim * model.heads == model.hidden:
+        model = replace(model, head_dim=None)
     # the same defaults on both sides
     files = replace(model, **known)
     problems = [
@@ -92,13 +98,15 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
     """Ids of the files' tokenizer where they tell them, otherwise the given ones; none beyond the vocabulary."""
     packing = replace(given, **known)
     eod, pad = (None if token is None or token >= vocab else token for token in (packing.eod, packing.pad))
+    stop = tuple(token for token in packing.stop if token < vocab)
     resets = {} if eod is not None else {"reset_mask": False, "reset_positions": False}
-    return replace(packing, eod=eod, pad=pad, **resets)
+    return replace(packing, eod=eod, pad=pad, stop=stop, **resets)
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:
     """Keys of a model with the defaults of its null values filled in."""
-    return {**vars(model), "ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads}
+    head_dim = model.head_dim or (model.heads and model.hidden // model.heads)
+    return {**vars(model), "ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
 
 
 def convert(

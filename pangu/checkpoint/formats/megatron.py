@@ -92,7 +92,11 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     if model.kind == "pangu":
         require_expressible(model, "Megatron's PanGu-α port", PANGU, activation=["gelu_tanh", "gelu"])
     else:
-        choices = {"positions": ["learned", "rope"], "activation": ["gelu_tanh", "gelu", "swiglu"]}
+        choices: dict[str, list[Any]] = {
+            "positions": ["learned", "rope"],
+            "activation": ["gelu_tanh", "gelu", "swiglu"],
+        }
+        choices["biases"] = [True, False]
         require_expressible(model, "Megatron-Core", PLAIN, **choices)
     if (model.kv_heads or model.heads) % tensor or model.ffn_size % tensor:
         raise UserError(

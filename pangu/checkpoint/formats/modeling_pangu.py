@@ -6,6 +6,7 @@ This file goes with exported weights and needs torch and transformers only; load
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class PanguConfig(PretrainedConfig):
         layer_norm_epsilon: float = 1e-5,
         initializer_range: float = 0.02,
         use_cache: bool = True,
+        tie_word_embeddings: bool = True,
         **others: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -54,7 +56,7 @@ class PanguConfig(PretrainedConfig):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(**others)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
 
 class PanguAttention(nn.Module):
@@ -123,15 +125,23 @@ class PanguTrunk(nn.Module):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(PanguBlock(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
         """Tokens and positions [batch, new] -> [batch, new, hidden], for the head as it is."""
         x = self.drop(self.wte(tokens) + self.wpe(positions))
         *blocks, query_layer = self.h
         for block in blocks:
-            x = block(x, None, mask, cache)
+            x = self._layer(block, x, None, mask, cache)
         # the final norm stands before the query layer, and nothing is normed after it
-        return query_layer(self.ln_f(x), self.wqe(positions), mask, cache)
+        return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache)
+
+    def _layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
+        """A layer, computed again in backward if gradient checkpointing is on; transformers sets it."""
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+            return self._gradient_checkpointing_func(layer.__call__, *arguments)
+        return layer(*arguments)
 
 
 class PanguForCausalLM(PreTrainedModel, GenerationMixin):
@@ -140,10 +150,13 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = PanguConfig
     base_model_prefix = "transformer"
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: PanguConfig) -> None:
         super().__init__(config)
         self.transformer = PanguTrunk(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -151,8 +164,16 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         return self.transformer.wte
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the word embedding, and with it the head."""
+        """Replace the word embedding; `tie_weights` gives it to the head."""
         self.transformer.wte = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        """Replace the head."""
+        self.lm_head = value
 
     def forward(
         self,
@@ -173,8 +194,14 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: the cache; it is extended.
             labels: [batch, new], the input itself; -100 does not count.
             use_cache: make a cache if there is none.
+
+        Raises:
+            ValueError: where a text is longer than the model's window.
         """
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+        checkpoints = self.training and self.transformer.gradient_checkpointing
+        if checkpoints:
+            past_key_values = None  # a layer that is computed again would extend it twice
+        elif past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         batch, new = input_ids.shape
@@ -182,11 +209,18 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = torch.ones(batch, past + new, dtype=torch.long, device=input_ids.device)
         if position_ids is None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        window = self.config.max_position_embeddings
+        # with that many tokens only, as the comparison waits for the device
+        if past + new > window and int(position_ids.max()) >= window:
+            raise ValueError(
+                f"a text of {int(position_ids.max()) + 1} tokens: the model has positions for {window} "
+                "(max_position_embeddings); shorten the input or max_new_tokens"
+            )
         places = torch.arange(past + new, device=input_ids.device)
         itself = places == places[past:, None]
         mask = (places <= places[past:, None]) & attention_mask[:, None, None, :].bool() | itself
         hidden = self.transformer(input_ids, position_ids, mask, past_key_values)
-        logits = F.linear(hidden, self.transformer.wte.weight)
+        logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
-from pangu.config.data import IndexedData, StdlibData, TokenizerConfig
+from pangu.checkpoint.run_tokenizer import keep_tokenizer, kept_tokenizer
+from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.data.sources import stdlib_tokenizer
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 
@@ -39,12 +38,9 @@ class PanguSource(Source):
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
         config = trained_model(self._path, self._index)
-        self.known = asdict(config.model)
-        self.packing = asdict(config.data.packing)
-        if isinstance(config.data, StdlibData):
-            self.tokenizer = stdlib_tokenizer(config.data)
-        elif isinstance(config.data, IndexedData):
-            self.tokenizer = config.data.tokenizer
+        self.known = dict(vars(config.model))
+        self.packing = dict(vars(config.data.packing))
+        self.tokenizer = kept_tokenizer(self._path.resolve().parent.parent, config.data)
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, 1)
@@ -72,7 +68,11 @@ def write(path: Path, job: Job) -> None:
     path.mkdir(parents=True)
     data = job.config.data
     assert isinstance(data, IndexedData)
-    config = replace(job.config, data=replace(data, tokenizer=_copy_tokenizer(job, path)))
+    tokenizer = job.tokenizer
+    if tokenizer is not None:
+        # under the name that the folder will have in the end
+        tokenizer = replace(tokenizer, path=str(job.output.resolve() / keep_tokenizer(path, tokenizer)))
+    config = replace(job.config, data=replace(data, tokenizer=tokenizer))
     checkpoint = checkpoint_path(path / "checkpoints", 0)
     start(checkpoint)
     described = [
@@ -90,24 +90,3 @@ def write(path: Path, job: Job) -> None:
     }
     commit(checkpoint, [written], facts)
     save_config(path, config)
-
-
-def _copy_tokenizer(job: Job, path: Path) -> TokenizerConfig | None:
-    """A copy of the tokenizer in the run folder `path`, under the name that it will have in the end."""
-    if job.tokenizer is None:
-        return None
-    source = Path(job.tokenizer.path)
-    name = "tokenizer" if source.is_dir() else "tokenizer.model"
-    if source.is_dir():
-        (path / name).mkdir()
-        for file in tokenizer_files(source):
-            shutil.copy(file, path / name)
-    else:
-        shutil.copy(source, path / name)
-    return replace(job.tokenizer, path=str(job.output.resolve() / name))
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """What of a Hugging Face folder belongs to its tokenizer."""
-    beginnings = ("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece")
-    return sorted(file for file in folder.iterdir() if file.name.startswith(beginnings) and file.is_file())

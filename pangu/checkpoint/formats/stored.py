@@ -22,8 +22,16 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.language_model import build_model
 
-PLAIN = {"norm_placement": "pre", "window": None, "residual_scores": False, "final_norm": "before_query"}
-"""Keys of `ModelConfig` that no other program has, and the values that they all mean."""
+PLAIN = {
+    "norm_placement": "pre",
+    "window": None,
+    "residual_scores": False,
+    "final_norm": "before_query",
+    "head_dim": None,
+    "qk_norm": False,
+    "rope_scaling": None,
+}
+"""Keys of `ModelConfig` that a format without names for them means by itself."""
 GPT2 = {**PLAIN, "norm": "layernorm", "positions": "learned", "biases": True, "kv_heads": None}
 """What GPT-2 and PanGu-α have in common."""
 PANGU = {**GPT2, "kind": "pangu", "tied_head": True}

@@ -29,6 +29,7 @@ class PanguTokenizer(PreTrainedTokenizer):
         self.processor = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
         names = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eot>"}
         known = {key: piece for key, piece in names.items() if self.processor.piece_to_id(piece) or key == "unk_token"}
+        self._shown = {piece for piece in known.values() if self.processor.is_control(self._convert_token_to_id(piece))}
         super().__init__(jieba=jieba, **{"clean_up_tokenization_spaces": False, **known, **others})
 
     @property
@@ -64,8 +65,19 @@ class PanguTokenizer(PreTrainedTokenizer):
         return self.processor.id_to_piece(index)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of some pieces."""
-        text = self.processor.decode_pieces(tokens)
+        """The text of some pieces. SentencePiece decodes <eot> to nothing where it is a control symbol; here it stands
+        as it is, as programs that stop at the end of a document look for its text."""
+        text = ""
+        run: list[str] = []
+        for token in tokens:
+            if token in self._shown:
+                text, run = text + self._text(run) + token, []
+            else:
+                run.append(token)
+        return text + self._text(run)
+
+    def _text(self, pieces: list[str]) -> str:
+        text = self.processor.decode_pieces(pieces)
         return text.replace(" ", "").replace(SPACE, " ").replace(NEWLINE, "\n") if self.jieba else text
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:

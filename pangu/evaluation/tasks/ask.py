@@ -111,7 +111,11 @@ def _scored(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list
     found = [(item, [next(scores) for _ in some]) for item, some in zip(items, spans, strict=True)]
     if prompts.task.method == "rank":
         return [_ranked(item, its) for item, its in found]
-    return [_likely(item, its, word=prompts.task.method == "word") for item, its in found]
+    answers = [_likely(item, its, word=prompts.task.method == "word") for item, its in found]
+    if prompts.setup.recipe == "huggingface":
+        for answer in answers:
+            del answer.figures["bytes"]  # its loss is not that of all bytes
+    return answers
 
 
 def _ranked(item: Item, scores: Sequence[Score]) -> Answer:

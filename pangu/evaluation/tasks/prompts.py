@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.scoring import Span, windows
+from pangu.evaluation.scoring import Span, huggingface_windows, windows
 from pangu.evaluation.tasks.task import SLOT, Item, Task
 from pangu.topology.random import generator
 
@@ -29,6 +29,9 @@ class Setup:
     """Questions at most, taken at random; None: all."""
     stride: int | None = None
     """Tokens by which the window moves on over a long text; None: half of it."""
+    recipe: Literal["own", "huggingface"] = "own"
+    """Of the perplexity of texts. `own`: each token counts once, behind the end of another document; `huggingface`: as
+    transformers' documentation computes it (see `huggingface_windows`), of the text's own ids."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Prompts:
         """One for each answer; for a text, those that its windows score."""
         if self.task.method == "text":
             stride = self.setup.stride or max(1, self.window // 2)
+            if self.setup.recipe == "huggingface":
+                return list(huggingface_windows(self.tokenizer.encode(item.answers[0]), self.window, stride))
             return list(windows(self._encode(item.answers[0]), self.window, stride))
         head, tail = (_filled(part, item.fields) for part in self.task.template.split(SLOT))
         longest = max(len(self._encode(head + answer + tail)) for answer in item.answers)

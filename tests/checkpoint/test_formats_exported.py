@@ -1,0 +1,83 @@
+"""The code that goes with exported PanGu-α weights: what training and measuring them with other programs needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+
+pytest.importorskip("transformers")
+
+from pangu.checkpoint.formats.modeling_pangu import PanguConfig, PanguForCausalLM
+from pangu.checkpoint.formats.tokenization_pangu import PanguTokenizer
+
+
+def small_model() -> PanguForCausalLM:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    return PanguForCausalLM(
+        PanguConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2)
+    )
+
+
+IDS = torch.arange(24).view(2, 12)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    """Bit for bit, and forward keeps less: each layer is computed twice."""
+    gradients = []
+    for on in (False, True):
+        model = small_model().train()
+        calls = []
+        model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        if on:
+            model.gradient_checkpointing_enable()
+        model(IDS, labels=IDS).loss.backward()
+        assert len(calls) == 1 + on
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+def test_the_head_is_the_word_embedding() -> None:
+    model = small_model()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.resize_token_embeddings(70)
+    assert model(IDS).logits.shape == (2, 12, 70)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_positions_past_the_window_are_refused_in_words() -> None:
+    """Padding takes none."""
+    model = small_model().eval()
+    long = torch.zeros(1, 18, dtype=torch.long)
+    with pytest.raises(ValueError, match="a text of 18 tokens: the model has positions for 16"):
+        model(long)
+    with pytest.raises(ValueError, match="a text of 17 tokens"):
+        model.generate(IDS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    mask = torch.ones_like(long)
+    mask[:, :4] = 0
+    assert model(long, attention_mask=mask).logits.shape == (1, 18, 67)
+
+
+@pytest.mark.parametrize("jieba", [True, False])
+def test_the_end_of_a_document_has_a_text(jieba: bool, tmp_path: Path) -> None:
+    """Programs that stop at the decoded end of a document would stop at once at an empty text."""
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x): return x\n今天 是 一个 好 天气\n" * 20, encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(tmp_path / "small"),
+        vocab_size=67,
+        hard_vocab_limit=False,
+        control_symbols=["<eot>", "<pad>", "<mask>"],
+        user_defined_symbols=["▂", "▃"],
+        minloglevel=2,
+    )
+    tokenizer = PanguTokenizer(str(tmp_path / "small.model"), jieba=jieba)
+    end = tokenizer.eos_token_id
+    words = tokenizer("今天 是")["input_ids"]
+    assert tokenizer.decode([end]) == tokenizer.decode(end) == "<eot>"
+    assert tokenizer.decode([*words, end, *words]) == "今天 是<eot>今天 是"
+    assert tokenizer.decode([*words, end], skip_special_tokens=True) == "今天 是"

@@ -1,0 +1,268 @@
+"""config.json and the other files of a folder of transformers: each field is used, harmless, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pangu.checkpoint.formats.huggingface import HuggingFaceSource
+from pangu.checkpoint.formats.huggingface_config import read_model
+from pangu.config.architecture import find_problems
+from pangu.config.errors import UserError
+from pangu.config.model import ModelConfig, RopeScaling
+from pangu.evaluation.loading import load_model
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from tests.checkpoint.test_formats import HEADS, convert, weights
+from tests.references import foreign_checkpoints as foreign
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 16}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+UNTOLD = {
+    **dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance")),
+    "attention": "auto",
+}
+SLIDES, SEES_ALL = "sliding_attention", "full_attention"
+
+
+def fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """What transformers writes into config.json for a small model, with some fields changed."""
+    return {**getattr(transformers, f"{kind}Config")(**SIZES).to_dict(), **changes}
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_whatever_transformers_writes_is_known(kind: str) -> None:
+    assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
+
+
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        '{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02,'
+        '"intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",'
+        '"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,'
+        '"rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,'
+        '"original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "use_cache": true,'
+        '"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",'
+        '"vocab_size": 128256}',
+        {"rope_base": 5e5, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192), "kv_heads": 8, "biases": False},
+    ),
+    "Mistral 7B 0.1": (
+        '{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",'
+        '"hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,'
+        '"model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,'
+        '"rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,'
+        '"torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}',
+        {"window": 4096, "biases": False, "qk_norm": False},
+    ),
+    "Qwen3 0.6B": (
+        '{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,'
+        '"bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1024, "use_cache": true,'
+        '"initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "vocab_size": 151936,'
+        '"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,'
+        '"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,'
+        '"sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,'
+        '"transformers_version": "4.51.0"}',
+        {"head_dim": 128, "qk_norm": True, "window": None, "tied_head": True, "rope_base": 1e6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    text, expected = PUBLISHED[name]
+    told = read_model(json.loads(text), Path("config.json"))
+    assert {key: told[key] for key in expected} == expected
+    assert not list(find_problems(ModelConfig(**{**UNTOLD, **told})))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("GPT2", {"my_option": 3}, "my_option = 3: is not known here"),
+    ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True: is not computed here; False is"),
+    ("GPT2", {"embd_pdrop": 0.5}, "embd_pdrop = 0.5: must be resid_pdrop = 0.1"),
+    ("GPT2", {"n_ctx": 8}, "n_ctx = 8: must be n_positions = 16"),
+    ("GPT2", {"n_head": "4"}, "n_head = 4: must be an integer from 1 to"),
+    ("GPT2", {"n_head": 0, "n_layer": True}, "n_head = 0: must be an integer from 1 to"),
+    ("GPT2", {"vocab_size": None}, "vocab_size = None: must be an integer from 1 to"),
+    ("GPT2", {"n_embd": 10**30}, "n_embd = 1000000000000000000000000000000: must be an integer"),
+    ("GPT2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan: must be a number of at least 0"),
+    ("GPT2", {"activation_function": ["gelu"]}, "activation_function = ['gelu']: is none of gelu_new"),
+    ("GPT2", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
+    ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: is not computed here"),
+    ("GPT2", {"model_type": ["gpt2"]}, "model_type = ['gpt2']: cannot be converted"),
+    ("Llama", {"mlp_bias": True}, "mlp_bias = True: is not computed here without attention_bias"),
+    ("Llama", {"attention_bias": "yes"}, "attention_bias = yes: must be true or false"),
+    ("Llama", {"rope_parameters": []}, "rope_parameters = []: must be a JSON object or null"),
+    ("Llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_parameters.rope_theta = 1000"),
+    ("Llama", {"rope_scaling": "llama3"}, "rope_scaling = llama3: must be a JSON object or null"),
+    ("GPT2", {"initializer_range": 10**400}, "initializer_range = 1000"),
+    ("Llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters.rope_type = ['default']"),
+    ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn: is not computed here"),
+    ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is not known here"),
+    ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = 1e4: must be a number"),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = None"),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
+    ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
+    ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not computed here; None is"),
+    ("Qwen2", {"layer_types": [SEES_ALL, SLIDES]}, "layer_types = ['full_attention', 'sliding_attention']"),
+    ("Qwen2", {"layer_types": 7}, "layer_types = 7: is not computed here"),
+    (
+        "Qwen2",
+        {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "max_window_layers = 1: is not computed here; 0 is, or at least 2",
+    ),
+    ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
+    ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be an integer from 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_is_not_computed_is_refused_by_name(kind: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_model(fields(kind, **changes), Path("config.json"))
+    assert str(error.value).startswith("config.json")
+    assert words in str(error.value)
+
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_ROPE = st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta", *LLAMA3]), _ANY | st.just("llama3"))
+
+
+def read_anything(kind: str, data: st.DataObject) -> None:
+    """Any value in the place of any field is read or refused; nothing else is raised."""
+    config = fields(kind)
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(_ROPE if key == "rope_parameters" else _ANY)
+    said = ""
+    try:
+        model = ModelConfig(**{**UNTOLD, **read_model(config, Path("config.json"))})
+        said = "\n".join(map(str, find_problems(model)))
+    except UserError as error:
+        said = str(error)
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:
+    read_anything(kind, data)
+
+
+def set_field(name: str, key: str, value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**values, key: value}))
+
+    return change
+
+
+def index(value: object) -> Callable[[Path], None]:
+    """In place of the weights, an index with this map."""
+
+    def change(folder: Path) -> None:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": value}))
+
+    return change
+
+
+DAMAGES = [
+    (lambda folder: (folder / "config.json").write_bytes(b"[" * 10**5), "config.json: cannot be read"),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: cannot be read"),
+    (set_field("config.json", "num_layers", 10**6), "tensors for 1000000 layers"),
+    (set_field("config.json", "num_heads", 5), "model.heads = 5: must divide model.hidden = 32"),
+    (set_field("config.json", "eos_token_id", "9"), "config.json: eos_token_id = 9: must be an id"),
+    (
+        set_field("generation_config.json", "eos_token_id", [1, None]),
+        "generation_config.json: eos_token_id = [1, None]",
+    ),
+    (index([1]), "weight_map must be a JSON object of tensors and their files"),
+    (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
+    (index({"a": "gone.bin"}), "weight_map names gone.bin, which is no file of the folder"),
+    (index({"a": "\x00\x1b[2J"}), "weight_map names '\\x00\\x1b[2J', which is no file of the folder"),
+]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs") / "theirs"
+    foreign.write_huggingface(folder, weights(), HEADS)
+    return folder
+
+
+def copy_of(exported: Path, tmp_path: Path) -> Path:
+    """The small files anew, the weights as a link."""
+    (tmp_path / "config.json").write_bytes((exported / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").symlink_to(exported / "pytorch_model.bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: str(value)[:40])
+def test_damaged_folders_are_refused_in_words(
+    damage: Callable[[Path], None], words: str, exported: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(exported, tmp_path)
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
+    assert words in str(error.value)
+
+
+def test_every_end_of_a_text_is_kept(exported: Path, tmp_path: Path) -> None:
+    """The first separates documents, generation stops at each, and the way back writes all of them."""
+    (tmp_path / "in").mkdir()
+    folder = copy_of(exported, tmp_path / "in")
+    set_field("config.json", "eos_token_id", [9, 5])(folder)
+    set_field("generation_config.json", "eos_token_id", [5, 9, 11, 10**6])(folder)
+    run = convert("huggingface", "pangu", folder, tmp_path / "run")
+    packing = yaml.safe_load((run / "config.yaml").read_text())["data"]["packing"]
+    assert (packing["eod"], packing["stop"], packing["pad"]) == (9, [5, 11], 6)
+    out = convert("pangu", "huggingface", run, tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["eos_token_id"] == [9, 5, 11]
+
+
+def test_links_that_lead_out_of_a_folder_are_not_copied(exported: Path, tmp_path: Path) -> None:
+    """A foreign folder could name any file of this machine; the links of Hugging Face's cache are followed."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"key")
+    folder = tmp_path / "models--x" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    copy_of(exported, folder)
+    for name in ("vocab.model", "tokenizer.json"):
+        link = folder / name
+        link.symlink_to(secret)
+        with pytest.raises(UserError, match=rf"{name}: is a link to .*secret, out of the folder, and is not copied"):
+            HuggingFaceSource(folder)
+        link.unlink()
+    blobs = tmp_path / "models--x" / "blobs"
+    blobs.mkdir()
+    (blobs / "abc").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(Path("../../blobs/abc"))
+    run = convert("huggingface", "pangu", folder, tmp_path / "run")
+    assert (run / "tokenizer" / "tokenizer.json").read_text() == "{}"
