@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats import huggingface, megatron, mindspore, native
+from pangu.checkpoint.formats import huggingface, megatron, megatron_dist, megatron_names, mindspore, native
 from pangu.checkpoint.formats.stored import Job, Source, Stored, join, logical_shapes, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
@@ -38,9 +38,11 @@ class Format:
 FORMATS = {
     "pangu": Format(native.PanguSource, native.table, native.write),
     "huggingface": Format(huggingface.HuggingFaceSource, huggingface.table, huggingface.write),
-    "megatron": Format(megatron.MegatronSource, megatron.table, megatron.write, ranks=True),
+    "megatron": Format(megatron.open_folder, megatron_names.table, megatron.write_ranks, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
+TORCH_DIST = Format(megatron.open_folder, megatron_dist.dist_table, megatron.write_dist)
+"""Megatron's other format, which is read like the first."""
 _SHAPING = (
     "kind",
     "layers",

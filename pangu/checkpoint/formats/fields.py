@@ -50,6 +50,15 @@ def check_fields(
     refuse(where, problems)
 
 
+def disagreements(config: Mapping[str, Any], tensors: Mapping[str, Sequence[Any]]) -> list[Problem]:
+    """Fields that contradict the tensors; `tensors` has the values that those allow."""
+    return [
+        Problem(key, shown(config[key]), f"does not agree with the tensors; {shown(values[0])} does")
+        for key, values in tensors.items()
+        if key in config and not any(_same(config[key], value) for value in values)
+    ]
+
+
 def refuse(where: object, problems: Sequence[Problem]) -> None:
     """Raise a UserError that names all problems of a file, if there are any."""
     if problems:
