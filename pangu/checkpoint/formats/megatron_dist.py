@@ -38,6 +38,11 @@ _FACTS = {
     "common_backend_version": 1,
 }
 """metadata.json."""
+_EXTRA = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
+"""Modules of which Megatron insists on reading Transformer Engine's state, which may be empty."""
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 
 
@@ -128,7 +133,10 @@ def write(path: Path, job: Job) -> None:
         else:
             whole = shape
         parts.append(Part(name, whole, offsets, shape, tensor.dtype))
-    write_folder(path, parts, job.contents)
+    layers = job.config.model.layers
+    objects = [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for i in range(layers) for name in _EXTRA]
+    objects += [f"{name}._extra_state/shard_0_1" for name in ("decoder.final_layernorm", "output_layer")]
+    write_folder(path, parts, job.contents, objects)
     facts: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0}
     torch.save({"args": write_options(job.config.model, job.table[0].shape[0], 1), **facts}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(_FACTS), encoding="utf-8")

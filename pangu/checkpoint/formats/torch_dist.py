@@ -222,13 +222,14 @@ class Part:
     dtype: torch.dtype
 
 
-def write_folder(path: Path, parts: Sequence[Part], contents: Iterator[Tensor]) -> None:
+def write_folder(path: Path, parts: Sequence[Part], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
     """Write a folder by torch.distributed.checkpoint, block by block.
 
     Args:
         path: the folder, which is made.
         parts: all blocks of all tensors.
         contents: the blocks, one at a time, in the same order.
+        objects: names of objects without tensors; each is written as `[None]`.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -238,24 +239,27 @@ def write_folder(path: Path, parts: Sequence[Part], contents: Iterator[Tensor]) 
         """Plans the blocks and makes each when it is written."""
 
         def create_local_plan(self) -> SavePlan:
-            self.plan = SavePlan(
-                [
-                    WriteItem(
-                        MetadataIndex(part.name, part.offsets),
-                        WriteItemType.SHARD,
-                        tensor_data=TensorWriteData(
-                            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
-                            TensorProperties(dtype=part.dtype),
-                            torch.Size(part.shape),
-                        ),
-                    )
-                    for part in parts
-                ]
-            )
-            self.order = iter(self.plan.items)
+            tensors = [
+                WriteItem(
+                    MetadataIndex(part.name, part.offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
+                        TensorProperties(dtype=part.dtype),
+                        torch.Size(part.shape),
+                    ),
+                )
+                for part in parts
+            ]
+            others = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+            self.order = iter(tensors)
+            self.plan = SavePlan([*tensors, *others])
             return self.plan
 
-        def resolve_data(self, write_item: WriteItem) -> Tensor:
+        def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+            if write_item.type is WriteItemType.BYTE_IO:
+                torch.save([None], nothing := io.BytesIO())
+                return nothing
             assert write_item.index == next(self.order).index, "torch writes the items in another order"
             assert write_item.tensor_data is not None
             return next(contents).reshape(write_item.tensor_data.chunk.sizes)
