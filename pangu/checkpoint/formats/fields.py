@@ -14,7 +14,8 @@ from typing import Any
 from pangu.config.errors import Problem, UserError
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
+_SHORT.maxlong = _SHORT.maxother = 60
+_SHORT.maxstring = 120
 
 
 def check_fields(
@@ -66,7 +67,7 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
 
 
 def shown(value: object) -> str:
-    """A foreign value in a message: one short line, control characters escaped."""
+    """A foreign name or value in a message: one short line, control characters escaped."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring:
         return value
     return _SHORT.repr(value)

@@ -283,6 +283,8 @@ def _core_agrees(options: _Options, told: Mapping[str, Any]) -> dict[str, Sequen
         "position_embedding_type": ["learned_absolute" if told["positions"] == "learned" else "rope"],
         "untie_embeddings_and_output_weights": [not told["tied_head"]],
     }
+    if told["positions"] == "learned":
+        agree["max_position_embeddings"] = [told["sequence"]]
     if "kv_heads" in told:
         grouped = told["kv_heads"] != told["heads"]
         agree["group_query_attention"] = [grouped, True]

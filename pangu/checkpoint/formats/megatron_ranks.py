@@ -59,9 +59,11 @@ class RankSource(Source):
         cuts = {stored.name: stored.cut for stored in table}
         first = self._ranks[0]
         for file, rank in zip(self._paths[1:], self._ranks[1:], strict=True):
-            problems += [f"{name}: only in one of {self._paths[0]} and {file}" for name in first.keys() ^ rank.keys()]
             problems += [
-                f"{name}: {list(rank[name].shape)} in {file}, {list(first[name].shape)} in {self._paths[0]}"
+                f"{shown(name)}: only in one of {self._paths[0]} and {file}" for name in first.keys() ^ rank.keys()
+            ]
+            problems += [
+                f"{shown(name)}: {list(rank[name].shape)} in {file}, {list(first[name].shape)} in {self._paths[0]}"
                 for name in first.keys() & rank.keys()
                 if rank[name].shape != first[name].shape
             ]

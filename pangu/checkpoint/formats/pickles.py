@@ -143,8 +143,8 @@ def require_plain_archive(file: IO[bytes], where: object) -> None:
 
 def require_plain_tensor(tensor: Tensor, where: str) -> None:
     """Raise UserError unless every element of a tensor has bytes of its own in the file."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)[6:]
         raise UserError(f"{where} is {kind}, and only dense tensors are converted")
     if tensor.device.type != "cpu":
         raise UserError(f"{where} is on the device {tensor.device}, so that the file has no values of it")
