@@ -285,7 +285,7 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
         assert str(metadata) in refusal(tmp_path, given)
     metadata.write_bytes(kept)
     data.write_bytes(b"\0" * len(bytes_))
-    assert "is not a file of torch.save" in refusal(tmp_path, given)
+    assert "is not a tensor of torch.save" in refusal(tmp_path, given)
     data.write_bytes(bytes_)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert "sharded_backend = zarr: is not read here; torch_dist is" in refusal(tmp_path, given)

@@ -11,7 +11,7 @@ import argparse
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ class Record:
     name = ""
     state: Any = None
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __setstate__(self, state: object) -> None:
@@ -63,8 +63,8 @@ def load_pickle(path: Path) -> dict[str, Any]:
     """
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
-            require_plain_archive(file, path)
-    found = load_restricted(path, path, mmap=zipped)
+            plain_entries(file, path)
+    found = _load(path, mmap=zipped)
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds a {type(found).__name__}, and a dictionary of tensors is expected")
     for name, tensor in tensors_of(found):
@@ -86,23 +86,21 @@ def tensors_of(found: Any) -> Iterator[tuple[str, Tensor]]:
             rest += [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in items]
 
 
-def load_restricted(file: Path | IO[bytes], where: object, mmap: bool = False) -> Any:
-    """What torch.load finds. Raises UserError, which names `where`, for anything but tensors and plain values."""
+def _load(path: Path, mmap: bool) -> Any:
+    """What torch.load finds. Raises UserError for anything but tensors and plain values."""
     inert: dict[str, type[Record]] = {}
     while True:
         try:
             with _only([argparse.Namespace, *((kind, name) for name, kind in inert.items())]):
-                return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+                return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
         except pickle.UnpicklingError as error:
             said = str(error)
             name = said.partition("GLOBAL ")[2].split(" ")[0]
             if not name.startswith(_INERT) or name in inert or len(inert) >= MOST_KINDS:
-                raise _no_tensor(where, name or said.split("\n")[-1]) from error
+                raise _no_tensor(path, name or said.split("\n")[-1]) from error
             inert[name] = _record(name)
-            if not isinstance(file, Path):
-                file.seek(0)
         except Exception as error:  # whatever damaged bytes bring about
-            raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
+            raise UserError(f"{path}: is not a file of torch.save ({type(error).__name__})") from error
 
 
 def _no_tensor(where: object, name: str) -> UserError:
@@ -125,9 +123,13 @@ def _only(allowed: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(others)
 
 
-def require_plain_archive(file: IO[bytes], where: object) -> None:
-    """Raise UserError unless the entries of a zip lie in it as they are, which is how torch writes them: the bytes of a
-    compressed entry would be taken for a tensor's, and a small file could unpack to any size."""
+def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
+    """The entries of a zip by the ends of their names, which are the same whatever the file was called.
+
+    Raises:
+        UserError: unless they lie in it as they are, which is how torch writes them: the bytes of a compressed entry
+            would be taken for a tensor's, and a small file could unpack to any size.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -139,6 +141,7 @@ def require_plain_archive(file: IO[bytes], where: object) -> None:
                 f"{where}: the entry {shown(entry.filename)} is compressed, and torch.save compresses nothing; zip the "
                 "files again without compression (zip -0)"
             )
+    return {entry.filename.partition("/")[2]: entry for entry in entries}
 
 
 def require_plain_tensor(tensor: Tensor, where: str) -> None:
@@ -158,9 +161,9 @@ class _Reader(pickle._Unpickler):
     """Makes records and plain values only. It is Python's own, as the one in C takes memory for whatever number a
     damaged file gives."""
 
-    def __init__(self, file: IO[bytes], where: object) -> None:
+    def __init__(self, file: IO[bytes], where: object, more: Collection[str]) -> None:
         super().__init__(file)
-        self._where = where
+        self._where, self._more = where, more
         self._kinds: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -169,20 +172,28 @@ class _Reader(pickle._Unpickler):
             return tuple if name == "Size" else dict
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if full.startswith(_INERT):
+        if full in self._more or full.startswith(_INERT):
             return self._kinds.setdefault(full, _record(full))
         raise _no_tensor(self._where, full)
 
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
 
-def read_records(path: Path) -> Any:
+
+def read_records(content: bytes, where: object, more: Collection[str] = ()) -> Any:
     """What a plain pickle holds: plain values, and a `Record` in place of every other object.
 
+    Args:
+        content: the pickle.
+        where: stands at the head of messages.
+        more: names of objects that are expected besides those that training keeps.
+
     Raises:
-        UserError: if it names anything that no checkpoint keeps, or cannot be read.
+        UserError: if it names anything else, or cannot be read.
     """
     try:
-        return _Reader(io.BytesIO(path.read_bytes()), path).load()
+        return _Reader(io.BytesIO(content), where, more).load()
     except UserError:
         raise
     except Exception as error:  # whatever damaged bytes bring about
-        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
+        raise UserError(f"{where}: cannot be read ({type(error).__name__})") from error

@@ -7,7 +7,9 @@ __0_0.distcp      items one after the other, each a file of torch.save: a chunk 
 from __future__ import annotations
 
 import io
+import struct
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,16 +18,9 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pangu.checkpoint.formats.fields import shown
-from pangu.checkpoint.formats.pickles import (
-    Record,
-    load_restricted,
-    read_records,
-    require_plain_archive,
-    require_plain_tensor,
-)
+from pangu.checkpoint.formats.pickles import Record, plain_entries, read_records
 from pangu.config.errors import UserError
 
 OPEN_FILES = 8
@@ -60,7 +55,7 @@ class Folder:
         self._path = path / ".metadata"
         self._maps: dict[Path, Tensor] = {}
         try:
-            metadata = _state(read_records(self._path), "metadata.Metadata")
+            metadata = _state(read_records(self._path.read_bytes(), self._path), "metadata.Metadata")
             places = {}
             for index, info in metadata["storage_data"].items():
                 at = _state(index, "metadata.MetadataIndex")
@@ -124,24 +119,17 @@ class Folder:
         """Indices `first` to `last` of dimension 0 of a chunk; no other bytes of it are read."""
         where = f"{chunk.file}: {shown(name)}"
         with chunk.file.open("rb") as file:
-            window = cast(IO[bytes], _Window(file, chunk.start, chunk.length))
-            require_plain_archive(window, where)
-            window.seek(0)
-            with FakeTensorMode():
-                fake = load_restricted(window, where)
-        if not isinstance(fake, Tensor) or (tuple(fake.shape), fake.dtype) != (chunk.sizes, dtype):
+            begin, shape, strides, found = _described(cast(IO[bytes], _Window(file, chunk.start, chunk.length)), where)
+        if shape != chunk.sizes or found != dtype or len(strides) != len(shape):
             raise UserError(f"{where}: is not the tensor {list(chunk.sizes)} of {dtype} that .metadata says")
-        require_plain_tensor(fake, where)
-        # where the bytes of the storage begin in the item; torch.load finds it for fake tensors
-        begin = (fake.untyped_storage()._checkpoint_offset or 0) + fake.storage_offset() * dtype.itemsize
-        strides = fake.stride()
-        skip = first * strides[0]
-        count = 1 + sum((size - 1) * step for size, step in zip((last - first, *chunk.sizes[1:]), strides, strict=True))
-        begin, end = begin + skip * dtype.itemsize, begin + (skip + count) * dtype.itemsize
+        sizes = (last - first, *shape[1:])
+        count = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        begin += first * strides[0] * dtype.itemsize
+        end = begin + count * dtype.itemsize
         if end > chunk.length:
             raise UserError(f"{where}: is cut off")
         span = self._bytes(chunk.file)[chunk.start + begin : chunk.start + end].clone().view(dtype)
-        return span.as_strided((last - first, *chunk.sizes[1:]), strides)
+        return span.as_strided(sizes, strides)
 
     def _bytes(self, file: Path) -> Tensor:
         """All bytes of a file, on the disk until they are used."""
@@ -181,6 +169,52 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(isinstance(value, int) and 0 <= value < 2**62 for value in values):
         raise ValueError(f"not whole numbers: {shown(values)}")
     return values
+
+
+_STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+}
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+
+
+def _described(file: IO[bytes], where: str) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Where in a file of torch.save its only tensor begins, in bytes; its shape, strides and dtype.
+
+    The bytes of the tensor are not read, which torch.load can do for files of their own only. Raises UserError.
+    """
+    if file.read(4) != b"PK\3\4":
+        raise UserError(f"{where}: is not a tensor of torch.save")
+    entries = plain_entries(file, where)
+    try:
+        found = read_records(_content(file, entries["data.pkl"]), where, (_REBUILD, *_STORAGES))
+        if not isinstance(found, Record) or found.name != _REBUILD:
+            raise TypeError("no tensor")
+        storage, offset, shape, strides = found.arguments[:4]
+        _, kind, key, *_ = storage
+        dtype = _STORAGES[kind.name]
+        entry = entries[f"data/{key}"]
+        (offset,), shape, strides = _whole_numbers((offset,)), _whole_numbers(shape), _whole_numbers(strides)
+        if "byteorder" in entries and _content(file, entries["byteorder"]) != b"little":
+            raise TypeError("another order of bytes")
+        begin = _begin(file, entry) + offset * dtype.itemsize
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, struct.error) as error:
+        raise UserError(f"{where}: is not a tensor of torch.save ({type(error).__name__})") from error
+    return begin, shape, strides, dtype
+
+
+def _begin(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where the content of an entry begins, behind its local header."""
+    file.seek(entry.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.read(4))
+    return int(entry.header_offset + 30 + name + extra)
+
+
+def _content(file: IO[bytes], entry: zipfile.ZipInfo) -> bytes:
+    file.seek(_begin(file, entry))
+    return file.read(entry.file_size)
 
 
 class _Window(io.RawIOBase):
