@@ -1,9 +1,9 @@
 """Converts a checkpoint between pangu's own format and those of Hugging Face, Megatron and MindSpore, tensor by tensor.
 
 pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers
-(GPT-2, Llama, Mistral, Qwen2, Qwen3, PanGu-α). megatron: the folder that --load names (Megatron-Core GPT, and the
-PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the strategy file and the .npy
-tables of PanGu-α."""
+(GPT-2, Llama, Mistral, Qwen2, Qwen3, PanGu-α). megatron: the folder that --load names (GPT of Megatron-Core in either
+of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the strategy
+file and the .npy tables of PanGu-α."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.checkpoint.formats.convert import FORMATS, convert, settle_model, settle_packing
+from pangu.checkpoint.formats.convert import FORMATS, TORCH_DIST, convert, settle_model, settle_packing
 from pangu.checkpoint.formats.stored import Source
 from pangu.config.build import build
 from pangu.config.checks import check
@@ -45,10 +45,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=Path, required=True, help="what is converted")
     parser.add_argument("--output", type=Path, required=True, help="a new folder (mindspore: a file)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a Megatron output (1)")
+    parser.add_argument(
+        "--megatron-format",
+        choices=("torch", "torch_dist"),
+        default="torch",
+        help="Megatron's --ckpt-format of a Megatron output: files of ranks, or torch_dist for any layout (torch)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
-    if options.tensor < 1 or (options.tensor > 1 and not FORMATS[options.target].ranks):
-        parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron")
+    dist = options.megatron_format == "torch_dist"
+    if dist and options.target != "megatron":
+        parser.error(f"--megatron-format torch_dist: needs --to megatron, not {options.target}")
+    if options.tensor < 1 or (options.tensor > 1 and (dist or not FORMATS[options.target].ranks)):
+        parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron --megatron-format torch")
     return options
 
 
@@ -97,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
         task = progress.add_task("Converting tensors", total=None)
         convert(
             source,
-            FORMATS[options.target],
+            TORCH_DIST if options.megatron_format == "torch_dist" else FORMATS[options.target],
             config,
             tokenizer,
             options.output,

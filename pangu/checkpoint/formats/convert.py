@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats import huggingface, megatron, mindspore, native
+from pangu.checkpoint.formats import huggingface, megatron, megatron_dist, megatron_names, mindspore, native
+from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.stored import Job, Source, Stored, join, logical_shapes, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
@@ -38,9 +39,11 @@ class Format:
 FORMATS = {
     "pangu": Format(native.PanguSource, native.table, native.write),
     "huggingface": Format(huggingface.HuggingFaceSource, huggingface.table, huggingface.write),
-    "megatron": Format(megatron.MegatronSource, megatron.table, megatron.write, ranks=True),
+    "megatron": Format(megatron.open_folder, megatron_names.table, megatron.write_ranks, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
+TORCH_DIST = Format(megatron.open_folder, megatron_dist.dist_table, megatron.write_dist)
+"""Megatron's other format, which is read like the first."""
 _SHAPING = (
     "kind",
     "layers",
@@ -165,9 +168,11 @@ def require_fit(source: Source, table: list[Stored]) -> dict[str, Tensor]:
     problems: list[str] = []
     found = source.inspect(table, problems)
     expected = {stored.name: stored for stored in table}
-    problems += [f"{name}: {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in CODES]
+    problems += [f"{shown(name)}: {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in CODES]
     problems += [f"{name}: missing" for name in expected if name not in found]
-    problems += [f"{name}: {list(found[name].shape)}, not in the model" for name in found if name not in expected]
+    problems += [
+        f"{shown(name)}: {list(found[name].shape)}, not in the model" for name in found if name not in expected
+    ]
     for name, stored in expected.items():
         if name in found and not _fits(tuple(found[name].shape), stored):
             problems.append(f"{name}: {list(found[name].shape)} in the files, {list(stored.shape)} in the model")

@@ -14,7 +14,8 @@ from typing import Any
 from pangu.config.errors import Problem, UserError
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
+_SHORT.maxlong = _SHORT.maxother = 60
+_SHORT.maxstring = 120
 
 
 def check_fields(
@@ -50,6 +51,15 @@ def check_fields(
     refuse(where, problems)
 
 
+def disagreements(config: Mapping[str, Any], tensors: Mapping[str, Sequence[Any]]) -> list[Problem]:
+    """Fields that contradict the tensors; `tensors` has the values that those allow."""
+    return [
+        Problem(key, shown(config[key]), f"does not agree with the tensors; {shown(values[0])} does")
+        for key, values in tensors.items()
+        if key in config and not any(_same(config[key], value) for value in values)
+    ]
+
+
 def refuse(where: object, problems: Sequence[Problem]) -> None:
     """Raise a UserError that names all problems of a file, if there are any."""
     if problems:
@@ -57,7 +67,7 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
 
 
 def shown(value: object) -> str:
-    """A foreign value in a message: one short line, control characters escaped."""
+    """A foreign name or value in a message: one short line, control characters escaped."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring:
         return value
     return _SHORT.repr(value)

@@ -1,68 +1,199 @@
-"""Files of torch.save, of which only tensors and plain values are read: nothing in them is run."""
+"""Pickles, of which only tensors and plain values are read: nothing in them is run.
+
+Files of torch.save go through torch's own restricted unpickler, plain pickles through `read_records`. What a file
+holds beside tensors and plain values (enumerations, paths and signals among options, the state of numpy's random
+numbers) becomes an inert `Record`: it keeps what the file says and does nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
 import pickle
 import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import Tensor
 
+from pangu.checkpoint.formats.fields import shown
 from pangu.config.errors import UserError
 
 
-class _Inert:
-    """Stands for what Megatron keeps beside the weights and a conversion does not need: enumerations among the options
-    and the state of numpy's random numbers."""
+class Record:
+    """An object of another program: its name, what it was made with and its state."""
 
-    def __init__(self, *_: object) -> None: ...
+    name = ""
+    state: Any = None
 
-    def __setstate__(self, _: object) -> None: ...
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
 
 
 _INERT = (
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.enums.ModelType",
-    "megatron.model.enums.ModelType",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
-    "_io.BytesIO",
+    *("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "datetime."),
+    *("torch.distributed.", "torch.nn.functional.", "torch._C._nn.", "torch.serialization._get_layout"),
+    *("types.SimpleNamespace", "_codecs.encode", "_io.BytesIO", "builtins.getattr", "__builtin__.getattr"),
 )
+"""What the names of objects begin with that training keeps beside the weights, and that a conversion does not need."""
+MOST_KINDS = 200
+"""More kinds of objects than any file of Megatron holds."""
+
+
+def _record(name: str) -> type[Record]:
+    """A new class for each name of each file, so that no file can change what another one finds."""
+    return type("Record", (Record,), {"name": name})
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary that a file holds. Its tensors stay on the disk until they are used, except in the format that
-    torch wrote before 1.6.
+    """The dictionary that a file of torch.save holds. Its tensors stay on the disk until they are used, except in the
+    format that torch wrote before 1.6.
 
     Raises:
         UserError: if it holds anything but tensors and plain values, which is named, or cannot be read.
     """
-    zipped = zipfile.is_zipfile(path)
-    # what other libraries allow in this process is not allowed here
+    if zipped := zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            plain_entries(file, path)
+    found = _load(path, mmap=zipped)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds a {type(found).__name__}, and a dictionary of tensors is expected")
+    for name, tensor in tensors_of(found):
+        require_plain_tensor(tensor, f"{path}: {shown(name)}")
+    return found
+
+
+def tensors_of(found: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of nested dictionaries and lists with their dotted names."""
+    seen = set()
+    rest: list[tuple[str, Any]] = [("", found)]
+    while rest:
+        prefix, value = rest.pop()
+        if isinstance(value, Tensor):
+            yield prefix, value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            rest += [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in items]
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    """What torch.load finds. Raises UserError for anything but tensors and plain values."""
+    inert: dict[str, type[Record]] = {}
+    while True:
+        try:
+            with _only([argparse.Namespace, *((kind, name) for name, kind in inert.items())]):
+                return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        except pickle.UnpicklingError as error:
+            said = str(error)
+            name = said.partition("GLOBAL ")[2].split(" ")[0]
+            if not name.startswith(_INERT) or name in inert or len(inert) >= MOST_KINDS:
+                raise _no_tensor(path, name or said.split("\n")[-1]) from error
+            inert[name] = _record(name)
+        except Exception as error:  # whatever damaged bytes bring about
+            raise UserError(f"{path}: is not a file of torch.save ({type(error).__name__})") from error
+
+
+def _no_tensor(where: object, name: str) -> UserError:
+    return UserError(
+        f"{where}: holds {shown(name)}, which is no tensor and is not loaded, as it could run code; nothing of the "
+        "file was used. Save the weights alone (torch.save of a dictionary of tensors)"
+    )
+
+
+@contextmanager
+def _only(allowed: list[Any]) -> Iterator[None]:
+    """What other libraries allow in this process is not allowed here."""
     others = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
-        with torch.serialization.safe_globals([argparse.Namespace, *((_Inert, name) for name in _INERT)]):
-            found = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
-    except pickle.UnpicklingError as error:
-        said = str(error)
-        name = said.partition("GLOBAL ")[2].split(" ")[0] or said.split("\n")[-1]
-        raise UserError(
-            f"{path}: holds {name}, which is no tensor and is not loaded, as it could run code; nothing of the file was"
-            " used. Save the weights alone (torch.save of a dictionary of tensors)"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path}: is not a file of torch.save ({type(error).__name__})") from error
+        with torch.serialization.safe_globals(allowed):
+            yield
     finally:
+        torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(others)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__}, and a dictionary of tensors is expected")
-    return found
+
+
+def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
+    """The entries of a zip by the ends of their names, which are the same whatever the file was called.
+
+    Raises:
+        UserError: unless they lie in it as they are, which is how torch writes them: the bytes of a compressed entry
+            would be taken for a tensor's, and a small file could unpack to any size.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # whatever damaged bytes bring about
+        raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise UserError(
+                f"{where}: the entry {shown(entry.filename)} is compressed, and torch.save compresses nothing; zip the "
+                "files again without compression (zip -0)"
+            )
+    return {entry.filename.partition("/")[2]: entry for entry in entries}
+
+
+def require_plain_tensor(tensor: Tensor, where: str) -> None:
+    """Raise UserError unless every element of a tensor has bytes of its own in the file."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)[6:]
+        raise UserError(f"{where} is {kind}, and only dense tensors are converted")
+    if tensor.device.type != "cpu":
+        raise UserError(f"{where} is on the device {tensor.device}, so that the file has no values of it")
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UserError(
+            f"{where} of shape {shown(list(tensor.shape))} repeats elements (a stride is 0); save a copy of it"
+        )
+
+
+class _Reader(pickle._Unpickler):
+    """Makes records and plain values only. It is Python's own, as the one in C takes memory for whatever number a
+    damaged file gives."""
+
+    def __init__(self, file: IO[bytes], where: object, more: Collection[str]) -> None:
+        super().__init__(file)
+        self._where, self._more = where, more
+        self._kinds: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in ("torch.Size", "collections.OrderedDict"):
+            return tuple if name == "Size" else dict
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if full in self._more or full.startswith(_INERT):
+            return self._kinds.setdefault(full, _record(full))
+        raise _no_tensor(self._where, full)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def read_records(content: bytes, where: object, more: Collection[str] = ()) -> Any:
+    """What a plain pickle holds: plain values, and a `Record` in place of every other object.
+
+    Args:
+        content: the pickle.
+        where: stands at the head of messages.
+        more: names of objects that are expected besides those that training keeps.
+
+    Raises:
+        UserError: if it names anything else, or cannot be read.
+    """
+    try:
+        return _Reader(io.BytesIO(content), where, more).load()
+    except UserError:
+        raise
+    except Exception as error:  # whatever damaged bytes bring about
+        raise UserError(f"{where}: cannot be read ({type(error).__name__})") from error

@@ -1,0 +1,190 @@
+"""Megatron's checkpoints in files of ranks (its `--ckpt-format torch`).
+
+latest_checkpointed_iteration.txt                 a number, or `release`
+iter_0001000/mp_rank_00/model_optim_rng.pt        one for each tensor-parallel rank
+iter_0001000/mp_rank_00_003/model_optim_rng.pt    or one for each of them in each pipeline stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pangu.checkpoint.formats.fields import shown
+from pangu.checkpoint.formats.megatron_names import plain_name, table
+from pangu.checkpoint.formats.megatron_options import read_model, write_options
+from pangu.checkpoint.formats.pickles import load_pickle, tensors_of
+from pangu.checkpoint.formats.stored import Job, Source, Stored
+from pangu.config.errors import UserError
+from pangu.config.model import ModelConfig
+
+
+def options_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's options, as far as a file has them."""
+    options = found.get("args")
+    return vars(options) if isinstance(options, argparse.Namespace) else {}
+
+
+class RankSource(Source):
+    """The folder with the mp_rank_XX or mp_rank_XX_YYY folders in it."""
+
+    def __init__(self, path: Path) -> None:
+        files = _rank_files(path)
+        self._paths = [stages[0] for stages in files]
+        loaded = [[load_pickle(file) for file in stages] for stages in files]
+        options = options_of(loaded[0][0])
+        tied = options.get("untie_embeddings_and_output_weights") is False
+        self._ranks = [_join_stages(stages, found, tied) for stages, found in zip(files, loaded, strict=True)]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items()}
+        layout: dict[str, Sequence[Any]] = {
+            "model_parallel_size": [len(files), None],
+            "tensor_model_parallel_size": [len(files)],
+            "pipeline_model_parallel_size": [len(files[0])],
+        }
+        self.known = read_model(options, shapes, len(files), layout, self._paths[0])
+        self.packing = {}
+
+    def table(self, model: ModelConfig) -> list[Stored]:
+        return table(model, len(self._ranks))
+
+    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
+        cuts = {stored.name: stored.cut for stored in table}
+        first = self._ranks[0]
+        for file, rank in zip(self._paths[1:], self._ranks[1:], strict=True):
+            problems += [
+                f"{shown(name)}: only in one of {self._paths[0]} and {file}" for name in first.keys() ^ rank.keys()
+            ]
+            problems += [
+                f"{shown(name)}: {list(rank[name].shape)} in {file}, {list(first[name].shape)} in {self._paths[0]}"
+                for name in first.keys() & rank.keys()
+                if rank[name].shape != first[name].shape
+            ]
+        whole = {}
+        for name, tensor in first.items():
+            cut, shape = cuts.get(name), list(tensor.shape)
+            if cut is not None and cut < len(shape):
+                shape[cut] *= len(self._ranks)
+            whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return whole
+
+    def read(self, stored: Stored) -> Tensor:
+        if stored.cut is None:
+            return self._ranks[0][stored.name]
+        return torch.cat([rank[stored.name] for rank in self._ranks], dim=stored.cut)
+
+
+def _rank_files(path: Path) -> list[list[Path]]:
+    """Files of the stages of each tensor-parallel rank, in their order. Raises UserError if some are missing."""
+    folders = sorted(folder.name for folder in path.glob("mp_rank_*") if folder.is_dir())
+    numbers = [re.fullmatch(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", name, re.ASCII) for name in folders]
+    if wrong := [name for name, number in zip(folders, numbers, strict=True) if number is None]:
+        raise UserError(
+            f"{path}: {shown(wrong[0])} is no folder of a tensor-parallel rank or pipeline stage (mp_rank_00_000)"
+        )
+    found = {(int(number[1]), number[2] and int(number[2])): path / number[0] for number in numbers if number}
+    ranks = {rank for rank, _ in found}
+    stages = {stage for _, stage in found}
+    last = max(stage or 0 for stage in stages)
+    files: list[list[Path]] = []
+    for rank in range(max(ranks) + 1):
+        files.append([])
+        for stage in [None] if stages == {None} else range(last + 1):
+            name = f"mp_rank_{rank:02d}" if stage is None else f"mp_rank_{rank:02d}_{stage:03d}"
+            if (file := next(iter(sorted((path / name).glob("model_optim_rng.pt*"))), None)) is None:
+                raise UserError(
+                    f"{path / name}: no model_optim_rng.pt here; {max(ranks) + 1} tensor-parallel ranks and {last + 1} "
+                    "pipeline stages expected"
+                )
+            files[-1].append(file)
+    return files
+
+
+def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tied: bool) -> dict[str, Tensor]:
+    """Tensors of all stages of a rank. Each stage counts its layers from 0, and so does each of its virtual stages, of
+    which all stages have the first before any has the second."""
+    joined: dict[str, Tensor] = {}
+    chunks = [_models(found) for found in loaded]
+    if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
+        raise UserError(f"{wrong[0]}: has not as many virtual stages as {files[0]}")
+    layers = 0
+    for virtual in range(len(chunks[0])):
+        for file, stage in zip(files, chunks, strict=True):
+            tensors = stage[virtual]
+            if tied and len(files) > 1:
+                # the last stage's copy of the word embedding
+                tensors.pop("output_layer.weight", None)
+            numbers = {name: int(number[1]) for name in tensors if (number := _LAYER.search(name))}
+            for name, tensor in tensors.items():
+                full = _LAYER.sub(f"layers.{numbers[name] + layers}.", name, count=1) if name in numbers else name
+                if full in joined:
+                    raise UserError(f"{file}: {shown(full)} is in an earlier pipeline stage as well")
+                joined[full] = tensor
+            layers += len(set(numbers.values()))
+    return joined
+
+
+_LAYER = re.compile(r"layers\.(\d{1,6})\.", re.ASCII)
+
+
+def _models(found: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The tensors of a file, those of each virtual stage (`model0`, `model1`, ...) apart."""
+    keys = [key for key in found if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
+    models = [found[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
+    return [
+        {plain_name(name): tensor for name, tensor in tensors_of(model) if not name.endswith("_extra_state")}
+        for model in models or [found.get("model", found.get("module", found))]
+    ]
+
+
+def write(path: Path, job: Job) -> None:
+    """Files for each tensor-parallel rank: no optimizer, iteration 0."""
+    pangu = job.config.model.kind == "pangu"
+    opened = []
+    described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]
+    for rank in range(job.tensor):
+        file = path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        with FakeTensorMode():
+            flat = {
+                stored.name: torch.empty(pieces[rank].shape, dtype=pieces[rank].dtype)
+                for stored, pieces in zip(job.table, described, strict=True)
+            }
+        facts = {
+            "args": write_options(job.config.model, job.table[0].shape[0], job.tensor),
+            "iteration": 0,
+            "checkpoint_version": 0 if pangu else 3.0,
+        }
+        # the file with room for the tensors, which are then written into it one by one
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save({"model": _nested(flat) if pangu else flat, **facts}, file)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            opened.append(dict(tensors_of(load_pickle(file)["model"])))
+    for stored, tensor in zip(job.table, job.contents, strict=True):
+        for room, part in zip(opened, _cut(stored, tensor, job.tensor), strict=True):
+            room[stored.name].copy_(part)
+
+
+def _cut(stored: Stored, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
+    """What each rank has of a whole tensor."""
+    return [tensor] * ranks if stored.cut is None else tensor.chunk(ranks, stored.cut)
+
+
+def _nested(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The port keeps the transformer's tensors in one flat dictionary and all others as module, then `weight`."""
+    trunk = "language_model.transformer."
+    model: dict[str, Any] = {"embedding": {}, "topQueryEmbedding": {}, "transformer": {}}
+    for name, tensor in flat.items():
+        if name.startswith(trunk):
+            model["transformer"][name.removeprefix(trunk)] = tensor
+        else:
+            _, outer, inner, kind = name.split(".")
+            model[outer][inner] = {kind: tensor}
+    return {"language_model": model}
