@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pangu.checkpoint.files import Slice
+from pangu.checkpoint.files import Slice, read_index
 from pangu.checkpoint.formats.convert import require_fit
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import logical_shapes, take
@@ -27,7 +27,7 @@ from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
-from pangu.layers.kernels import choose_attention
+from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import LanguageModel, Options, Part, build_model
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
@@ -66,6 +66,8 @@ class _Found:
     eod: int | None
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
+    kernel: str | None = None
+    """Attention kernel that its run chose as the fastest, if it had a choice."""
 
 
 def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: int = 8) -> LoadedModel:
@@ -87,7 +89,9 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     compute = precision or found.precision
     schedule, parts = _stages(config, mesh)
     region = replace(TensorRegion.of(mesh), sequence=False)
-    options = Options(choose_attention(config, compute, mesh.device))
+    kernels = attention_kernels(config, compute, mesh.device)
+    # nothing is timed here: the same question has the same answer, to the last bit
+    options = Options(found.kernel if found.kernel in kernels else kernels[0])
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
     model, table = build_model(config, options, Builder(PlacementTable(), region=region), list(chunks.values()))
     found.fill(_slices(model, table, DTYPES[compute], mesh.device))
@@ -106,12 +110,16 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
     trained = trained_model(checkpoint)
+    # a damaged index is refused where the weights are read; probabilities that are dropped leave no choice
+    choices = read_index(checkpoint).get("choices")
+    chosen = choices.get("attention") if isinstance(choices, dict) and not trained.model.attention_dropout else None
     return _Found(
         trained.model,
         trained.precision.compute,
         open_tokenizer(trained.data),
         trained.data.packing.eod,
         lambda weights: load_weights(checkpoint, mesh, weights),
+        chosen if isinstance(chosen, str) else None,
     )
 
 

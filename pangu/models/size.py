@@ -10,10 +10,17 @@ def _num_up(config: ModelConfig) -> int:
     return 2 if config.activation == "swiglu" else 1
 
 
+def layer_matrices(config: ModelConfig, ranks: int = 1) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's products on one of the tensor-parallel `ranks`: query, key and value together,
+    output, up, down."""
+    d, inner = config.hidden, config.ffn_size // ranks
+    qkv = (d + 2 * config.kv_size) // ranks
+    return [(d, qkv), (d // ranks, d), (d, _num_up(config) * inner), (inner, d)]
+
+
 def _matrices_of_layer(config: ModelConfig) -> int:
-    """Weights of a layer's matrices: query, output, key, value, feed-forward."""
-    d = config.hidden
-    return 2 * d * d + 2 * d * config.kv_size + (_num_up(config) + 1) * d * config.ffn_size
+    """Weights of a layer's matrices."""
+    return sum(inputs * outputs for inputs, outputs in layer_matrices(config))
 
 
 def num_parameters(config: ModelConfig) -> int:
