@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,17 @@ from torch import Tensor
 
 from pangu.collectives.reduce import Waitable, start_all_gather, start_reduce_scatter
 from pangu.topology.mesh import Ways
+
+
+class Message(NamedTuple):
+    """What a group gathers, or sums and scatters, or both, again and again."""
+
+    group: dist.ProcessGroup
+    numel: int
+    """Elements of all ranks together, a multiple of their number."""
+    dtype: torch.dtype
+    gathered: bool
+    summed: bool
 
 
 def gather_ways(group: dist.ProcessGroup) -> list[str]:
@@ -26,20 +38,21 @@ def scatter_ways(group: dist.ProcessGroup) -> list[str]:
     return ["exchange", "own"] if dist.get_world_size(group) == 2 else ["exchange"]
 
 
-def gather_pass(group: dist.ProcessGroup, way: str, numel: int, dtype: torch.dtype) -> Callable[[], object]:
-    """Gathers `numel` elements of all ranks together, a multiple of their number, on a CPU."""
-    whole, part = _whole_and_part(group, numel, dtype)
-    return lambda: _completed(start_all_gather(whole, part, group, Ways(gather=way)))
+def gather_pass(message: Message, way: str) -> Callable[[], object]:
+    """Gathers once, on a CPU."""
+    whole, part = _whole_and_part(message)
+    return lambda: _completed(start_all_gather(whole, part, message.group, Ways(gather=way)))
 
 
-def scatter_pass(group: dist.ProcessGroup, way: str, numel: int, dtype: torch.dtype) -> Callable[[], object]:
-    """Reduces and scatters `numel` elements, as `gather_pass`."""
-    whole, part = _whole_and_part(group, numel, dtype)
-    return lambda: _completed(start_reduce_scatter(part, whole, group, Ways(scatter=way)))
+def scatter_pass(message: Message, way: str) -> Callable[[], object]:
+    """Reduces and scatters once, on a CPU."""
+    whole, part = _whole_and_part(message)
+    return lambda: _completed(start_reduce_scatter(part, whole, message.group, Ways(scatter=way)))
 
 
-def _whole_and_part(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(numel, dtype=dtype), torch.zeros(numel // dist.get_world_size(group), dtype=dtype)
+def _whole_and_part(message: Message) -> tuple[Tensor, Tensor]:
+    ranks = dist.get_world_size(message.group)
+    return torch.zeros(message.numel, dtype=message.dtype), torch.zeros(message.numel // ranks, dtype=message.dtype)
 
 
 def _completed(work: Waitable | None) -> None:

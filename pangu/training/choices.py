@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
 from pangu.collectives.reduce import gather_objects, largest_of
-from pangu.collectives.ways import gather_pass, gather_ways, scatter_pass, scatter_ways
+from pangu.collectives.ways import Message, gather_pass, gather_ways, scatter_pass, scatter_ways
 from pangu.config.errors import writing
 from pangu.config.schema import RunConfig
 from pangu.layers.formats import DTYPES
@@ -131,17 +130,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways)
         )
 
 
-class _Message(NamedTuple):
-    """A collective of the run."""
-
-    group: dist.ProcessGroup
-    numel: int
-    dtype: torch.dtype
-    gathered: bool
-    summed: bool
-
-
-def _messages(config: RunConfig, mesh: Mesh) -> list[_Message]:
+def _messages(config: RunConfig, mesh: Mesh) -> list[Message]:
     """The gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
@@ -158,7 +147,7 @@ def _messages(config: RunConfig, mesh: Mesh) -> list[_Message]:
         group = mesh.group(axis) if used else None
         if group is not None:
             share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            found.append(_Message(group, share * mesh.layout.world, dtype, gathered, summed))
+            found.append(Message(group, share * mesh.layout.world, dtype, gathered, summed))
     return found
 
 
@@ -231,7 +220,7 @@ def _times(
     config: RunConfig,
     mesh: Mesh,
     candidates: Mapping[str, list[str]],
-    messages: Sequence[_Message],
+    messages: Sequence[Message],
     timer: Timer,
 ) -> _Times:
     device, dtype, ways = mesh.device, DTYPES[config.precision.compute], candidates["products"]
@@ -256,7 +245,7 @@ def _times(
     ):
         if len(found) > 1:
             numbered = list(itertools.product(found, range(len(wanted))))
-            sends = {(way, i): make(wanted[i].group, way, wanted[i].numel, wanted[i].dtype) for way, i in numbered}
+            sends = {(way, i): make(wanted[i], way) for way, i in numbered}
             for (way, _), seconds in timer(sends, device, None).items():
                 found[way] += seconds
     tables: list[dict[Any, float]] = [times.attention, times.products, times.gather, times.scatter]
