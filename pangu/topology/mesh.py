@@ -91,7 +91,7 @@ class Mesh:
         assert dist.group.WORLD is not None
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         ways = Ways() if device.type == "cpu" else Ways("own", "own")
-        groups = {\"world\": dist.group.WORLD}
+        groups = {"world": dist.group.WORLD}
         mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, ways)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
