@@ -186,7 +186,10 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
     """A checkpoint keeps them for a resumed run, and for who asks the model; choices.json is for people."""
     given = tiny(f"train.output={tmp_path}", "checkpoint.asynchronous=false", "data.packing.eod=3")
     trainer = assemble(given, ONE, choices=HERE)
-    Saver(given, trainer).save(0, {})
+    (tmp_path / "metrics.jsonl").touch()  # which a save brings to the disk
+    saver = Saver(given, trainer)
+    saver.save(0, {})
+    saver.finish()
     save_choices(tmp_path, HERE)
     assert read_index(tmp_path / "checkpoints" / "step-00000000")["choices"] == asdict(HERE)
     assert json.loads((tmp_path / "choices.json").read_text()) == asdict(HERE)
