@@ -18,11 +18,10 @@ from pangu.config.build import build
 from pangu.config.data import PackingConfig
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.layers.formats import DTYPES
-from pangu.layers.fp32_products import choose_fp32_products
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
+from pangu.training.choices import choose
 from pangu.training.step import Trainer
 
 
@@ -159,7 +158,8 @@ def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     layout = Layout(
         parallel.tensor, parallel.pipeline, replicas, parallel.zero, parallel.sequence, virtual=parallel.virtual
     )
-    return assemble(config, Mesh.connect(layout, device))
+    mesh = Mesh.connect(layout, device)
+    return assemble(config, mesh, choices=choose(config, mesh))
 
 
 def micro_batches(batch: Tensor, micro: int) -> list[Batch]:
@@ -179,9 +179,8 @@ def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
         if trainer is None:
             sizes = (f"batch.micro_size={micro}", f"batch.global_size={len(batch)}")
             trainer = pangu_trainer(precision, vocab, *sizes, *overrides)
-            products = choose_fp32_products(
-                trainer.config.precision.fp32_products, trainer.mesh.device, DTYPES[precision]
-            )
+            assert trainer.choices is not None
+            products = trainer.choices["products"]
         torch.set_float32_matmul_precision(products)
         loss = trainer.train_step(micro_batches(batch, micro)).loss
         torch.set_float32_matmul_precision("highest")  # what the others run with

@@ -2,8 +2,8 @@
 
 pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers
 (GPT-2, Llama, Mistral, Qwen2, Qwen3, PanGu-α). megatron: the folder that --load names (GPT of Megatron-Core in either
-of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the strategy
-file and the .npy tables of PanGu-α."""
+of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the
+strategy file and the .npy tables of PanGu-α."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.config.errors import LocalError
-from pangu.topology.mesh import Mesh, is_silence
+from pangu.topology.mesh import Mesh, Ways, is_silence
 
 
 @contextmanager
@@ -63,29 +63,29 @@ class _Exchanged:
         self.finish()
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
     """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`.
 
-    On gloo every rank sends its part to each: faster than gloo's own, which goes round a ring.
+    gloo's own way goes round a ring; to exchange takes one step and a copy of the part for each rank.
     """
     if group is None:
         return None
-    if _exchanges(group):
+    if ways.gather == "exchange":
         copies = part.expand(dist.get_world_size(group), -1).contiguous()
         return dist.all_to_all_single(whole, copies.view(-1), group=group, async_op=True)
     return _named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
     """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
     it; valid after `wait()`.
 
-    On gloo the ranks' parts are exchanged and added here, in the order of the ranks: twice as fast as gloo's own, which
-    reduces everything everywhere, and the same sum wherever an element stands in a message.
+    gloo's own way reduces everything everywhere. Parts that are exchanged are added here, in the order of the ranks,
+    which gives the same sum wherever an element stands in a message.
     """
     if group is None:
         return None
-    if not _exchanges(group):
+    if ways.scatter == "own":
         return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
     received = torch.empty_like(whole)
     work = dist.all_to_all_single(received, whole, group=group, async_op=True)
@@ -99,25 +99,21 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup |
     return _Exchanged(work, add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> Waitable | None:
+def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
     """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
-    if group is None or not _exchanges(group) or dist.get_world_size(group) == 2:  # a + b = b + a
+    if group is None or ways.scatter == "own" or dist.get_world_size(group) == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
     part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
-    scattered = start_reduce_scatter(part, whole, group)
+    scattered = start_reduce_scatter(part, whole, group, ways)
     assert isinstance(scattered, _Exchanged)
 
     def join() -> None:
         scattered.finish()
-        gathered = start_all_gather(whole, part, group)
+        gathered = start_all_gather(whole, part, group, ways)
         assert gathered is not None
         gathered.wait()
 
     return _Exchanged(scattered.work, join)
-
-
-def _exchanges(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:
@@ -139,6 +135,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def largest_of(values: Sequence[float], mesh: Mesh) -> list[float]:
+    """Elementwise maximum of numbers over all ranks, the same on each."""
+    if not values:
+        return []
+    return largest(torch.tensor(values, dtype=torch.float64, device=mesh.device), mesh.group("world")).tolist()
 
 
 def largest(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -6,7 +6,7 @@ functions are the identity on a region of one rank. Sequences lie along dimensio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import Waitable, start_all_gather, start_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import Mesh, Ways
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,14 @@ class TensorRegion:
     chunks: int = 1
     """Parts that a product with a matrix is cut into, to hide the communication of one behind the product of another;
     fewer where the sequence is shorter."""
+    ways: Ways = field(default_factory=Ways)
+    """How the sequence is gathered and summed."""
 
     @classmethod
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
         """The region of a live mesh."""
-        return cls(mesh.at.tensor, mesh.layout.tensor, mesh.group("tensor"), mesh.layout.sequence, chunks)
+        at, layout = mesh.at, mesh.layout
+        return cls(at.tensor, layout.tensor, mesh.group("tensor"), layout.sequence, chunks, mesh.ways)
 
     @property
     def slices_sequence(self) -> bool:
@@ -77,7 +80,7 @@ def start_gather(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, None)
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    return Pending(whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group))
+    return Pending(whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.ways))
 
 
 def start_sum(x: Tensor, region: TensorRegion) -> Pending:
@@ -86,7 +89,7 @@ def start_sum(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, start_all_reduce(x, region.group))
     part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-    return Pending(part, start_reduce_scatter(part.view(-1), x.view(-1), region.group))
+    return Pending(part, start_reduce_scatter(part.view(-1), x.view(-1), region.group, region.ways))
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:

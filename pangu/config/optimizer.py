@@ -29,7 +29,7 @@ class PrecisionConfig:
     fp32_products: Literal["auto", "highest", "high", "medium"]
     """What products of fp32 matrices may compute in, in the words of `torch.set_float32_matmul_precision`: `highest`:
     fp32; `high`: also TF32, `medium`: also bf16, where the device has them. `auto`: true fp32 by the faster way to it,
-    named in the log."""
+    timed at the start and named in the log."""
     reduce: Literal["fp32", "bf16"]
     """Format in which gradients are added up over replicas. fp32: that of their sums (fp64 in fp64). bf16: half the
     bytes on the wire, and each gradient loses all but 8 bits before it is added to those of other replicas."""

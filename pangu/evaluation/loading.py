@@ -31,7 +31,7 @@ from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
-from pangu.layers.kernels import choose_attention
+from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import LanguageModel, Options, Part, build_model
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
@@ -73,6 +73,8 @@ class _Found:
     """Keys of `PackingConfig`, as far as they are known."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
+    kernel: str | None = None
+    """Attention kernel that its run chose as the fastest, if it had a choice."""
 
 
 def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: int = 8) -> LoadedModel:
@@ -94,7 +96,9 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     compute = precision or found.precision
     schedule, parts = _stages(config, mesh)
     region = replace(TensorRegion.of(mesh), sequence=False)
-    options = Options(choose_attention(config, compute, mesh.device))
+    kernels = attention_kernels(config, compute, mesh.device)
+    # nothing is timed here: the same question has the same answer, to the last bit
+    options = Options(found.kernel if found.kernel in kernels else kernels[0])
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
     model, table = build_model(config, options, Builder(PlacementTable(), region=region), list(chunks.values()))
     found.fill(_slices(model, table, DTYPES[compute], mesh.device))
@@ -114,14 +118,18 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
 
 def _of_run(path: Path, mesh: Mesh) -> _Found:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
-    trained = trained_model(checkpoint, read_index(checkpoint))
+    index = read_index(checkpoint)
+    trained = trained_model(checkpoint, index)
     tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
+    # probabilities that are dropped leave no choice
+    chosen = None if trained.model.attention_dropout else index.get("choices", {}).get("attention")
     return _Found(
         trained.model,
         trained.precision.compute,
         load_tokenizer(tokenizer) if tokenizer else None,
         vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
+        chosen,
     )
 
 

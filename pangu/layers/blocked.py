@@ -15,11 +15,11 @@ BLOCK = 128
 """Queries of a block."""
 SCORES_BYTES = 2 << 20
 """Of scores that are worked on at a time: about a core's cache."""
-SHORT = 512
-"""Longest sequence for which this is faster than torch's fused kernel in 16-bit formats with matrix tiles (AMX)."""
 
 
-def blocked_attention(query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, *, causal: bool) -> Tensor:
+def blocked_attention(
+    query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, *, causal: bool, fused_forward: bool
+) -> Tensor:
     """softmax(q kᵀ / sqrt(head size)) v over the keys at or before a query that are not forbidden.
 
     Only queries, keys and values are kept. Backward has the probabilities of one block of queries of a few heads at a
@@ -31,26 +31,23 @@ def blocked_attention(query: Tensor, key: Tensor, value: Tensor, forbidden: Tens
         value: the same.
         forbidden: bool [batch or 1, 1, sequence, sequence], true where row (query) must not see column (key).
         causal: only keys behind the query are forbidden.
+        fused_forward: forward is torch's fused kernel; otherwise it works through blocks too.
 
     Returns:
         The shape of `query`, and its order in memory.
     """
-    return _Blocked.apply(query, key, value, forbidden, causal)
-
-
-def forward_by_blocks(dtype: torch.dtype) -> bool:
-    """Forward is by blocks too, as explicit products are 2 to 3 times faster than torch's fused kernel: in 16-bit
-    formats on a processor without matrix tiles (AMX)."""
-    return dtype.itemsize == 2 and not torch.cpu._is_amx_tile_supported()
+    return _Blocked.apply(query, key, value, forbidden, causal, fused_forward)
 
 
 class _Blocked(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, causal: bool, fused: bool
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         # not by save_for_backward: it is one tensor for all layers
         ctx.forbidden, ctx.causal = forbidden, causal
-        if not forward_by_blocks(query.dtype):
+        if fused:
             mask = None if causal else ~forbidden
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         parts = []
@@ -69,7 +66,7 @@ class _Blocked(Function):
             found = _gradients(q, k, v, grad, _masks(ctx.forbidden, heads, query), ctx.causal)
             for result, part in zip(results, found, strict=True):
                 result.flatten(0, 1)[heads] = part
-        return (*results, None, None)
+        return (*results, None, None, None)
 
 
 def _gradients(

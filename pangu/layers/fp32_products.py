@@ -1,35 +1,90 @@
-"""How the processor computes fp32 products."""
+"""How the processor computes products: which ways to fp32 are exact, and how long each takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 EXACT = 1e-4
 """Above the error of true fp32 products, relative to the root of the inner size; TF32 errs by 1e-3, bf16 by 1e-2."""
 
 
-def choose_fp32_products(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What `auto` stands for, in the words of `torch.set_float32_matmul_precision`; other requests are returned.
+def work_limit(device: torch.device) -> int:
+    """Multiplications of a pass that is timed: a millisecond's work or so, which another process seldom interrupts."""
+    return 2**23 * torch.get_num_threads() if device.type == "cpu" else 2**33
+
+
+@dataclass(frozen=True)
+class Product:
+    """[rows, inputs] times [inputs, outputs]."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    repeats: int = 1
+    """How often a micro-batch computes it."""
+
+    def cut(self, limit: int) -> tuple[Product, float]:
+        """A smaller product of at most `limit` multiplications, as good as cubic, and how many of it this one and its
+        repetitions are."""
+        sizes = [self.rows, self.inputs, self.outputs]
+        while sizes[0] * sizes[1] * sizes[2] > limit:
+            longest = sizes.index(max(sizes))
+            sizes[longest] = -(-sizes[longest] // 2)
+        smaller = Product(*sizes)
+        work = self.rows * self.inputs * self.outputs / (sizes[0] * sizes[1] * sizes[2])
+        return smaller, work * self.repeats
+
+
+@contextmanager
+def products_by(way: str) -> Iterator[None]:
+    """Within the block fp32 products are computed in a `way` of `torch.set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(way)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def product_ways(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The ways among which `auto` chooses, in the words of `torch.set_float32_matmul_precision`; another request is
+    the only way.
 
     `medium` allows bf16 inside a product. A CPU without matrix tiles does not make use of it, but torch then calls
-    oneDNN instead of MKL, which is about twice as fast on AMD's processors. So it is tried out: `medium` if products
-    stay true fp32, otherwise `highest`.
+    oneDNN instead of MKL: the one is faster here and the other there. So it is tried out: it is a way if products stay
+    true fp32 with it.
     """
     if requested != "auto":
-        return requested
+        return [requested]
     if device.type != "cpu" or dtype != torch.float32:
-        return "highest"
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    exact = _products_error() < EXACT
-    torch.set_float32_matmul_precision(before)
-    return "medium" if exact else "highest"
+        return ["highest"]
+    with products_by("medium"):
+        exact = _products_error() < EXACT
+    return ["highest", "medium"] if exact else ["highest"]
+
+
+def product_pass(product: Product, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Forward and both halves of backward of a linear layer, on numbers of its own."""
+    rows, inputs, outputs = product.rows, product.inputs, product.outputs
+    x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
+    return lambda: (F.linear(x, weight), grad @ weight, grad.t() @ x)
+
+
+def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors of normal numbers, drawn by a generator of their own: the run's must not notice."""
+    source = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
 def _products_error() -> float:
     """Largest error of a linear layer's products, forward and backward, relative to the root of the inner size."""
-    x, weight, grad = torch.randn(3, 512, 512, generator=torch.Generator().manual_seed(0))
+    x, weight, grad = random(torch.device("cpu"), torch.float32, *[(512, 512)] * 3)
 
     def error(left: Tensor, right: Tensor) -> float:
         return float((left @ right - left.double() @ right.double()).abs().max()) / 512**0.5

@@ -22,9 +22,8 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.layers.biases import Bias
-from pangu.layers.blocked import SHORT, blocked_attention, forward_by_blocks
+from pangu.layers.blocked import blocked_attention
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.formats import DTYPES
 from pangu.layers.masks import AttentionMask
 
 
@@ -141,7 +140,9 @@ class Sdpa:
 
 
 class Blocked:
-    """torch's fused kernel forward and blocks of queries backward, on a CPU (see `pangu.layers.blocked`)."""
+    """Blocks of queries, on a CPU (see `pangu.layers.blocked`)."""
+
+    fused_forward = False
 
     def __init__(self, terms: Terms) -> None:
         self.causal = terms.mask.is_plain_causal
@@ -150,7 +151,15 @@ class Blocked:
     def __call__(
         self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return blocked_attention(*heads.ungrouped(), self.forbidden, causal=self.causal), None
+        return blocked_attention(
+            *heads.ungrouped(), self.forbidden, causal=self.causal, fused_forward=self.fused_forward
+        ), None
+
+
+class BlockedBackward(Blocked):
+    """torch's fused kernel forward and blocks of queries backward, on a CPU."""
+
+    fused_forward = True
 
 
 class Flex:
@@ -221,6 +230,7 @@ def _flash_attn() -> ModuleType:
 KERNELS: dict[str, type[Kernel]] = {
     "reference": Reference,
     "sdpa": Sdpa,
+    "blocked_backward": BlockedBackward,
     "blocked": Blocked,
     "flex": Flex,
     "flash_attn": FlashAttn,
@@ -233,12 +243,10 @@ def over_cache(kernel: type[Kernel]) -> type[Kernel]:
     return kernel if kernel is Reference else Sdpa
 
 
-def choose_attention(model: ModelConfig, precision: str, device: torch.device) -> str:
-    """The kernel that a model is trained with: `model.attention`, or what `auto` stands for.
-
-    Torch's fused kernel, but on a CPU in 16-bit formats: without matrix tiles (AMX) explicit scores are 2 to 3 times
-    faster, and with them `blocked` is for sequences that are not long. `blocked` can neither drop probabilities nor
-    add a bias.
+def attention_kernels(model: ModelConfig, precision: str, device: torch.device) -> list[str]:
+    """The kernels among which `model.attention=auto` chooses, in the order of preference; another request is the only
+    one. All of them give the same result to rounding, so where probabilities are dropped there is no choice: each draws
+    its own masks. On a CPU it is then the one whose masks do not depend on the layout, on an accelerator the fused one.
 
     Raises:
         UserError: if the requested kernel cannot train this model on this device.
@@ -249,12 +257,9 @@ def choose_attention(model: ModelConfig, precision: str, device: torch.device) -
             raise ConfigError(problems)
         if model.attention == "flash_attn":
             _flash_attn()
-        return model.attention
-    order = ["sdpa", "reference"]
-    if device.type == "cpu":
-        dtype = DTYPES[precision]
-        if model.attention_dropout > 0 or forward_by_blocks(dtype):
-            order.remove("sdpa")
-        if forward_by_blocks(dtype) or (dtype.itemsize == 2 and model.sequence <= SHORT):
-            order.insert(0, "blocked")
-    return next(kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type)))
+        return [model.attention]
+    order = ["sdpa", "blocked_backward", "blocked", "reference"]
+    if model.attention_dropout > 0:
+        order = ["reference"] if device.type == "cpu" else ["sdpa", "reference"]
+    able = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
+    return able[:1] if model.attention_dropout > 0 else able

@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import sys
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -65,6 +66,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()} CPU"
     return torch.get_device_module(device).get_device_name(device)
+
+
+def processor_name(device: torch.device) -> str:
+    """As `device_name`, but of a CPU the model and the instructions that torch makes use of."""
+    if device.type != "cpu":
+        return device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def peak_tflops(name: str, compute: Compute) -> float | None:

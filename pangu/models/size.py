@@ -10,10 +10,16 @@ def _num_up(config: ModelConfig) -> int:
     return 2 if config.activation == "swiglu" else 1
 
 
+def layer_matrices(config: ModelConfig, ranks: int = 1) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's products on one of the tensor-parallel `ranks`: query, key and value together,
+    output, up, down."""
+    d, inner, query = config.hidden, config.ffn_size // ranks, config.query_size // ranks
+    return [(d, query + 2 * config.kv_size // ranks), (query, d), (d, _num_up(config) * inner), (inner, d)]
+
+
 def _matrices_of_layer(config: ModelConfig) -> int:
-    """Weights of a layer's matrices: query, output, key, value, feed-forward."""
-    d = config.hidden
-    return 2 * d * (config.query_size + config.kv_size) + (_num_up(config) + 1) * d * config.ffn_size
+    """Weights of a layer's matrices."""
+    return sum(inputs * outputs for inputs, outputs in layer_matrices(config))
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -30,6 +30,17 @@ def is_silence(error: RuntimeError) -> bool:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """How two collectives are carried out. `own`: the backend's own way. `exchange`: every rank sends its part to each,
+    and adds up what it gets in the order of the ranks."""
+
+    gather: str = "exchange"
+    """The all-gather."""
+    scatter: str = "exchange"
+    """The reduce-scatter."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Made once per process and passed to constructors; there is no global state beside it."""
 
@@ -44,6 +55,8 @@ class Mesh:
     """Where the processes met."""
     keeper: int | None = None
     """Rank of the process that keeps the store; None: the launcher keeps it."""
+    ways: Ways = field(default_factory=Ways)
+    """How collectives are carried out."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
@@ -77,7 +90,9 @@ class Mesh:
                 ) from error
         assert dist.group.WORLD is not None
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        mesh = cls(layout, dist.get_rank(), device, {"world": dist.group.WORLD}, timeout_s, store, keeper)
+        ways = Ways() if device.type == "cpu" else Ways("own", "own")
+        groups = {"world": dist.group.WORLD}
+        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, ways)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
             if len(set(ranks)) > 1:

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
-from pangu.layers.kernels import choose_attention
+from pangu.layers.kernels import attention_kernels
 from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import Mesh, Ways
 from pangu.topology.placement import PlacementTable
+from pangu.training.choices import Choices
 from pangu.training.step import Trainer
 
 
-def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, kernel: str | None = None) -> Trainer:
+def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None) -> Trainer:
     """The trainer of this rank: its chunks of the model with their first values, and a fresh optimizer.
 
     Args:
         config: the run.
         mesh: live groups and device.
         stages: from `plan_stages`, if it is at hand.
-        kernel: from `choose_attention`, if it is at hand.
+        choices: from `choose`; None: the preferred ones, without timing any.
 
     Raises:
         ConfigError: if the pipeline's schedule or the attention kernel does not allow what is asked for.
     """
     stages = stages or plan_stages(config, mesh.layout)
-    options = Options.of(config, kernel or choose_attention(config.model, config.precision.compute, mesh.device))
+    if choices is None:
+        kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
+    else:
+        kernel, mesh = choices.attention, replace(mesh, ways=Ways(choices.gather, choices.scatter))
+    options = Options.of(config, kernel)
     later = WeightGradients() if stages.schedule.splits_backward else None
     build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
-    return Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))
+    trainer = Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))
+    trainer.choices = None if choices is None else asdict(choices)
+    return trainer

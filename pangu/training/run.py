@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import make_run_folder, save_config
 from pangu.checkpoint.run_tokenizer import keep_tokenizer
 from pangu.collectives.reduce import answered
@@ -22,9 +23,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.text import continue_prompts, encode_prompts
-from pangu.layers.formats import DTYPES
-from pangu.layers.fp32_products import choose_fp32_products
-from pangu.layers.kernels import choose_attention
+from pangu.layers.kernels import attention_kernels
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.meter import perplexity
 from pangu.models.frozen import count_frozen
@@ -40,6 +39,7 @@ from pangu.planning.states import fullest_states, held_bytes, plan_states, tell_
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
+from pangu.training.choices import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.closing import closing_words
 from pangu.training.evaluation import Evaluation, in_training
 from pangu.training.heartbeat import Heartbeat
@@ -80,11 +80,7 @@ def run(values: Mapping[str, Any]) -> None:
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
-    kernel = choose_attention(config.model, config.precision.compute, device)
-    log.info("%-12s %s (model.attention=%s)", "attention", kernel, config.model.attention)
-    products = choose_fp32_products(config.precision.fp32_products, device, DTYPES[config.precision.compute])
-    torch.set_float32_matmul_precision(products)
-    log.info("%-12s %s (precision.fp32_products=%s)", "products", products, config.precision.fp32_products)
+    attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     try:
         output = Path(config.train.output)
@@ -93,18 +89,21 @@ def run(values: Mapping[str, Any]) -> None:
             together(mesh, lambda: make_run_folder(output), here=mesh.is_first)
             together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
             requests = Requests(mesh, began, config.train.stop_after_s)
-            _train(config, mesh, launch, stages, kernel, requests)
+            _train(config, mesh, launch, stages, requests)
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel: str, requests: Requests) -> None:
+def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, requests: Requests) -> None:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
     evaluation = Evaluation(config, sources) if config.evaluate.every else None
     checkpoint = find_checkpoint(config, mesh)
-    trainer = assemble(config, mesh, stages, kernel)
+    warn_of_slow_format(config, mesh)
+    choices = choose(config, mesh, None if checkpoint is None else read_index(checkpoint).get("choices"))
+    torch.set_float32_matmul_precision(choices.products)
+    trainer = assemble(config, mesh, stages, choices)
     where = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, where, implementation(trainer.optimizer))
     for line in tell_states(
@@ -121,7 +120,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
-    together(mesh, lambda: _describe_folder(output, config), here=mesh.is_first)
+    together(mesh, lambda: _describe_folder(output, config, choices), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         validation = None
         if sources.validation is not None and config.validation.every:
@@ -143,9 +142,10 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, kernel
         _finish(config, trainer, loop, _samples(config, trainer, sources, prompts), time.perf_counter() - started)
 
 
-def _describe_folder(output: Path, config: RunConfig) -> None:
-    """Configuration and tokenizer, with which the folder can be used without what it was made from."""
+def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:
+    """Configuration and tokenizer, with which the folder can be used without what it was made from, and choices."""
     save_config(output, config)
+    save_choices(output, choices)
     if tokenizer := tokenizer_of(config.data):
         keep_tokenizer(output, tokenizer)
 

@@ -124,6 +124,7 @@ class Saver:
             "frozen": list(self._config.train.frozen),
             "identity": identity(self._config),
             "layout": asdict(trainer.mesh.layout),
+            "choices": trainer.choices,
         }
         path = checkpoint_path(self._folder, trainer.step)
         # the other replicas hold copies

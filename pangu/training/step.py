@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,8 @@ class Trainer:
         self.step = 0
         """Steps made, skipped ones included."""
         self.skipped = 0
+        self.choices: dict[str, Any] | None = None
+        """What `auto` stood for, as checkpoints hold it."""
         self.doing = "starting"
         """What this rank is at, for messages."""
         gradients = self.parameters.gradients

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pangu.collectives.reduce import Waitable, all_reduce, start_ordered_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import Mesh, Ways
 from pangu.zero.units import Unit
 
 IN_FLIGHT = 2
@@ -35,11 +35,16 @@ class Groups:
     """First and last stage of the pipeline, which both hold a tied word embedding."""
     stages: dist.ProcessGroup | None = None
     """All stages, which all hold a table of position biases."""
+    ways: Ways = field(default_factory=Ways)
+    """How they reduce."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> Groups:
         """Those of a live mesh."""
-        return cls(*(mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends", "pipeline")))
+        data, shard, copies, tensor, ends, stages = (
+            mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends", "pipeline")
+        )
+        return cls(data, shard, copies, tensor, ends, stages, mesh.ways)
 
 
 @dataclass
@@ -196,13 +201,13 @@ class GradientSum:
         self._norms.append((unit, torch._foreach_norm([unit.total[span] for _, span in unit.tensors])))
         if unit.sharding.size == 1:
             part = unit.grad.to(message)
-            return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data))
+            return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data, groups.ways))
         total = unit.total.to(message)
         in_place = not self.each and message == unit.grad.dtype
         part = unit.grad if in_place else torch.empty_like(unit.grad, dtype=message)
         if unit.sharding.stage >= 2:
             unit.total = None
-        return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard))
+        return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard, groups.ways))
 
     def _reap(self, leave: int) -> None:
         """Wait for all but the newest `leave` reductions and put their results where they belong."""

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from pangu.collectives.reduce import Waitable, start_all_gather
 from pangu.layers.gate import Gate
 from pangu.layers.offload import Lane
+from pangu.topology.mesh import Ways
 from pangu.zero.units import Unit
 
 TABLES = ("embedding", "position_bias")
@@ -83,6 +84,7 @@ class Weights(Gate):
         trained: Collection[str],
         lane: Lane,
         overlap: bool = True,
+        ways: Ways | None = None,
     ) -> None:
         """
         Args:
@@ -92,12 +94,14 @@ class Weights(Gate):
             trained: regions from which gradients come, whatever their input is.
             lane: for copies from the host.
             overlap: false: gather a unit when it is needed, not before.
+            ways: how it is gathered.
         """
         self.regions = regions
         self.group = group
         self.trained = trained
         self.lane = lane
         self.overlap = overlap
+        self.ways = ways or Ways()
         self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
         self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
         self.forward = {a: b for names in order.values() for a, b in pairwise(names)}
@@ -121,7 +125,7 @@ class Weights(Gate):
                 if unit.sharding.stage == 3:
                     self._release(unit)
                 elif unit.sharding.size > 1:
-                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group)
+                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group, self.ways)
                 elif unit.master_away:
                     self._works[unit] = _Copied(self.lane.mark())
             if not self.overlap:
@@ -181,7 +185,7 @@ class Weights(Gate):
                 whole, part = unit.hold().data, unit.share
                 if unit.share_away:
                     part = whole[unit.own].copy_(part, non_blocking=True)
-                work = start_all_gather(whole, part, self.group)
+                work = start_all_gather(whole, part, self.group, self.ways)
                 self._works[unit] = _Copied(self.lane.mark()) if work is None else work
 
     def _finish(self, unit: Unit) -> None:

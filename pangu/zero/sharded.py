@@ -86,6 +86,7 @@ class ShardedParameters:
             trained_regions(regions, policy.frozen),
             self._lane,
             policy.overlap,
+            mesh.ways,
         )
         if sharding.size > 1 or self.offload:
             model.gate = self.weights

@@ -1,4 +1,4 @@
-"""The way to fp32 products: `auto` never gives up fp32."""
+"""The ways to fp32 products: `auto` never gives up fp32, and products are timed on shapes like the run's."""
 
 from __future__ import annotations
 
@@ -6,35 +6,41 @@ import pytest
 import torch
 
 from pangu.layers import fp32_products as products
-from pangu.layers.fp32_products import EXACT, choose_fp32_products
+from pangu.layers.fp32_products import EXACT, Product, product_ways, products_by
 
 CPU = torch.device("cpu")
 
 
-def test_auto_keeps_products_true_fp32() -> None:
-    try:
-        torch.set_float32_matmul_precision(choose_fp32_products("auto", CPU, torch.float32))
-        assert products._products_error() < EXACT
-    finally:
-        torch.set_float32_matmul_precision("highest")
+def test_every_way_of_auto_keeps_products_true_fp32() -> None:
+    for way in product_ways("auto", CPU, torch.float32):
+        with products_by(way):
+            assert products._products_error() < EXACT
 
 
-def test_auto_takes_medium_only_where_its_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medium_is_a_way_only_where_its_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    for error, chosen in ((EXACT / 2, "medium"), (1e-2, "highest")):
+    for error, ways in ((EXACT / 2, ["highest", "medium"]), (1e-2, ["highest"])):
 
         def probe(error: float = error) -> float:
             seen.append(torch.get_float32_matmul_precision())
             return error
 
         monkeypatch.setattr(products, "_products_error", probe)
-        assert choose_fp32_products("auto", CPU, torch.float32) == chosen
+        assert product_ways("auto", CPU, torch.float32) == ways
     assert seen == ["medium", "medium"]
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_requests_win_and_other_devices_and_formats_keep_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_products_error", lambda: 0.0)
-    assert choose_fp32_products("high", CPU, torch.float32) == "high"
-    assert choose_fp32_products("auto", torch.device("cuda"), torch.float32) == "highest"
-    assert choose_fp32_products("auto", CPU, torch.bfloat16) == "highest"
+    assert product_ways("high", CPU, torch.float32) == ["high"]
+    assert product_ways("auto", torch.device("cuda"), torch.float32) == ["highest"]
+    assert product_ways("auto", CPU, torch.bfloat16) == ["highest"]
+
+
+def test_a_large_product_is_timed_on_a_smaller_one_and_counts_for_all_of_it() -> None:
+    smaller, worth = Product(2048, 5120, 15360, repeats=40).cut(2**23)
+    assert smaller.rows * smaller.inputs * smaller.outputs <= 2**23
+    assert min(smaller.rows, smaller.inputs, smaller.outputs) >= 128
+    assert worth * smaller.rows * smaller.inputs * smaller.outputs == 40 * 2048 * 5120 * 15360
+    assert Product(4, 8, 16).cut(2**23) == (Product(4, 8, 16), 1.0)

@@ -18,7 +18,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernels import KERNELS, Heads, Terms, choose_attention
+from pangu.layers.kernels import KERNELS, Heads, Terms, attention_kernels
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import variant
@@ -69,20 +69,18 @@ def test_sdpa_equals_reference(case: tuple[Any, ...]) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("kernel", ["blocked", "blocked_backward"])
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] == "none"], ids=str)
-def test_blocked_equals_reference(case: tuple[Any, ...], tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_equals_reference(case: tuple[Any, ...], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64, 1e-13 as above; 12 queries in blocks of 5, both ways of computing forward."""
     monkeypatch.setattr(blocked, "BLOCK", 5)
-    monkeypatch.setattr(blocked, "forward_by_blocks", lambda dtype: not tiles)
-    for mine, theirs in zip(results("blocked", case), results("reference", case), strict=True):
+    for mine, theirs in zip(results(kernel, case), results("reference", case), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
-def test_blocked_rounds_as_little_as_reference(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_blocks", ["blocked", "blocked_backward"])
+def test_blocked_rounds_as_little_as_reference(by_blocks: str) -> None:
     """bf16, sequences of two blocks and a half: no farther from fp64 than 1.5 times what explicit scores are."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     length, source = 5 * blocked.BLOCK // 2, torch.Generator().manual_seed(0)
     exact = [torch.randn(2, 3, length, 16, dtype=torch.float64, generator=source) for _ in range(4)]
 
@@ -98,9 +96,9 @@ def test_blocked_rounds_as_little_as_reference(tiles: bool, monkeypatch: pytest.
             (mine - true).norm() / true.norm()
             for mine, true in zip(gradients(kernel, torch.bfloat16), truth, strict=True)
         ]
-        for kernel in ("reference", "blocked")
+        for kernel in ("reference", by_blocks)
     }
-    for mine, theirs in zip(errors["blocked"], errors["reference"], strict=True):
+    for mine, theirs in zip(errors[by_blocks], errors["reference"], strict=True):
         assert mine <= 1.5 * theirs
 
 
@@ -197,25 +195,21 @@ def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     assert not torch.equal(first, core(given, kernel, DropoutKeys(1, 3, (3, 4)))[0])
 
 
-def test_auto_takes_the_fastest_kernel_that_can_compute_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_processor() -> None:
+    of_cpu = ["sdpa", "blocked_backward", "blocked", "reference"]
+    for precision in ("fp32", "bf16"):
+        assert attention_kernels(variant(), precision, CPU) == of_cpu
+        assert attention_kernels(variant(positions="alibi"), precision, CPU) == ["sdpa", "reference"]
+        assert attention_kernels(variant(), precision, CUDA) == ["sdpa", "reference"]
+        assert attention_kernels(variant(residual_scores=True), precision, CUDA) == ["reference"]
+    assert attention_kernels(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == ["sdpa"]
+
+
+def test_where_probabilities_are_dropped_there_is_no_choice() -> None:
+    """Kernels draw different masks, so their results are not equal. On a CPU the layout must not change them."""
     drops = variant(attention_dropout=0.1)
-    biased = variant(positions="alibi")
-    assert choose_attention(variant(), "fp32", CPU) == "sdpa"
-    assert choose_attention(biased, "fp32", CPU) == "sdpa"
-    assert choose_attention(drops, "fp32", CPU) == "reference"
-    for tiles, kernel in ((False, "reference"), (True, "sdpa")):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
-        assert choose_attention(variant(), "bf16", CPU) == "blocked"
-        assert choose_attention(variant(sequence=1024), "bf16", CPU) == ("sdpa" if tiles else "blocked")
-        assert choose_attention(biased, "bf16", CPU) == kernel
-    assert choose_attention(drops, "bf16", CUDA) == "sdpa"
-    assert choose_attention(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == "sdpa"
-
-
-def test_auto_takes_explicit_scores_where_they_are_passed_on() -> None:
-    assert choose_attention(variant(residual_scores=True), "bf16", CUDA) == "reference"
+    assert attention_kernels(drops, "bf16", CPU) == ["reference"]
+    assert attention_kernels(drops, "bf16", CUDA) == ["sdpa"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +225,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed, wherever this runs
     with pytest.raises(UserError) as caught:
-        choose_attention(variant(hidden=64, **changes), precision, device)
+        attention_kernels(variant(hidden=64, **changes), precision, device)
     assert str(caught.value).startswith("1 problem")
     assert f"model.attention = {expected}" in str(caught.value)
     assert str(caught.value).endswith("model.attention=auto works")
@@ -239,4 +233,4 @@ def test_a_kernel_that_cannot_run_here_is_refused(
 
 def test_flash_attn_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
-    assert choose_attention(variant(attention="flash_attn"), "bf16", CUDA) == "flash_attn"
+    assert attention_kernels(variant(attention="flash_attn"), "bf16", CUDA) == ["flash_attn"]

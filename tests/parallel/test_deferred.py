@@ -106,7 +106,7 @@ def test_every_parameter_counts_once(tied: str) -> None:
     run.backward(0)  # not held: as usual
     sent: list[tuple[Tensor, Tensor]] = []
 
-    def send(grad: Tensor, group: object) -> None:
+    def send(grad: Tensor, group: object, ways: object) -> None:
         sent.append((grad, grad.clone()))
 
     with patch.object(gradients, "start_ordered_all_reduce", send):

@@ -1,0 +1,77 @@
+"""Passes of the attention kernels on a run's own shapes, to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from pangu.layers.attention import AttentionCore, split_heads
+from pangu.layers.biases import Bias
+from pangu.layers.builder import Builder
+from pangu.layers.fp32_products import random
+from pangu.layers.kernels import KERNELS, Heads, Terms
+from pangu.layers.masks import AttentionMask
+from pangu.topology.placement import PlacementTable
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the kernel of a rank is given in one layer."""
+
+    rows: int
+    """Sequences."""
+    heads: int
+    kv_heads: int
+    sequence: int
+    head_size: int
+    documents: bool = False
+    """The mask parts documents."""
+    window: int | None = None
+    biased: bool = False
+    """Scores have a bias of their distance."""
+
+    @property
+    def work(self) -> int:
+        """Multiplications of the scores' product."""
+        return self.rows * self.heads * self.sequence**2 * self.head_size
+
+    def cut(self, limit: int) -> tuple[AttentionShape, float]:
+        """A smaller pass of at most `limit` multiplications and how many of it this one is: fewer sequences, then fewer
+        heads, and shorter sequences only where one head is too much."""
+        smaller = self
+        while smaller.work > limit and smaller.sequence > 1:
+            if smaller.rows > 1:
+                smaller = replace(smaller, rows=smaller.rows // 2)
+            elif smaller.kv_heads % 2 == 0:
+                smaller = replace(smaller, heads=smaller.heads // 2, kv_heads=smaller.kv_heads // 2)
+            else:
+                smaller = replace(smaller, sequence=smaller.sequence // 2)
+        return smaller, self.work / smaller.work
+
+
+def attention_pass(
+    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, backward: bool = True
+) -> Callable[[], object]:
+    """Forward, and backward unless it is not asked for, of one layer's attention, on numbers of its own."""
+    length, size = shape.sequence, shape.head_size
+    widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))
+    heads = Heads(*(split_heads(part, size) for part in joined.requires_grad_(backward).split(widths, -1)))
+    documents = None
+    if shape.documents:
+        documents = torch.zeros(shape.rows, length, dtype=torch.int64, device=device)
+        documents[:, length // 2 :] = 1
+    bias = None
+    if shape.biased:
+        (distances,) = random(device, torch.promote_types(dtype, torch.float32), (length, shape.heads))
+        bias = Bias(distances)
+    core = AttentionCore(Builder(PlacementTable()), 0.0)
+    compute = KERNELS[kernel](Terms(AttentionMask(documents, shape.window), bias, length, dtype, device))
+
+    def once() -> object:
+        output, _ = core(heads, compute, None)
+        return torch.autograd.grad(output, joined, output.detach(), retain_graph=True) if backward else output
+
+    return once

@@ -1,0 +1,58 @@
+"""Ways are timed in turns, within a budget, and the choice between them is stable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from pangu.metrics.timing import ROUNDS, SURE, fastest, time_ways
+
+CPU = torch.device("cpu")
+
+
+class Stopwatch:
+    """A clock that only the ways turn."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+
+    def way(self, name: str, *seconds: float) -> Callable[[], object]:
+        """Takes so long the first, second, ... time, and from then on as long as the last."""
+        left = list(seconds)
+
+        def once() -> None:
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return once
+
+
+def test_the_smallest_time_counts_and_the_first_does_not() -> None:
+    watch = Stopwatch()
+    ways = {"a": watch.way("a", 0.0, 0.3, 0.1, 0.2), "b": watch.way("b", 9.0, 0.2)}
+    assert time_ways(ways, CPU, 100.0, lambda: watch.now) == {"a": 0.09999999999999964, "b": 0.1999999999999993}
+
+
+def test_ways_take_turns_and_hopeless_ones_drop_out() -> None:
+    watch = Stopwatch()
+    times = time_ways({"a": watch.way("a", 1.0), "b": watch.way("b", 4.0)}, CPU, 100.0, lambda: watch.now)
+    assert times == {"a": 1.0, "b": 4.0}
+    assert watch.calls[: 2 * (SURE + 1)] == ["a", "b"] * (SURE + 1)
+    assert watch.calls.count("b") == SURE + 1
+    assert watch.calls.count("a") == ROUNDS + 1
+
+
+def test_every_rank_makes_as_many_collectives_however_slow_they_are() -> None:
+    watch = Stopwatch()
+    time_ways({"a": watch.way("a", 1.0), "b": watch.way("b", 50.0)}, CPU, None, lambda: watch.now)
+    assert watch.calls == ["a", "b"] * (ROUNDS + 1)
+
+
+def test_equally_fast_ways_fall_to_the_first_and_inexact_ones_to_nobody() -> None:
+    assert fastest({"a": 1.02, "b": 1.0}) == "a"
+    assert fastest({"a": 1.05, "b": 1.0}) == "b"
+    assert fastest({"a": math.inf, "b": 7.0}) == "b"
+    assert fastest({"a": 0.0}) == "a"

@@ -1,0 +1,244 @@
+"""`auto` takes the fastest of the ways that are exact, on all ranks alike, and a resumed run keeps it. Nothing here is
+really timed: a table says how long everything takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.checkpoint.files import read_index
+from pangu.collectives.reduce import start_reduce_scatter
+from pangu.collectives.ways import gather_ways, scatter_ways
+from pangu.config.errors import UserError
+from pangu.evaluation.loading import load_model
+from pangu.layers import fp32_products
+from pangu.layers.fp32_products import product_ways
+from pangu.metrics.devices import processor_name
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh, Ways
+from pangu.training import choices as chosen_by
+from pangu.training import run as running
+from pangu.training.assemble import assemble
+from pangu.training.choices import Choices, Timer, choose, save_choices, warn_of_slow_format
+from pangu.training.saving import Saver
+from tests.configs import composed, config, tiny
+from tests.spawn import Pool
+
+CPU = torch.device("cpu")
+ONE = Mesh(Layout(), 0, CPU)
+SDPA_SLOW = {"medium": 1.0, "highest": 2.0, ("sdpa", "medium"): 9.0, "sdpa": 3.0, "reference": 4.0}
+"""Products are faster by `medium`, which slows `sdpa` down by more."""
+
+
+def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer:
+    """A timer that looks a way up by its whole name, or by its first word; what is not there takes for ever."""
+
+    def look_up(name: Any) -> float:
+        words = (name, *name[:1]) if isinstance(name, tuple) else (name,)
+        return next((seconds[word] for word in words if word in seconds), 1e6)
+
+    def timer(
+        ways: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
+    ) -> dict[Any, float]:
+        if asked is not None:
+            asked.extend(ways)
+        return {name: look_up(name) for name in ways}
+
+    return timer
+
+
+@pytest.fixture
+def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if both ways to fp32 products were exact, whatever processor this is."""
+    monkeypatch.setattr(fp32_products, "_products_error", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("two_ways")
+def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFixture) -> None:
+    """Products alone would say `medium`; with the only kernels that are fast then a micro-batch takes longer."""
+    caplog.set_level(logging.INFO)
+    with_sdpa = choose(tiny("model.layers=1"), ONE, timer=table(SDPA_SLOW | {("reference", "medium"): 90.0}))
+    assert (with_sdpa.attention, with_sdpa.products) == ("sdpa", "highest")
+    explicit = choose(tiny("model.layers=1"), ONE, timer=table(SDPA_SLOW | {("reference", "medium"): 0.5}))
+    assert (explicit.attention, explicit.products) == ("reference", "medium")
+    assert with_sdpa.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("attention    sdpa (model.attention=auto; ms of a micro-batch: sdpa 3e+03, ")
+    assert lines[1].startswith("products     highest (precision.fp32_products=auto; ms of a micro-batch: highest ")
+
+
+def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp32_products, "_products_error", lambda: 1e-2)
+    asked: list[Any] = []
+    assert choose(tiny(), ONE, timer=table({"medium": 1e-6, "sdpa": 1.0}, asked)).products == "highest"
+    assert asked
+    assert not any("medium" in way for way in asked)
+
+
+@pytest.mark.usefixtures("two_ways")
+def test_what_is_asked_for_is_taken_and_what_leaves_no_choice_is_not_timed() -> None:
+    asked: list[Any] = []
+    keys = ("model.attention=reference", "precision.fp32_products=highest")
+    found = choose(tiny(*keys), ONE, timer=table({}, asked))
+    assert (found.attention, found.products, found.milliseconds, asked) == ("reference", "highest", {}, [])
+    drops = choose(
+        tiny("model.attention_dropout=0.1"), ONE, timer=table({"reference": 0.0, "medium": 1.0, "highest": 2.0})
+    )
+    assert (drops.attention, drops.products) == ("reference", "medium")
+
+
+def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:
+    asked: list[Any] = []
+    for sequence in (16, 1024):
+        choose(tiny(f"model.sequence={sequence}", "precision=bf16"), ONE, timer=table({"sdpa": 1.0}, asked))
+        assert any("reference" in way for way in asked) == (sequence == 16)
+        asked.clear()
+
+
+def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any], list[str]]:
+    """Choices of one of two ranks, each of which finds another way the fastest."""
+    given = config(*overrides)
+    mesh = Mesh.connect(Layout(data=2, zero=1), CPU)
+    own: list[dict[Any, float]] = [
+        {"sdpa": 1.0, "blocked": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
+        {"sdpa": 9.0, "blocked": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
+    ]
+    return asdict(choose(given, mesh, timer=table(own[rank]))), gather_ways(mesh.groups["gather"])
+
+
+def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
+    keys = ("model=pangu_quickstart", "data=synthetic", "precision.fp32_products=highest", "parallel.zero=1")
+    (first, ways), second = pool.run(2, ranks_choose, *keys)
+    assert (first, ways) == second
+    assert ways == ["exchange", "own"]
+    assert (first["attention"], first["gather"], first["scatter"]) == ("reference", "own", "own")
+
+
+def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
+    """Ways to scatter, and whether they give the same bits."""
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
+    parts = []
+    for way in scatter_ways(group):
+        parts.append(torch.empty(1000))
+        work = start_reduce_scatter(parts[-1], whole.clone(), group, Ways(scatter=way))
+        assert work is not None
+        work.wait()
+    return scatter_ways(group), all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_ways_to_scatter_add_up_in_the_same_order(pool: Pool) -> None:
+    assert pool.run(2, both_ways) == [(["exchange", "own"], True)] * 2
+    assert pool.run(4, both_ways) == [(["exchange"], True)] * 4
+
+
+HERE = Choices(
+    "blocked", "medium", "exchange", "exchange", processor_name(CPU), "fp32", {"attention": {"blocked": 7.0}}
+)
+
+
+@pytest.mark.usefixtures("two_ways")
+@pytest.mark.parametrize(
+    ("recorded", "overrides", "expected", "says"),
+    [
+        (asdict(HERE), (), ("blocked", "medium"), "blocked (model.attention=auto; kept from the checkpoint; ms"),
+        (
+            asdict(HERE),
+            ("model.attention=reference",),
+            ("reference", "medium"),
+            "reference (model.attention=reference)",
+        ),
+        (asdict(replace(HERE, device="another")), (), ("sdpa", "highest"), "chosen on 'another', 'fp32': timed anew"),
+        (asdict(HERE), ("precision=bf16",), ("sdpa", "highest"), "timed anew"),
+        (asdict(replace(HERE, attention="flex")), (), ("sdpa", "medium"), "'flex', cannot be had in this layout"),
+        (None, (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
+        ("hostile", (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
+        ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed anew"),
+    ],
+    ids=["kept", "explicit", "device", "format", "impossible", "new", "hostile", "damaged"],
+)
+def test_a_resumed_run_keeps_its_choices_where_it_can(
+    recorded: object,
+    overrides: tuple[str, ...],
+    expected: tuple[str, str] | None,
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = choose(tiny("model.layers=1", *overrides), ONE, recorded, table({"sdpa": 1.0, "highest": 1.0}))
+    assert expected is None or (found.attention, found.products) == expected
+    assert says in caplog.text
+    assert "\x1b" not in caplog.text
+    if recorded == asdict(HERE) and not overrides:
+        assert found == HERE
+
+
+def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None:
+    """A checkpoint keeps them for a resumed run, and for who asks the model; choices.json is for people."""
+    given = tiny(f"train.output={tmp_path}", "checkpoint.asynchronous=false", "data.packing.eod=3")
+    trainer = assemble(given, ONE, choices=HERE)
+    (tmp_path / "metrics.jsonl").touch()  # which a save brings to the disk
+    saver = Saver(given, trainer)
+    saver.save(0, {})
+    saver.finish()
+    save_choices(tmp_path, HERE)
+    assert read_index(tmp_path / "checkpoints" / "step-00000000")["choices"] == asdict(HERE)
+    assert json.loads((tmp_path / "choices.json").read_text()) == asdict(HERE)
+    running.save_config(tmp_path, given)
+    assert load_model(tmp_path, ONE).runner.model.kernel.__name__ == "Blocked"
+
+
+def test_the_trainer_computes_as_it_was_chosen() -> None:
+    trainer = assemble(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
+    assert trainer.model.kernel.__name__ == "Blocked"
+    assert trainer.mesh.ways == Ways("own", "own")
+    assert assemble(tiny(), ONE).model.kernel.__name__ == "Sdpa"
+
+
+def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run measures")
+
+    monkeypatch.setattr(chosen_by, "time_ways", refuse)
+    monkeypatch.setattr(running, "choose", refuse)
+    monkeypatch.setattr(running, "warn_of_slow_format", refuse)
+    running.run(composed("+config=quickstart", "dry_run=true", f"train.output={tmp_path / 'run'}"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("precision", "times", "says"),
+    [
+        ("bf16", {"fp32": 1.0, "bf16": 38.0}, "products take 38.0 times as long as in fp32; precision=fp32 works"),
+        ("fp16", {"fp32": 2.0, "bf16": 1.0, "fp16": 20.0}, "20.0 times as long as in bf16; precision=bf16 works"),
+        ("bf16", {"fp32": 1.0, "bf16": 0.5}, ""),
+        ("fp32", {}, ""),
+    ],
+)
+def test_a_format_without_instructions_is_named(
+    precision: str, times: dict[str, float], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_slow_format(tiny(f"precision={precision}"), ONE, table(times))
+    assert says in caplog.text
+    assert bool(caplog.records) == bool(says)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    with pytest.raises(UserError, match="trains on cuda only"):
+        choose(tiny("model.attention=flex", "model.hidden=64"), ONE)
+
+
+def test_really_timed_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The real timer, for what it returns: every candidate that this processor has gets a time."""
+    found = choose(tiny(), ONE)
+    assert set(found.milliseconds["attention"]) >= {"sdpa", "reference"}
+    assert found.products in product_ways("auto", CPU, torch.float32)
