@@ -265,7 +265,7 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     "watch": _is_watch,
     "loss_scale": lambda value: value is None or _is_loss_scale(value),
     "order": _is_count,
-    "choices": lambda value: isinstance(value, dict) and all(isinstance(way, str) for way in value.values()),
+    "choices": lambda value: value is None or _is_object(value),
     "frozen": lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
     "identity": _is_object,
     "layout": _is_object,

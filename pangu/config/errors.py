@@ -52,7 +52,7 @@ def shown(value: object) -> str:
         text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
     else:
         text = str(value) or "''"
-    text = printable(text)
+    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

@@ -122,14 +122,14 @@ def _of_run(path: Path, mesh: Mesh) -> _Found:
     trained = trained_model(checkpoint, index)
     tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
     # probabilities that are dropped leave no choice
-    chosen = None if trained.model.attention_dropout else index.get("choices", {}).get("attention")
+    chosen = None if trained.model.attention_dropout else (index.get("choices") or {}).get("attention")
     return _Found(
         trained.model,
         trained.precision.compute,
         load_tokenizer(tokenizer) if tokenizer else None,
         vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
-        chosen,
+        chosen if isinstance(chosen, str) else None,
     )
 
 

@@ -216,8 +216,9 @@ class Saver:
         def finish(_: Callable[[], None]) -> None:
             # a run that continues from the checkpoint counts on the figures of the steps before it
             figures = self._folder.parent / "metrics.jsonl"
-            with writing(figures):
-                flush(figures)
+            if figures.exists():  # who saves without a run has none
+                with writing(figures):
+                    flush(figures)
             commit(path, written, facts)
 
         try:

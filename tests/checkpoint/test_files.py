@@ -175,7 +175,7 @@ def test_values_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     tensors = {"weight/a": torch.full((2, 3), 3e38), "weight/b": torch.tensor([1.0, float("nan")])}
     commit(path, [write_slices(path, 0, [(name, whole(tensor)) for name, tensor in tensors.items()])], {})
     (said,) = find_damage(path, read_index(path))
-    assert said == f"{path}/tensors-00000-00000.safetensors: 'weight/b@0': a value is not finite"
+    assert said == f"{path}/tensors-00000-00000.safetensors: damaged: 'weight/b@0': a value is not finite"
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:

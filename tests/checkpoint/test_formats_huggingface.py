@@ -222,7 +222,7 @@ def copy_of(exported: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_damaged_folders_are_refused_in_words(
     damage: Callable[[Path], None], words: str, exported: Path, tmp_path: Path
 ) -> None:

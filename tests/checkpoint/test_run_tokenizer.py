@@ -13,6 +13,7 @@ from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training.choices import Choices
 from pangu.training.run import _describe_folder
 from tests.checkpoint.test_formats import HEADS, convert, weights
 from tests.checkpoint.test_formats_transformers import small_vocabulary
@@ -46,7 +47,8 @@ def test_training_keeps_a_copy(tmp_path: Path) -> None:
     data.mkdir()
     (data / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "run").mkdir()
-    _describe_folder(tmp_path / "run", config(f"data.folder={data}"))
+    choices = Choices("sdpa", "highest", "own", "own", "cpu", "fp32")
+    _describe_folder(tmp_path / "run", config(f"data.folder={data}"), choices)
     assert (tmp_path / "run" / "tokenizer.model").read_bytes() == b"pieces"
     assert (tmp_path / "run" / "config.yaml").is_file()
 

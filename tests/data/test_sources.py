@@ -13,7 +13,7 @@ from pangu.config.data import IndexedData, PackingConfig, StdlibData, SyntheticD
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import IndexedTokens
-from pangu.data.sources import open_sources, open_tokenizer, prepare
+from pangu.data.sources import open_sources, prepare, tokenizer_of
 from pangu.data.stdlib import StdlibPaths
 from tests.configs import tiny
 from tests.data.conftest import FRACTION, PACKING, VOCAB
@@ -125,9 +125,9 @@ def test_another_tokenizer_than_was_written_is_named(prepared: StdlibPaths, tmp_
     """A text for a model would else be cut into other pieces than it was trained on."""
     for name in ("tokenizer.model", "manifest.json"):
         shutil.copy(prepared.folder / name, tmp_path)
-    assert open_tokenizer(stdlib(tmp_path)) is not None
+    assert tokenizer_of(stdlib(tmp_path)) is not None
     content = (tmp_path / "tokenizer.model").read_bytes()
     assert b"self" in content
     (tmp_path / "tokenizer.model").write_bytes(content.replace(b"self", b"flse"))
     with pytest.raises(UserError, match=r"tokenizer\.model: damaged: its checksum is not that of manifest\.json"):
-        open_tokenizer(stdlib(tmp_path))
+        tokenizer_of(stdlib(tmp_path))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pangu.config.printable import printable
 from scripts.generate import main
 from tests.end_to_end.commands import called, on_ranks
 from tests.spawn import repository
@@ -43,7 +44,7 @@ def test_prompts_from_a_file_to_a_file(
     assert all(line["end"] == "length" and line["tokens"] == 12 for line in found)
     for prompt, line in zip(PROMPTS, found, strict=True):
         assert main([str(folder), "--prompt", prompt, *words]) == 0
-        assert capsys.readouterr().out == f"{line['prompt']}{line['text']}\n"
+        assert capsys.readouterr().out == f"{printable(line['prompt'] + line['text'])}\n"
 
 
 def test_prompts_of_a_text_file_are_printed_one_after_the_other(

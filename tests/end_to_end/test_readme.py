@@ -16,6 +16,7 @@ import pytest
 from hydra._internal.utils import get_args_parser as hydra_parser
 from torch.distributed.run import get_args_parser
 
+from pangu.config.help import show_help
 from pangu.training.heartbeat import Heartbeat
 from tests.configs import RECIPES, config
 from tests.end_to_end.commands import command
@@ -54,9 +55,11 @@ def parsed(words: list[str]) -> None:
         place = words.index("&&")
         parsed(words[:place])
         parsed(words[place + 1 :])
-    elif words[0] == "torchrun":
-        options = get_args_parser().parse_args(words[1:])
+    elif words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
+        options = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
         parsed(["python", options.training_script, *options.training_script_args])
+    elif words[:2] == ["python", "pretrain.py"] and "--help" in words:
+        assert show_help(words[2:], repository() / "configs")
     elif words[:2] == ["python", "pretrain.py"]:
         options, overrides = hydra_parser().parse_known_args(words[2:])
         config(*options.overrides, *overrides)

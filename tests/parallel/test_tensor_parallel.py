@@ -42,8 +42,8 @@ def test_narrow_formats_and_the_fused_kernel(ranks: Ranks, precision: str, toler
     overrides = (*OVERRIDES, *SHAPE, f"precision={precision}", "model.attention_dropout=0")
     one = one_process(3, *overrides, "model.attention=sdpa")
     for sequence in (False, True):
-        ranks = ranks.run(2, train, 2, sequence, 3, "sdpa", *overrides)
-        for mine, reference in zip(ranks[0]["results"], one["results"], strict=True):
+        ours = ranks.run(2, train, 2, sequence, 3, "sdpa", *overrides)
+        for mine, reference in zip(ours[0]["results"], one["results"], strict=True):
             assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
             assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
 

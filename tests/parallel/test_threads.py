@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pangu.collectives import reduce
+from pangu.topology import mesh
 from pangu.topology.layout import Layout
+from pangu.topology.mesh import Ways
 from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.parallel.test_layouts import CHUNKS
 from tests.spawn import Pool
@@ -42,8 +43,7 @@ def test_threads_and_processes_give_the_same_bits(
 ) -> None:
     """Losses, norms, every gradient, weights, held-out loss and cached logits of two steps."""
     overrides = (*MODEL, f"precision={precision}", f"parallel.schedule={schedule}", *more.split())
-    with patch.object(reduce, "_exchanges", lambda group: True):  # as on gloo
-        threads = ranks.run(layout.world, train_layout, layout, 2, *overrides)[0]
+    threads = ranks.run(layout.world, train_layout, layout, 2, *overrides)[0]
     processes = pool.run(layout.world, train_layout, layout, 2, *overrides)[0]
     assert threads["results"] == processes["results"]
     assert threads["validation"] == processes["validation"]
@@ -55,7 +55,7 @@ def test_threads_and_processes_give_the_same_bits(
 
 def without_exchanges(rank: int, world: int, layout: Layout, *arguments: Any) -> dict[str, Any]:
     """`train_layout` with the collectives that NCCL has."""
-    with patch.object(reduce, "_exchanges", lambda group: False):
+    with patch.object(mesh, "Ways", lambda: Ways("own", "own")):
         return train_layout(rank, world, layout, *arguments)
 
 

@@ -68,5 +68,5 @@ def test_a_plan_of_many_layers_stages_and_micro_batches_is_quick() -> None:
     chosen = tiny(*overrides, kind="gpt")
     stages = plan_stages(chosen, Layout(pipeline=64))
     fullest_states(chosen, Layout(pipeline=64), stages)
-    advise(stages.schedule, stages.durations, 1000)
+    advise(stages.schedule, stages.durations, 1000, 1)
     assert time.thread_time() - began < 5
