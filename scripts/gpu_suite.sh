@@ -7,7 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-runs/gpu_suite}
 
-python -m pytest -m gpu tests/gpu tests/metrics
+# one device: the tests take turns, and pytest-xdist need not be there
+python -m pytest -o addopts=--strict-markers -m gpu tests/gpu tests/metrics
 for preset in gpt2_124m pangu_350m; do
     python pretrain.py "+config=$preset" data=synthetic validation.every=0 checkpoint.every=0 metrics.wandb=off \
         metrics.tensorboard=false train.steps=10 batch.global_size=32 "train.output=$output/$preset"

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -105,11 +106,18 @@ def kill(pid: int) -> None:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a launcher, so that it restarts nothing, and to its workers."""
+    """SIGKILL to a launcher, so that it restarts nothing, and to its workers; their locks are free then."""
     pids = workers(process)
     process.kill()
     for pid in pids:
         kill(pid)
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return bool(found.stdout.strip()) and not found.stdout.startswith("Z")
 
 
 def call(name: str, words: list[str]) -> int | str | None:
@@ -136,6 +144,12 @@ def called(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 def call_and_exit(name: str, *words: str) -> None:
     """The same on a process of its own."""
     sys.exit(call(name, list(words)))
+
+
+def run_script(path: str, *words: str) -> None:
+    """`python PATH WORDS` on a process of its own."""
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
 
 
 def on_ranks(processes: int, name: str, *words: object) -> Program:

@@ -14,7 +14,7 @@ from tests.end_to_end.elastic import SAMPLES, SEQUENCE, run
 @pytest.mark.slow
 def test_4_processes_become_2_and_then_3(tmp_path: Path) -> None:
     """fp64: losses of the same batches to 1e-12; those of other batches differ in the first digits."""
-    told = run(tmp_path, min_steps := 12)
+    told = run(tmp_path, min_steps := 6)
     assert [phase.processes for phase in told] == [4, 2, 3]
     assert told[0].first_step == 1
     elastic, whole = metrics(tmp_path / "elastic"), metrics(tmp_path / "whole")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import HANG, SMALL, command, metrics
-from tests.spawn import repository
+from tests.end_to_end.commands import HANG, SMALL, metrics, run_script
+from tests.spawn import Program, repository, run_ranks
 
 QUIET = (*SMALL, "data=synthetic", "validation.every=0", "lr_schedule.warmup_steps=1", "checkpoint.every=2")
 
@@ -35,11 +34,11 @@ if __name__ == "__main__":
 """
 
 
-def run_changed(folder: Path, code: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+def run_changed(folder: Path, code: list[str], *words: str) -> Program:
     """Two replicas whose `train_step(trainer, batches)` is this code."""
     script = folder / "changed.py"
     script.write_text(SCRIPT.replace("CODE", "\n    ".join(code)), encoding="utf-8")
-    return command(str(script), *QUIET, *words, f"train.output={folder / 'run'}", processes=2, timeout=200)
+    return run_ranks(2, run_script, str(script), *QUIET, *words, f"train.output={folder / 'run'}", timeout=200)
 
 
 @pytest.mark.parametrize(("sleeps", "doing"), [("step", "counting target tokens"), ("loss", "adding up losses")])

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from pangu.config.help import show_help
 from pangu.training.heartbeat import Heartbeat
 from tests.configs import RECIPES, config
-from tests.end_to_end.commands import command
+from tests.end_to_end.commands import called
 from tests.spawn import repository
 
 READMES = [repository() / "README.md", repository() / "README.zh.md"]
@@ -127,7 +127,8 @@ def test_own_text_from_tokenizer_to_training(tmp_path: Path) -> None:
         f'data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=["今天"]',
     ]
     for step in steps:
-        done = command(*step.split())
+        script, *words = step.split()
+        done = called(script.removesuffix(".py"), *words)
         assert done.returncode == 0, done.stderr
     assert "sampled: '今天" in done.stderr
     assert "held-out loss" in done.stderr

@@ -97,8 +97,8 @@ def layout_of(case: Case, when: str) -> Layout:
 
 
 def micro_size(layout: Layout) -> str:
-    """Two or three micro-batches a step."""
-    return f"batch.micro_size={max(1, 6 // layout.data)}"
+    """One micro-batch a step: how many there are is another test's."""
+    return f"batch.micro_size={12 // layout.data}"
 
 
 def words_of(case: Case, when: str) -> tuple[str, ...]:
