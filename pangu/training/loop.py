@@ -176,9 +176,9 @@ class Loop:
     def _aside(self, doing: str) -> Iterator[None]:
         """Do something that is no part of a step and does not count in its time."""
         self._at(doing)
-        began = time.perf_counter()
+        since, began = self._since, time.perf_counter()
         yield
-        self._since += time.perf_counter() - began
+        self._since = since + time.perf_counter() - began  # once, where one is within another
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
         """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
