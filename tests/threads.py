@@ -49,7 +49,7 @@ class _World:
     """A rank has failed: nobody waits any longer."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by the rank that computes. torch lets go of Python's lock in every operation: ranks that took it from each
-    other there would take several times as long."""
+    other there took twice as long."""
 
 
 @dataclass
