@@ -328,3 +328,8 @@ def build_model(
     build = build or Builder(PlacementTable())
     kind = PanGu if config.kind == "pangu" else GPT
     return kind(config, build, options or Options(), parts or [Part.whole(config)]), build.table
+
+
+def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and global shape of every logical tensor of a model."""
+    return {placement.name: placement.shape for placement in build_model(config)[1]}

@@ -6,6 +6,8 @@ from dataclasses import asdict, replace
 
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
+from pangu.data.tokenizers import Tokenizer
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.kernels import attention_kernels
@@ -43,3 +45,9 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choice
     trainer = Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))
     trainer.choices = None if choices is None else asdict(choices)
     return trainer
+
+
+def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
+    """A model that is being trained, to be asked in between."""
+    schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
+    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, packing.eod, rows, packing.stop)

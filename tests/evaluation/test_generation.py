@@ -17,7 +17,7 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.evaluation.generation import Reader, Sampling, generate, pick
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.masks import AttentionMask
 from pangu.pipeline.runner import Runner

@@ -8,7 +8,7 @@ import torch
 from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.evaluation.generation import Sampling, generate
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.masks import AttentionMask
 from pangu.pipeline.runner import Runner
