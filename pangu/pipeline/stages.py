@@ -61,7 +61,8 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches)
+        each = layout.zero >= 2 and layout.shards > 1
+        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, each)
     except ValueError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
         problems.append(_problem(key, getattr(parallel, key), error))

@@ -73,7 +73,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
     message = 2 if config.precision.reduce == "bf16" else wide
     accumulation = config.batch.global_size // (config.batch.micro_size * layout.data)
-    each = sharding.reduces_each(once=stages.schedule.two_phases or stages.schedule.splits_backward)
+    each = stages.schedule.reduce_each
     learned = [unit for unit in units if unit.trained]
 
     # those that several chunks use are reduced once
@@ -82,12 +82,12 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     if sharding.stage in (1, 2):
         weights = sum(unit.padded for unit in learned)
     elif sharding.stage == 3:
-        gathers = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.GATHER)
+        holds = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.HOLD)
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
-            if stages.schedule.two_phases:
+            if chunk in holds:
                 held = sum(unit.padded for unit in {unit for each_of in using.values() for unit in each_of})
-                weights += gathers[chunk] * held
+                weights += holds[chunk] * held
                 gathered = max(gathered, held)
             else:
                 weights += accumulation * sum(unit.padded for unit in _gathers(using, back))

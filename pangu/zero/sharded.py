@@ -30,11 +30,8 @@ class Policy:
     """Layers are joined to units of about so many bytes of fp32 gradients."""
     overlap: bool = True
     """Communicate while layers compute."""
-    by_chunk: bool = False
-    """The schedule runs all micro-batches through a chunk before it leaves it: gather a chunk's weights when the
-    schedule says, and reduce its gradients once, rather than at each micro-batch."""
-    split_backward: bool = False
-    """Weight gradients come later than the backward of their micro-batch: reduce once."""
+    reduce_each: bool = False
+    """The schedule reduces gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
     offload: tuple[str, ...] = ()
     """What lies in host memory: `optimizer`, `parameters`."""
     message: torch.dtype | None = None
@@ -59,7 +56,6 @@ class ShardedParameters:
         """
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
-        self.by_chunk = policy.by_chunk
         regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
         units: dict[int, list[Unit]] = {}
         unit_of: dict[str, Unit] = {}
@@ -70,8 +66,7 @@ class ShardedParameters:
                 units.setdefault(chunk, []).append(unit)
         self.units = list(dict.fromkeys(unit_of.values()))
         self.trained = [unit for unit in self.units if unit.trained]
-        each = sharding.reduces_each(once=policy.by_chunk or policy.split_backward)
-        self.gradients = GradientSum(units, self.groups, each, policy.overlap, policy.message)
+        self.gradients = GradientSum(units, self.groups, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
         self._lane = Lane(mesh.device if sharding.offload else torch.device("cpu"))
         self.offload = sharding.offload
@@ -144,16 +139,6 @@ class ShardedParameters:
             for unit in units:
                 unit.lend_gradients(False)
             self.weights.publish(units)
-
-    def gather(self, chunk: int) -> None:
-        """The schedule's GATHER."""
-        if self.by_chunk:
-            self.weights.hold(chunk)
-
-    def release(self, chunk: int) -> None:
-        """The schedule's RELEASE."""
-        if self.by_chunk:
-            self.weights.let_go(chunk)
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole model's gradient, the same on every rank, a scalar."""

@@ -58,11 +58,6 @@ class Sharding:
         share = padded // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
-    def reduces_each(self, once: bool) -> bool:
-        """Whether gradients are reduced after each micro-batch, so that no whole ones are kept. `once`: the schedule
-        wants them to be reduced once per step."""
-        return self.stage >= 2 and self.size > 1 and not once
-
 
 @dataclass(frozen=True)
 class Piece:

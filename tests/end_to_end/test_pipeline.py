@@ -17,20 +17,19 @@ STUCK = f"""
 import os
 from pathlib import Path
 
-from pangu.pipeline.actions import Kind
-from pangu.pipeline.runner import _Pass
+from pangu.pipeline.runner import Runner
 from pangu.training.command import pretrain
 
-carry_out = _Pass._carry_out
+backward = Runner._backward
 {HANG}
 
-def perhaps(self, place, action):
-    if os.environ["RANK"] == "1" and action.kind is Kind.BACKWARD and action.micro == 1:
+def perhaps(self, action):
+    if os.environ["RANK"] == "1" and action.micro == 1:
         HAPPENS
-    carry_out(self, place, action)
+    backward(self, action)
 
 
-_Pass._carry_out = perhaps
+Runner._backward = perhaps
 if __name__ == "__main__":
     pretrain(Path("ROOT") / "configs")
 """

@@ -17,9 +17,9 @@ def test_two_stages_by_hand() -> None:
         Event(0, Action(Kind.FORWARD, 0, 0), 0, 1),
         Event(0, Action(Kind.SEND_ACTIVATION, 0, 0, 1), 1, 1.5),
         Event(1, Action(Kind.FORWARD, 1, 0), 1.5, 5.5),
-        Event(1, Action(Kind.BACKWARD, 1, 0), 5.5, 10),
+        Event(1, Action(Kind.BACKWARD, 1, 0, reduce=True), 5.5, 10),
         Event(1, Action(Kind.SEND_GRADIENT, 1, 0, 0), 10, 10.5),
-        Event(0, Action(Kind.BACKWARD, 0, 0), 10.5, 13.5),
+        Event(0, Action(Kind.BACKWARD, 0, 0, reduce=True), 10.5, 13.5),
     ]
     assert timeline.makespan == 13.5
     assert timeline.stage_bubbles == pytest.approx((9.5 / 13.5, 5 / 13.5))
