@@ -79,19 +79,18 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
     The receive of what a step waits for is posted one step before it, so that it overlaps with that step and no more
     than one step's worth of buffers is waiting. Sends follow the step that makes what they send.
     """
-    last = {chunk: index for index, (_, chunk, _) in enumerate(order)}
-    chunks = [None, *(chunk for _, chunk, _ in order), None]
+    last = {step[1]: step for step in order}
     yield from _receive(order[0], stage_of)
-    for index, step in enumerate(order):
-        if index + 1 < len(order):
-            yield from _receive(order[index + 1], stage_of)
+    for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
+        if after is not None:
+            yield from _receive(after, stage_of)
         kind, chunk, micro = step
-        if two_phases and chunks[index] != chunk:
+        if two_phases and (before is None or before[1] != chunk):
             yield Action(Kind.HOLD, chunk)
         completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        yield Action(kind, chunk, micro, reduce=completes and (reduce_each or index == last[chunk]))
+        yield Action(kind, chunk, micro, reduce=completes and (reduce_each or step == last[chunk]))
         yield from _send(step, stage_of)
-        if two_phases and chunks[index + 2] != chunk:
+        if two_phases and (after is None or after[1] != chunk):
             yield Action(Kind.RELEASE, chunk)
 
 
