@@ -53,6 +53,18 @@ class Event(NamedTuple):
     stop: float
 
 
+class Gap(NamedTuple):
+    """A time in which a stage does not compute."""
+
+    stage: int
+    start: float
+    stop: float
+    then: Action | None
+    """The forward or backward that ends it; None: the stage has no work left."""
+    awaited: Message | None
+    """What that waits for."""
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When every stage did what in one step, simulated or measured."""
@@ -89,6 +101,28 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What the stages do instead of computing, between the first computation of any stage and the last.
+
+        Where a computation needs a message, the stage waits for it from when its last gather or reduction is over.
+        """
+        found: list[Gap] = []
+        end = self.start + self.makespan
+        for stage in range(self.schedule.stages):
+            own = [event for event in self.events if event.stage == stage and event.action.kind not in MESSAGES]
+            computed = free = self.start
+            for event in sorted(own, key=lambda event: event.start):
+                if event.action.kind in COMPUTE:
+                    awaited = input_of(event.action, self.schedule.stage_of)
+                    waits = event.start if awaited is None else min(max(computed, free), event.start)
+                    found.append(Gap(stage, computed, waits, event.action, None))
+                    found.append(Gap(stage, waits, event.start, event.action, awaited))
+                    computed = event.stop
+                free = event.stop
+            found.append(Gap(stage, computed, end, None, None))
+        return tuple(gap for gap in found if gap.stop > gap.start)
 
     def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
         """Most activations held at once by each stage, in activations of one chunk for one micro-batch.
