@@ -140,8 +140,8 @@ def _draw_gaps(axes: Axes, timeline: Timeline, inches: float) -> None:
             label = _label(gap.then, timeline.schedule)
             chunk = gap.then.chunk + (1 if gap.awaited[0] is Kind.RECV_GRADIENT else -1)
             peer = timeline.schedule.stage_of[chunk]
-            # on white, as letters on a hatch are hard to read
-            _write(axes, gap, inches, f"{label} from stage {peer}", label, bbox={"fc": "white", "ec": "none", "pad": 0.5})
+            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # letters on a hatch are hard to read
+            _write(axes, gap, inches, f"{label} from stage {peer}", label, bbox=white)
     for kind, alike in gaps.items():
         _, colour, hatch = GAPS[kind]
         look = {"facecolors": colour, "edgecolors": "0.7", "linewidths": 0.4 if hatch else 0.0, "hatch": hatch or None}
