@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps, rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
@@ -126,7 +127,7 @@ def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
     for kind, events in boxes.items():
         _, strength, hatch = LOOKS[kind]
         colours = [_tint(_colour(event.action), strength) for event in events]
-        look = {"facecolors": colours, "edgecolors": "white", "linewidths": 0.4, "hatch": hatch or None}
+        look: dict[str, Any] = {"facecolors": colours, "edgecolors": "white", "linewidths": 0.4, "hatch": hatch or None}
         axes.add_collection(PolyCollection(_corners(events), **look))
 
 
@@ -144,8 +145,8 @@ def _draw_gaps(axes: Axes, timeline: Timeline, inches: float) -> None:
             _write(axes, gap, inches, f"{label} from stage {peer}", label, bbox=white)
     for kind, alike in gaps.items():
         _, colour, hatch = GAPS[kind]
-        look = {"facecolors": colour, "edgecolors": "0.7", "linewidths": 0.4 if hatch else 0.0, "hatch": hatch or None}
-        axes.add_collection(PolyCollection(_corners(alike), zorder=0.5, **look))
+        look: dict[str, Any] = {"facecolors": colour, "edgecolors": "0.7", "hatch": hatch or None}
+        axes.add_collection(PolyCollection(_corners(alike), linewidths=0.4 if hatch else 0.0, zorder=0.5, **look))
 
 
 def _draw_messages(axes: Axes, timeline: Timeline) -> None:
@@ -211,7 +212,7 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
     example = "3b: micro-batch 3, the stage's second chunk" if timeline.schedule.virtual > 1 else "3: micro-batch 3"
     computed.append(Patch(alpha=0, label=example))
     found = {_kind(gap) for gap in timeline.gaps}
-    otherwise = [
+    otherwise: list[Artist] = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="0.7", linewidth=0.4, label=name)
         for kind, (name, colour, hatch) in GAPS.items()
         if kind in found
