@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ LOOKS = {
 GAPS = {
     Kind.RECV_ACTIVATION: ("waiting for an activation", "white", "...."),
     Kind.RECV_GRADIENT: ("waiting for a gradient", "white", "xxxx"),
-    Kind.REDUCE: ("gathers, reductions and overhead", "0.65", ""),
+    Kind.REDUCE: ("other work", "0.65", ""),
     None: ("no work left", "0.9", ""),
 }
 """Name, colour and hatch of what a stage does when it does not compute."""
-MARKERS = {"^": ("message to a stage above", 0.82), "v": ("message to a stage below", 0.93)}
+MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
 """Marks of messages that point to the stage that takes them: what they say, and where in a stage's row they stand."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
 """Colours of the micro-batches, in turn."""
@@ -81,15 +81,16 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     axes = figure.add_subplot()
     inches = width / timeline.makespan
     _draw_computing(axes, timeline, inches)
-    _draw_gaps(axes, timeline, inches)
-    _draw_messages(axes, timeline)
+    gaps = timeline.gaps(measured)
+    _draw_gaps(axes, timeline.schedule, gaps, inches)
+    _draw_messages(axes, timeline, measured)
     axes.set(xlabel=f"time ({unit})", xlim=(0, timeline.makespan), ylim=(timeline.schedule.stages, 0))
     axes.set_yticks([stage + (TOP + BOTTOM) / 2 for stage in range(timeline.schedule.stages)])
     axes.set_yticklabels([f"stage {stage}" for stage in range(timeline.schedule.stages)])
     axes.set_title(_title(timeline, says), loc="left", fontsize="medium")
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-    _draw_legend(figure, timeline)
+    _draw_legend(figure, timeline, gaps)
     for suffix in ("svg", "png"):
         path = stem.parent / f"{stem.name}.{suffix}"
         with writing(path), rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
@@ -131,31 +132,33 @@ def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
         axes.add_collection(PolyCollection(_corners(events), **look))
 
 
-def _draw_gaps(axes: Axes, timeline: Timeline, inches: float) -> None:
+def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: float) -> None:
     """The same for what stages wait for, and for other times in which they do not compute."""
-    gaps: dict[Kind | None, list[Gap]] = {}
-    for gap in timeline.gaps:
-        gaps.setdefault(_kind(gap), []).append(gap)
+    boxes: dict[Kind | None, list[Gap]] = {}
+    for gap in gaps:
+        boxes.setdefault(_kind(gap), []).append(gap)
         if gap.awaited is not None:
             assert gap.then is not None
-            label = _label(gap.then, timeline.schedule)
+            label = _label(gap.then, schedule)
             chunk = gap.then.chunk + (1 if gap.awaited[0] is Kind.RECV_GRADIENT else -1)
-            peer = timeline.schedule.stage_of[chunk]
+            peer = schedule.stage_of[chunk]
             white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # letters on a hatch are hard to read
             _write(axes, gap, inches, f"{label} from stage {peer}", label, bbox=white)
-    for kind, alike in gaps.items():
+    for kind, alike in boxes.items():
         _, colour, hatch = GAPS[kind]
         look: dict[str, Any] = {"facecolors": colour, "edgecolors": "0.7", "hatch": hatch or None}
         axes.add_collection(PolyCollection(_corners(alike), linewidths=0.4 if hatch else 0.0, zorder=0.5, **look))
 
 
-def _draw_messages(axes: Axes, timeline: Timeline) -> None:
-    """A mark where a message is sent, which points to the stage that takes it, and a line while it is on its way."""
+def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
+    """A mark where a message is sent, which points to the stage that takes it, and a line while it is on its way. Of a
+    measured one only its sender's part is known."""
     for marker, (_, height) in MARKERS.items():
         sends = [event for event in timeline.events if event.action.kind in SENDS and _marker(event) == marker]
         colours = [_colour(event.action) for event in sends]
         begins, heights = [event.start for event in sends], [event.stage + height for event in sends]
-        axes.hlines(heights, begins, [event.stop for event in sends], colours, linewidth=1.0)
+        if not measured:
+            axes.hlines(heights, begins, [event.stop for event in sends], colours, linewidth=1.0)
         axes.scatter(begins, heights, s=9, c=colours, marker=marker, linewidths=0, clip_on=False, zorder=3)
 
 
@@ -201,7 +204,7 @@ def _colour(action: Action) -> tuple[float, float, float]:
     return PALETTE[(action.micro or 0) % len(PALETTE)]
 
 
-def _draw_legend(figure: Figure, timeline: Timeline) -> None:
+def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> None:
     """Two lines below the axes: what is computed; what is done otherwise, and messages."""
     kinds = {event.action.kind for events in timeline.computing for event in events}
     computed = [
@@ -211,7 +214,7 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
     ]
     example = "3b: micro-batch 3, the stage's second chunk" if timeline.schedule.virtual > 1 else "3: micro-batch 3"
     computed.append(Patch(alpha=0, label=example))
-    found = {_kind(gap) for gap in timeline.gaps}
+    found = {_kind(gap) for gap in gaps}
     otherwise: list[Artist] = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="0.7", linewidth=0.4, label=name)
         for kind, (name, colour, hatch) in GAPS.items()

@@ -102,16 +102,16 @@ class Timeline:
         """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
 
-    @cached_property
-    def gaps(self) -> tuple[Gap, ...]:
+    def gaps(self, measured: bool) -> tuple[Gap, ...]:
         """What the stages do instead of computing, between the first computation of any stage and the last.
 
-        Where a computation needs a message, the stage waits for it from when its last gather or reduction is over.
+        Where a computation needs a message, the stage waits for it from when all that it did before is done. Of what
+        was `measured` that is also what posts messages and what concerns parameters; otherwise it takes no time.
         """
         found: list[Gap] = []
         end = self.start + self.makespan
         for stage in range(self.schedule.stages):
-            own = [event for event in self.events if event.stage == stage and event.action.kind not in MESSAGES]
+            own = [e for e in self.events if e.stage == stage] if measured else self.computing[stage]
             computed = free = self.start
             for event in sorted(own, key=lambda event: event.start):
                 if event.action.kind in COMPUTE:
