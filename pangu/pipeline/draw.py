@@ -40,7 +40,8 @@ GAPS = {
     Kind.REDUCE: ("other work", "0.65", ""),
     None: ("no work left", "0.9", ""),
 }
-"""Name, colour and hatch of what a stage does when it does not compute."""
+"""Name, colour and hatch of what a stage does when it does not compute, by the message that it waits for. Other work is
+what a measured step does with parameters and to send messages, and what passes between its actions."""
 MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
 """Marks of messages that point to the stage that takes them: what they say, and where in a stage's row they stand."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
