@@ -33,7 +33,8 @@ from pangu.layers.deferred import WeightGradients
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernels import attention_kernels
-from pangu.models.language_model import LanguageModel, Options, Part, build_model, logical_shapes
+from pangu.models.language_model import LanguageModel, Options, build_model
+from pangu.models.parts import Part, logical_shapes
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
 from pangu.pipeline.stages import cut
@@ -80,7 +81,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     # nothing is timed here: the same question has the same answer, to the last bit
     options = Options(found.kernel if found.kernel in kernels else kernels[0])
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
-    model, table = build_model(config, options, Builder(PlacementTable(), region=region), list(chunks.values()))
+    model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
     found.fill(_slices(model, table, DTYPES[compute], mesh.device))
     runner = Runner(
         model,

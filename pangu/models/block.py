@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,32 +101,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
 
 
-def residual_std(config: ModelConfig) -> float:
-    """Standard deviation of weights that write into the residual stream (Radford et al. 2019, section 2.3)."""
-    return config.init_std / math.sqrt(2 * config.layers)
-
-
 class Attention(nn.Module, ABC):
     """Attention behind its projections: norms of the heads, the turn by position, the kernel, the output product."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self._make_projections(config, build)
+        self._make_projections(build)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
             self.query_norm, self.key_norm = (
-                make_norm(build, name, config.head_size, config.norm_eps, config.norm, of_heads=True)
+                make_norm(build, name, config.norm_eps, config.norm, of_heads=True)
                 for name in ("query_norm", "key_norm")
             )
-        std, biases = residual_std(config), config.has_biases("output")
-        self.output = RowParallelLinear(build, "output", config.query_size, config.hidden, std, biases)
+        self.output = RowParallelLinear(build, "output")
         again = "attention" in options.recompute_parts
         self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
     @abstractmethod
-    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
+    def _make_projections(self, build: Builder) -> None:
         """Queries, keys and values."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, run: Pass, below: Tensor | None) -> Carried:
@@ -144,10 +137,8 @@ class Attention(nn.Module, ABC):
 class SelfAttention(Attention):
     """Queries, keys and values all come from the layer's input."""
 
-    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
-        projections = {"query": config.query_size, "key": config.kv_size, "value": config.kv_size}
-        biases = config.has_biases("qkv")
-        self.qkv = ColumnParallelLinear(build, "qkv", config.hidden, projections, config.init_std, biases)
+    def _make_projections(self, build: Builder) -> None:
+        self.qkv = ColumnParallelLinear(build, "qkv")
 
     def forward(self, x: Tensor, run: Pass, below: Tensor | None) -> Carried:
         """x: [sequence, batch, hidden]; below: as for `attend`."""
@@ -158,12 +149,9 @@ class SelfAttention(Attention):
 class QueryAttention(Attention):
     """Keys and values come from the layer's input, queries from position vectors (PanGu-α report, section 2.2.2)."""
 
-    def _make_projections(self, config: ModelConfig, build: Builder) -> None:
-        width, std, biases = config.hidden, config.init_std, config.has_biases("qkv")
-        queries = {"query": config.query_size}
-        self.query = ColumnParallelLinear(build, "query", width, queries, std, biases, from_table=True)
-        projections = {"key": config.kv_size, "value": config.kv_size}
-        self.key_value = ColumnParallelLinear(build, "key_value", width, projections, std, biases)
+    def _make_projections(self, build: Builder) -> None:
+        self.query = ColumnParallelLinear(build, "query", from_table=True)
+        self.key_value = ColumnParallelLinear(build, "key_value")
 
     def forward(self, x: Tensor, position_vectors: Tensor, run: Pass, below: Tensor | None) -> Carried:
         """x, position_vectors (of all positions): [sequence, batch, hidden]; below: as for `attend`."""
@@ -177,10 +165,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
-        width, inner, biases = config.hidden, config.ffn_size, config.has_biases("mlp")
-        projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
-        self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
-        self.down = RowParallelLinear(build, "down", inner, width, residual_std(config), biases)
+        self.up = ColumnParallelLinear(build, "up")
+        self.down = RowParallelLinear(build, "down")
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,9 +185,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
-        self.attention_norm = make_norm(build, "attention_norm", config.hidden, config.norm_eps, config.norm)
+        self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
         self.attention = self._make_attention(config, build.at("attention"), options)
-        self.mlp_norm = make_norm(build, "mlp_norm", config.hidden, config.norm_eps, config.norm)
+        self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"), options)
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.biases import Alibi, RelativeBias
-from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.builder import Builder
 from pangu.layers.cache import Cache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.gate import Gate
@@ -25,20 +25,17 @@ from pangu.layers.offload import Offload, address
 from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Carried, Options, Pass, QueryBlock
+from pangu.models.parts import Part, carried_shapes, place_tensors
 from pangu.topology.placement import PlacementTable
 
 
 class TokenEmbedding(nn.Module):
     """Word vector + learned position vector (if positions are learned), then dropout."""
 
-    def __init__(self, config: ModelConfig, build: Builder, shared: str | None) -> None:
+    def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std, shared)
-        self.position = (
-            PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
-            if config.positions == "learned"
-            else None
-        )
+        self.word = VocabParallelEmbedding(build, "word")
+        self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, run: Pass) -> Tensor:
@@ -47,30 +44,12 @@ class TokenEmbedding(nn.Module):
         return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive layers of a model: what is computed in one go, and what a pipeline stage holds one or more of."""
-
-    layers: range
-    """Global numbers of the layers."""
-    first: bool = False
-    """Begins with the embedding."""
-    last: bool = False
-    """Ends with the final norm, PanGu-α's query table and the head."""
-
-    @classmethod
-    def whole(cls, config: ModelConfig) -> Part:
-        """The model in one part."""
-        return cls(range(config.layers), first=True, last=True)
-
-
-def _make_bias(config: ModelConfig, build: Builder, shared: str | None) -> Alibi | RelativeBias | None:
+def _make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias | None:
     """What tells attention of positions, if its scores do."""
     if config.positions == "alibi":
         return Alibi(build, config.heads)
     if config.positions == "relative":
-        buckets, furthest = config.num_relative_buckets, config.furthest_relative
-        return RelativeBias(build, "position_bias", config.heads, buckets, furthest, config.init_std, shared)
+        return RelativeBias(build, "position_bias", config.furthest_relative)
     return None
 
 
@@ -81,33 +60,24 @@ class LanguageModel(nn.Module, ABC):
         """
         Args:
             config: the architecture.
-            build: at the root of an empty placement table.
+            build: at the root of the table of these parts (`place_tensors`).
             options: how it is computed.
-            parts: what is built. Where the head is tied and the embedding is elsewhere, the head holds a copy of it.
+            parts: what is built.
         """
         super().__init__()
         self.parts = tuple(parts)
         self.gate = Gate()
         self.region = build.region
-        self.width = config.hidden
-        self.local_heads = config.heads // build.region.size
-        self.carries_scores = config.residual_scores
-        begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
-        shared = "ends" if config.tied_head and begins != ends else None
-        self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
-        complete = sum(len(part.layers) for part in parts) == config.layers
-        self.position_bias = _make_bias(config, build, None if complete else "stages")
+        self.config = config
+        self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
+        self.position_bias = _make_bias(config, build)
         self.layers = nn.ModuleDict(
             {str(number): self._make_layer(config, build, number, options) for part in parts for number in part.layers}
         )
         self.head: Head | None = None
-        if ends:
-            self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
-            matrix = None
-            if not (config.tied_head and begins):
-                name = "embedding.word.weight" if config.tied_head else "head.weight"
-                matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
-            self.head = Head(build, config.vocab, options.loss_chunk, matrix)
+        if any(part.last for part in parts):
+            self.final_norm = make_norm(build, "final_norm", config.norm_eps, config.norm)
+            self.head = Head(build, config.vocab, options.loss_chunk)
         self.rotary = (config.head_size, config.rotary_base) if config.positions == "rope" else None
         self.rope_scaling = config.rope_scaling
         self.kernel, self.window = KERNELS[options.kernel], config.window
@@ -117,20 +87,6 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
         """A layer, built below `layers.NUMBER`."""
-
-    def regions(self, part: Part) -> dict[str, list[str]]:
-        """Regions of a part (see `Gate`) in the order in which forward enters them, and the parameters each uses."""
-        names = [*(f"layers.{number}" for number in part.layers), *["head"] * part.last]
-        uses: dict[str, list[str]] = {name: [] for name in ["position_bias", *["embedding"] * part.first, *names]}
-        for parameter, _ in self.named_parameters():
-            first, rest = parameter.split(".", 1)
-            region = f"layers.{rest.split('.')[0]}" if first == "layers" else first
-            region = region if first in ("layers", "embedding", "position_bias") else "head"
-            if region in uses:
-                uses[region].append(parameter)
-        if part.last and self.head is not None and self.head.weight is None:
-            uses["head"].append("embedding.word.weight")
-        return {name: parameters for name, parameters in uses.items() if parameters}
 
     def hidden(
         self,
@@ -160,8 +116,7 @@ class LanguageModel(nn.Module, ABC):
         """Shapes of the tensors that one part hands to the next for a micro-batch."""
         rows, length = batch.tokens.shape
         seen = length if batch.documents is None else batch.documents.shape[1]
-        hidden = (length // (self.region.size if self.region.slices_sequence else 1), rows, self.width)
-        return [hidden, (rows, self.local_heads, length, seen)] if self.carries_scores else [hidden]
+        return carried_shapes(self.config, self.region, rows, length, seen)
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
@@ -281,21 +236,12 @@ class PanGu(LanguageModel):
         super().__init__(config, build, options, parts)
         self.query_layer = config.layers - 1
         if any(part.last for part in parts):
-            self.query_embedding = PositionEmbedding(
-                build, "query_embedding", config.sequence, config.hidden, config.init_std, whole=True
-            )
+            self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.norm_before_query = config.final_norm == "before_query"
 
     def _make_layer(self, config: ModelConfig, build: Builder, number: int, options: Options) -> nn.Module:
         kind = QueryBlock if number == config.layers - 1 else Block
         return kind(config, build.at(f"layers.{number}"), options)
-
-    def regions(self, part: Part) -> dict[str, list[str]]:
-        """As for all models; the query layer lies inside the head."""
-        uses = super().regions(part)
-        if part.last:
-            uses[f"layers.{self.query_layer}"] = uses.pop(f"layers.{self.query_layer}")
-        return uses
 
     def _layer(self, number: int, carried: Carried, run: Pass, again: bool) -> Carried:
         if number != self.query_layer:
@@ -325,11 +271,7 @@ def build_model(
         build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
         parts: those that this rank holds; None: the whole model in one part.
     """
-    build = build or Builder(PlacementTable())
+    build, parts = build or Builder(), parts or [Part.whole(config)]
+    build = replace(build, table=place_tensors(config, parts, build.region))
     kind = PanGu if config.kind == "pangu" else GPT
-    return kind(config, build, options or Options(), parts or [Part.whole(config)]), build.table
-
-
-def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of every logical tensor of a model."""
-    return {placement.name: placement.shape for placement in build_model(config)[1]}
+    return kind(config, build, options or Options(), parts), build.table

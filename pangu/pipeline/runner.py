@@ -19,7 +19,8 @@ from pangu.layers.cache import Cache
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
 from pangu.models.block import Carried
-from pangu.models.language_model import LanguageModel, Part
+from pangu.models.language_model import LanguageModel
+from pangu.models.parts import Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.language_model import Part
+from pangu.models.parts import Part
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES

@@ -6,30 +6,31 @@ embedding or a head that stays gathered saves.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
-from pangu.layers.builder import Builder
 from pangu.metrics.text import size
 from pangu.models.frozen import frozen_parameters
-from pangu.models.language_model import build_model
+from pangu.models.parts import place_tensors, regions
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
-from pangu.planning.sharding import BYTES
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable
-from pangu.zero.gradients import IN_FLIGHT
-from pangu.zero.parameters import backward_order
-from pangu.zero.sharded import group_parameters, trained_regions
-from pangu.zero.units import Sharding, Unit
+from pangu.topology.placement import TensorRank
+from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, group_parameters, trained_regions
 
+if TYPE_CHECKING:  # a plan is made without torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from pangu.zero.units import Unit
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number in each compute format."""
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 HOST = " on the host"
 GATHERED, UNDER_WAY = "gathered weights", "whole gradients"
@@ -131,29 +132,29 @@ def _plan_units(
 ) -> tuple[list[UnitPlan], Uses, set[str]]:
     """The units of a rank, which regions use them, and the regions from which gradients come."""
     at = layout.coordinates(rank)
-    region = TensorRegion(rank=at.tensor, size=layout.tensor, sequence=layout.sequence)
     parts = stages.of(at.pipeline)
-    build = Builder(PlacementTable(), region=region)
-    model, table = build_model(config.model, build=build, parts=list(parts.values()))
+    tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
+    table = place_tensors(config.model, list(parts.values()), tensor_rank)
+    numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
     frozen = frozen_parameters(config.train.frozen, table)
-    regions = {chunk: model.regions(part) for chunk, part in parts.items()}
+    used = {chunk: regions(config.model, table, part) for chunk, part in parts.items()}
     units: list[UnitPlan] = []
     unit_of: dict[str, UnitPlan] = {}
-    for chunk, names, trained in group_parameters(model, table, regions, config.parallel.bucket_bytes, frozen):
-        padded = sharding.padded(sum(model.get_parameter(name).numel() for name in names))
+    for chunk, names, trained in group_parameters(table, used, config.parallel.bucket_bytes, frozen):
+        padded = sharding.padded(sum(numel[name] for name in names))
         own, begin, kept = sharding.own(padded), 0, 0
         for name in names:
             for entry in table.stored_in(name):
                 start = begin + entry.offset
                 kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
-            begin += model.get_parameter(name).numel()
+            begin += numel[name]
         units.append(UnitPlan(chunk, trained, padded, kept))
         unit_of |= dict.fromkeys(names, units[-1])
     uses = {
         chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
-        for chunk, names in regions.items()
+        for chunk, names in used.items()
     }
-    return units, uses, trained_regions(regions, frozen)
+    return units, uses, trained_regions(used, frozen)
 
 
 def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
@@ -212,7 +213,7 @@ def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
     return max(sum(unit.padded for unit in units) for units in sets)
 
 
-def held_bytes(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def held_bytes(units: Iterable[Unit], optimizer: Optimizer) -> dict[str, int]:
     """The same as `StatePlan.bytes`, of the buffers that are there."""
     total: dict[str, int] = {}
     seen: set[int] = set()

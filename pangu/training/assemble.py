@@ -15,7 +15,6 @@ from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Mesh, Ways
-from pangu.topology.placement import PlacementTable
 from pangu.training.choices import Choices
 from pangu.training.step import Trainer
 
@@ -39,7 +38,7 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choice
         kernel, mesh = choices.attention, replace(mesh, ways=Ways(choices.gather, choices.scatter))
     options = Options.of(config, kernel)
     later = WeightGradients() if stages.schedule.splits_backward else None
-    build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
+    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
     trainer = Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))

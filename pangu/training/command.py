@@ -14,7 +14,6 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
-from pangu.topology.launch import Launch
 
 
 def pretrain(configs: Path) -> None:
@@ -36,7 +35,9 @@ def pretrain(configs: Path) -> None:
 
 
 def _run(values: Callable[[], Mapping[str, Any]]) -> None:
-    from pangu.training.run import run  # all of the trainer, which those who only compose do without
+    # torch and all of the trainer, which those who only compose do without
+    from pangu.topology.launch import Launch
+    from pangu.training.run import run
 
     first = Launch.from_environment().rank == 0
     status = exit_status(lambda: run(values()), "\nerror", first)

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from pangu.collectives.reduce import Waitable, all_reduce, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh, Ways
+from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.units import Unit
-
-IN_FLIGHT = 2
-"""Whole gradients of a unit that may exist at a time where they are reduced after each micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pangu.layers.offload import Lane
-from pangu.models.language_model import LanguageModel, Part
+from pangu.models.language_model import LanguageModel
+from pangu.models.parts import Part, regions
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import GradientSum, Groups
+from pangu.zero.grouping import Sharding, group_parameters, trained_regions
 from pangu.zero.norms import Squares, global_norm
 from pangu.zero.parameters import Weights
-from pangu.zero.units import Piece, Sharding, Unit
+from pangu.zero.units import Piece, Unit
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ class ShardedParameters:
         """
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
-        regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
+        uses = {chunk: regions(model.config, table, part) for chunk, part in chunks.items()}
         units: dict[int, list[Unit]] = {}
         unit_of: dict[str, Unit] = {}
-        for chunk, names, trained in group_parameters(model, table, regions, policy.bucket_bytes, policy.frozen):
+        for chunk, names, trained in group_parameters(table, uses, policy.bucket_bytes, policy.frozen):
             unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
             unit_of |= dict.fromkeys(names, unit)
             if trained:
@@ -73,12 +75,12 @@ class ShardedParameters:
         self.weights = Weights(
             {
                 name: list(dict.fromkeys(unit_of[parameter] for parameter in parameters))
-                for uses in regions.values()
-                for name, parameters in uses.items()
+                for used in uses.values()
+                for name, parameters in used.items()
             },
-            {chunk: list(uses) for chunk, uses in regions.items()},
+            {chunk: list(used) for chunk, used in uses.items()},
             mesh.group("gather"),
-            trained_regions(regions, policy.frozen),
+            trained_regions(uses, policy.frozen),
             self._lane,
             policy.overlap,
             mesh.ways,
@@ -148,66 +150,3 @@ class ShardedParameters:
         """Multiply all gradients."""
         for unit in self.trained:
             unit.grad.mul_(factor)
-
-
-Regions = Mapping[int, Mapping[str, Sequence[str]]]
-"""Chunk -> region -> the parameters that it uses."""
-
-
-def group_parameters(
-    model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float, frozen: Collection[str]
-) -> list[tuple[int, list[str], bool]]:
-    """Chunk and parameters of each unit, in the order of the forward pass, and whether they are trained: first the
-    trained ones, then the frozen ones."""
-    units = []
-    for trained in (True, False):
-        chosen = {
-            chunk: {region: [n for n in names if (n not in frozen) == trained] for region, names in uses.items()}
-            for chunk, uses in regions.items()
-        }
-        units += [(chunk, names, trained) for chunk, names in _group(model, table, chosen, bucket)]
-    return units
-
-
-def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
-    """Regions whose output has a gradient even if their input has none, because something that they use is trained."""
-    found: set[str] = set()
-    for uses in regions.values():
-        biased = any(name not in frozen for name in uses.get("position_bias", ()))
-        trained = [biased or any(name not in frozen for name in names) for names in uses.values()]
-        for place, region in enumerate(uses):
-            # what follows the head in this order lies inside it
-            if any(trained[place:] if region == "head" else trained[place : place + 1]):
-                found.add(region)
-    return found
-
-
-def _group(model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each unit, in the order of the forward pass.
-
-    Parameters of a region stay together, and neighbouring regions of a chunk are joined until they fill the bucket. A
-    parameter that another stage has a copy of is a unit of its own, cut alike there; one that several chunks use
-    belongs to none of them (-1).
-    """
-    users: dict[str, set[int]] = {}
-    for chunk, uses in regions.items():
-        for names in uses.values():
-            for name in names:
-                users.setdefault(name, set()).add(chunk)
-    units: list[tuple[int, list[str]]] = []
-    seen: set[str] = set()
-    for chunk, uses in regions.items():
-        size = bucket
-        for region in uses.values():
-            names = [name for name in region if name not in seen]
-            seen |= set(names)
-            alone = [n for n in names if len(users[n]) > 1 or any(p.shared for p in table.stored_in(n))]
-            units += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
-            together = [name for name in names if name not in alone]
-            if together and (size >= bucket or units[-1][0] != chunk or alone):
-                units.append((chunk, []))
-                size = 0.0
-            if together:
-                units[-1][1].extend(together)
-                size += sum(4.0 * model.get_parameter(name).numel() for name in together)
-    return units

@@ -9,7 +9,7 @@ al. 2020, section 5) are switches of it: what is not sharded has one share, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,46 +17,8 @@ from torch import Tensor, nn
 
 from pangu.layers.initial import fill, replace_parameter
 from pangu.layers.offload import host_memory
-from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement, PlacementTable
-
-ALIGNMENT = 32
-"""Shares begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is dealt to whom."""
-
-    stage: int = 0
-    """ZeRO stage: 1 shards master weights and moments, 2 also the gradients' sums, 3 also the weights."""
-    rank: int = 0
-    """Place of this rank among those that share."""
-    size: int = 1
-    """How many share; 1 at stage 0."""
-    replicas: int = 1
-    """How many could share: all stages have buffers of the same length."""
-    offload: tuple[str, ...] = ()
-    """What lies in host memory: `optimizer`, the master weights (and hence the moments), `parameters`, at stage 3 the
-    own share of the weights."""
-
-    @classmethod
-    def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
-        """That of one replica of a layout; of `offload` what concerns units."""
-        away = tuple(what for what in ("optimizer", "parameters") if what in offload)
-        # with its parameters on the host even a rank that shares with nobody has to fetch them
-        stage = layout.zero if layout.shards > 1 or "parameters" in away else 0
-        return cls(stage, replica % layout.shards, layout.shards, layout.data, away)
-
-    def padded(self, numel: int) -> int:
-        """Length of the buffer of so many elements."""
-        step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
-        return -(-numel // step) * step
-
-    def own(self, padded: int) -> slice:
-        """This rank's share of a buffer."""
-        share = padded // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+from pangu.zero.grouping import Sharding
 
 
 @dataclass(frozen=True)
@@ -113,7 +75,7 @@ class Unit:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
-        sharding: Sharding = Sharding(),
+        sharding: Sharding,
         trained: bool = True,
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.

@@ -19,9 +19,10 @@ from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
 from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
-from pangu.models.language_model import Options, Part, build_model
+from pangu.models.language_model import Options, build_model
+from pangu.models.parts import Part
 from pangu.models.size import num_parameters, training_flops_per_token
-from pangu.topology.placement import PlacementTable
+from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 
 EOD = 9
@@ -242,7 +243,9 @@ def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
     """In bf16 a sum of 4096 squares would stop growing at 256; the result is one rounding of 2^-8 from exact."""
-    norm = RMSNorm(Builder(PlacementTable()), "norm", 4096, 1e-5)
+    table = PlacementTable()
+    table.place("norm.weight", [NewTensor("norm.weight", (4096,), None, 1.0)], TensorRank())
+    norm = RMSNorm(Builder(table), "norm", 1e-5)
     norm.weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = x.double() / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)

@@ -15,7 +15,8 @@ from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
-from pangu.models.language_model import Options, Part, build_model
+from pangu.models.language_model import Options, build_model
+from pangu.models.parts import Part
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
