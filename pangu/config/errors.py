@@ -113,6 +113,12 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
             time.sleep(PATIENCE_SECONDS)
         print(f"{says}: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # a path that cannot even be asked about: a name that is too long, a folder that is closed to this user
+        print(f"{says}: {shown(error.filename)}: {error.strerror}", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
