@@ -26,16 +26,17 @@ def pretrain(configs: Path) -> None:
         configs: absolute path of the folder with base.yaml.
     """
     words = sys.argv[1:]
-    overrides = [word for word in words if word not in ("--cfg", "job", "--cfg=job")]
+    shows = "--cfg job" in " ".join(words)
+    overrides = [word for word in words if not shows or word not in ("--cfg", "job")]
 
     def task(composed: DictConfig) -> None:
         _end(lambda: _run(_plain(composed)))
 
     if any(word.startswith("-") for word in overrides):
-        # the other options are Hydra's: --info, --multirun
+        # all other options are Hydra's: --info, --multirun
         hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
     else:
-        action = _run if overrides == words else _show
+        action = _show if shows else _run
         _end(lambda: action(compose(configs, overrides)))
 
 

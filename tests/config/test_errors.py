@@ -29,7 +29,7 @@ def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("tools/inspect_checkpoint", [LONG]),
         ("tools/preprocess_data", ["--input", LONG, "--output", "x", "--tokenizer-path", "x"]),
-        ("tools/convert_checkpoint", [*"--from pangu --to huggingface --output x --input".split(), LONG]),
+        ("tools/convert_checkpoint", ["--from", "pangu", "--to", "huggingface", "--output", "x", "--input", LONG]),
         ("pretrain", ["data=synthetic", "validation.every=0", "sample.tokens=0", f"checkpoint.resume={LONG}"]),
         ("pretrain", ["data=indexed", "validation.every=0", "sample.tokens=0", f"data.train=[{LONG}]"]),
     ],
