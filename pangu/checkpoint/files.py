@@ -162,13 +162,16 @@ def discard(path: Path) -> None:
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
     """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
-    not count. Raises UserError if the disk refuses; those that are left are whole."""
+    not count. Raises a UserError that names those that the disk keeps; they are whole."""
+    kept = []
     passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
     for path in passing[: -keep or None] if keep else []:
         try:
             _delete(path)
         except OSError as error:
-            raise UserError(f"{path}: cannot be deleted ({error})") from error
+            kept.append(f"{path}: cannot be deleted ({error.strerror})")
+    if kept:
+        raise UserError("\n".join(kept))
 
 
 def tidy(folder: Path, step: int) -> list[Path]:
