@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,12 +216,6 @@ def two_files(folder: Path) -> None:
         (folder / name).symlink_to(folder / "other.bin")
 
 
-def pipe(folder: Path) -> None:
-    """Nobody ever writes into it."""
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-
-
 DAMAGES = [
     (lambda folder: (folder / "config.json").write_bytes(b"[" * 10**5), "config.json: cannot be read"),
     (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: cannot be read"),
@@ -241,7 +234,6 @@ DAMAGES = [
     (two_files, "is in "),
     (weights_with("wte.weight"), "pytorch_model.bin: wte.weight is in "),
     (weights_with(5), "transformer.5: [2], not in the model"),
-    (pipe, "config.json: is no regular file"),
     (set_field("adapter_config.json", "peft_type", "LORA"), "transformers would add this adapter to the weights"),
 ]
 
