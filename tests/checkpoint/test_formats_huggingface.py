@@ -12,6 +12,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
@@ -112,6 +113,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is not known here"),
     ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = 1e4: must be a number"),
     ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = None"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 12.5}},
+        "= 12.5",
+    ),
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
     ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
     ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -186,9 +192,28 @@ def index(value: object) -> Callable[[Path], None]:
     """In place of the weights, an index with this map."""
 
     def change(folder: Path) -> None:
+        (folder / "pytorch_model.bin").rename(folder / "other.bin")
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": value}))
 
     return change
+
+
+def weights_with(name: object) -> Callable[[Path], None]:
+    """The weights and one more tensor."""
+
+    def change(folder: Path) -> None:
+        state = torch.load(folder / "pytorch_model.bin")
+        (folder / "pytorch_model.bin").unlink()
+        torch.save({**state, name: torch.ones(2)}, folder / "pytorch_model.bin")
+
+    return change
+
+
+def two_files(folder: Path) -> None:
+    """An index of two files, which both have all tensors."""
+    index({"a": "one.bin", "b": "two.bin"})(folder)
+    for name in ("one.bin", "two.bin"):
+        (folder / name).symlink_to(folder / "other.bin")
 
 
 DAMAGES = [
@@ -205,6 +230,11 @@ DAMAGES = [
     (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
     (index({"a": "gone.bin"}), "weight_map names gone.bin, which is no file of the folder"),
     (index({"a": "\x00\x1b[2J"}), "weight_map names '\\x00\\x1b[2J', which is no file of the folder"),
+    (index({"a": "x" * 5000}), "which is no file of the folder"),
+    (two_files, "is in "),
+    (weights_with("wte.weight"), "pytorch_model.bin: wte.weight is in "),
+    (weights_with(5), "transformer.5: [2], not in the model"),
+    (set_field("adapter_config.json", "peft_type", "LORA"), "transformers would add this adapter to the weights"),
 ]
 
 
@@ -231,6 +261,25 @@ def test_damaged_folders_are_refused_in_words(
     with pytest.raises(UserError) as error:
         load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
     assert words in str(error.value)
+
+
+def test_a_whole_file_comes_before_an_index(exported: Path, tmp_path: Path) -> None:
+    """As in transformers: an index that was left behind when its files were merged is not asked."""
+    folder = copy_of(exported, tmp_path)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
+    source = HuggingFaceSource(folder)
+    table = source.table(ModelConfig(**{**UNTOLD, **source.known}))
+    assert torch.equal(source.read(table[0]), weights()["embedding.word.weight"])
+
+
+def test_many_tensors_are_told_in_a_few_lines(tmp_path: Path, exported: Path) -> None:
+    """Each file's header is read once: it took a time in proportion to the square of their number."""
+    folder = copy_of(exported, tmp_path)
+    save_file({f"transformer.{i}": torch.zeros(1) for i in range(2000)}, folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
+    assert str(error.value).count("\n") == 101
+    assert str(error.value).endswith(" more")
 
 
 def test_every_end_of_a_text_is_kept(exported: Path, tmp_path: Path) -> None:

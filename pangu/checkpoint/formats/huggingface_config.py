@@ -86,6 +86,8 @@ def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     for name, value in values.items():
         if not _is_number(value) or not 0 < value < HUGE:
             raise _WrongError(name if name in config else f"{key}.{name}", value, "must be a number above 0")
+        if name == numbers[-1] and value != int(value):
+            raise _WrongError(f"{key}.{name}", value, "must be an integer")
     told["rope_base"] = float(values.pop("rope_theta"))
     told["rope_scaling"] = None
     if wanted:
