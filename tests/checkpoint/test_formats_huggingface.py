@@ -25,7 +25,11 @@ from pangu.topology.mesh import Mesh
 from tests.checkpoint.test_formats import HEADS, convert, weights
 from tests.references import foreign_checkpoints as foreign
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.checkpoint.formats.modeling_pangu import PanguConfig
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
@@ -38,10 +42,11 @@ SLIDES, SEES_ALL = "sliding_attention", "full_attention"
 
 def fields(kind: str, **changes: Any) -> dict[str, Any]:
     """What transformers writes into config.json for a small model, with some fields changed."""
-    return {**getattr(transformers, f"{kind}Config")(**SIZES).to_dict(), **changes}
+    theirs = PanguConfig if kind == "Pangu" else getattr(transformers, f"{kind}Config")
+    return {**theirs(**SIZES).to_dict(), **changes}
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
 def test_whatever_transformers_writes_is_known(kind: str) -> None:
     assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
 
@@ -102,6 +107,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
     ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: is not computed here"),
     ("GPT2", {"model_type": ["gpt2"]}, "model_type = ['gpt2']: cannot be converted"),
+    (
+        "Pangu",
+        {"position_embedding_type": "relative_key"},
+        "relative_key: is not computed here; absolute or rotary is",
+    ),
+    ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = ['rotary']: is not computed"),
+    ("Pangu", {"rope_theta": -1}, "rope_theta = -1: must be a number above 0"),
+    ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {'factor': 4}: is not known here"),
     ("Llama", {"mlp_bias": True}, "mlp_bias = True: is not computed here without attention_bias"),
     ("Llama", {"attention_bias": "yes"}, "attention_bias = yes: must be true or false"),
     ("Llama", {"rope_parameters": []}, "rope_parameters = []: must be a JSON object or null"),
@@ -172,7 +185,7 @@ def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -26,7 +27,11 @@ from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_forward
 from tests.weights import logical_view
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.checkpoint.formats.modeling_pangu import PanguConfig, PanguForCausalLM
 
 SHAPES = (
     {"n_layer": 2, "n_embd": 32, "n_head": 4},
@@ -62,7 +67,8 @@ def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
     torch.testing.assert_close(our_logits(run, ids), expected, atol=1e-5, rtol=0)
     back = convert("pangu", "huggingface", run, tmp_path / "back")
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    kind = type(theirs) if isinstance(theirs, PanguForCausalLM) else transformers.AutoModelForCausalLM
+    loaded, info = kind.from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, expected)
@@ -104,8 +110,6 @@ LLAMAS = [
 
 @pytest.mark.parametrize(("kind", "variant"), LLAMAS, ids=str)
 def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
-    """Every bias and gain is random, so that none can be forgotten."""
-    torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=67,
         hidden_size=32,
@@ -116,12 +120,30 @@ def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path
         initializer_range=0.2,
         **{"num_key_value_heads": 4, **variant},
     )
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
+    there_and_back(random_vectors(getattr(transformers, f"{kind}ForCausalLM"), config), tmp_path, 67, 24)
+
+
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+def test_pangu_with_rotary_positions(base: float, tmp_path: Path) -> None:
+    """The query layer's queries turn as well; there is no table of positions but its own."""
+    turns = {"position_embedding_type": "rotary", "rope_theta": base}
+    sizes = {"vocab_size": 67, "max_position_embeddings": 24, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    config = PanguConfig(**sizes, **turns, initializer_range=0.2)
+    there_and_back(random_vectors(PanguForCausalLM, config), tmp_path, 67, 24)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: written[key] for key in turns} == turns
+    assert "embedding.position.weight" not in logical(tmp_path / "ours")
+
+
+def random_vectors(kind: Any, config: object) -> torch.nn.Module:
+    """A new model in which every bias and gain is random, so that none can be forgotten."""
+    torch.manual_seed(1)
+    model = kind(config)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
-    there_and_back(theirs, tmp_path, 67, 24)
+    return model
 
 
 def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None:
