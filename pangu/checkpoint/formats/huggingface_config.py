@@ -203,8 +203,7 @@ _LIKE_LLAMA = {
     "norm_eps": "rms_norm_eps",
     "attention_dropout": "attention_dropout",
 }
-_HEAD_DIM = {"head_dim": "head_dim"}
-_WINDOW = {"window": "sliding_window"}
+_HEAD_DIM, _WINDOW = {"head_dim": "head_dim"}, {"window": "sliding_window"}
 _LLAMA_DEFAULTS = {
     "kv_heads": None,
     "head_dim": None,
