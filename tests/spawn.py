@@ -113,17 +113,23 @@ def _rank(
     variables: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    for name, descriptor in (("out", 1), ("err", 2)):
-        with (folder / f"{rank}.{name}").open("wb") as file:
-            os.dup2(file.fileno(), descriptor)
-    # the fork server's own streams may be closed
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    redirect(folder / f"{rank}.out", 1)
+    redirect(folder / f"{rank}.err", 2)
     try:
         function(*arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def redirect(log: Path, *descriptors: int) -> None:
+    """Let what this process and those that it starts say go to a file."""
+    with log.open("wb") as file:
+        for descriptor in descriptors:
+            os.dup2(file.fileno(), descriptor)
+    # the fork server's own streams may be closed
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 class Pool:

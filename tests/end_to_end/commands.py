@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed.run
+
 from pangu.training.command import pretrain as pretraining
-from tests.spawn import Program, repository, run_ranks
+from tests.spawn import Program, fork_server, redirect, repository, run_ranks
 
 SMALL = (
     "model.layers=2",
@@ -31,6 +34,10 @@ SMALL = (
     "metrics.tensorboard=false",
 )
 
+SAME_KERNELS = ("model.attention=sdpa", "precision.fp32_products=highest")
+"""For runs that are compared bit for bit: each would choose by its own timing, and other kernels round otherwise."""
+VARIABLES = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+"""Of this process, which others do not inherit."""
 HANG = """
 import signal, time
 
@@ -42,44 +49,45 @@ def hang():
 """For scripts of tests."""
 
 
-def _words(words: tuple[str, ...], processes: int, restarts: int) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of `python WORDS`, or of torchrun."""
-    start = [sys.executable]
-    if processes:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        start += [f"--max-restarts={restarts}"]
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    }
-    return [*start, *words], environment
-
-
 def command(
     *words: str, processes: int = 0, cwd: Path | None = None, timeout: float = 900
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, or `torchrun --nproc-per-node=PROCESSES WORDS`."""
-    line, environment = _words(words, processes, 0)
+    line = [sys.executable]
+    if processes:
+        line += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     folder = cwd or str(repository())
     return subprocess.run(
-        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        [*line, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
 @contextmanager
-def started(output: Path, *overrides: str, processes: int = 0, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """`pretrain`, not waited for and killed at the end; stderr goes to `OUTPUT.err`."""
-    words = (str(repository() / "pretrain.py"), *overrides, f"train.output={output}")
-    line, environment = _words(words, processes, restarts)
-    with (
-        output.with_suffix(".err").open("w") as said,
-        subprocess.Popen(
-            line, cwd=repository(), env=environment, stdout=subprocess.DEVNULL, stderr=said, text=True
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            kill_all(process)
+def torchrun(log: Path, options: Sequence[str], script: Path, *words: str) -> Iterator[ForkServerProcess]:
+    """`torchrun OPTIONS SCRIPT WORDS`, not waited for and killed at the end; what it and its workers say goes to `log`.
+
+    The launcher is torch's own. It and its workers, also those that it starts after a failure, are forked from a
+    process that has imported what they need.
+    """
+    line = ["--run-path", "--start-method=fork", *options, str(script), *words]
+    log.touch()
+    process = fork_server().Process(target=_torchrun, args=(sys.path, log, line))
+    process.start()
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def _torchrun(path: list[str], log: Path, line: list[str]) -> None:
+    sys.path[:] = path
+    os.chdir(repository())
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    redirect(log, 1, 2)
+    torch.distributed.run.main(line)
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 300.0) -> None:
@@ -91,7 +99,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
+def workers(process: subprocess.Popen[str] | ForkServerProcess) -> list[int]:
     """Process numbers of what a launcher has started."""
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
@@ -105,7 +113,7 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_all(process: subprocess.Popen[str]) -> None:
+def kill_all(process: subprocess.Popen[str] | ForkServerProcess) -> None:
     """SIGKILL to a launcher, so that it restarts nothing, and to its workers; their locks are free then."""
     pids = workers(process)
     process.kill()

@@ -6,31 +6,48 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
+from contextlib import AbstractContextManager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, kill, kill_all, metrics, pretrain, started, wait_until, workers
+from tests.end_to_end.commands import (
+    SAME_KERNELS,
+    SMALL,
+    kill,
+    kill_all,
+    metrics,
+    pretrain,
+    torchrun,
+    wait_until,
+    workers,
+)
+from tests.spawn import repository
 
 WORDS = (
     *SMALL,
+    *SAME_KERNELS,
     "data=synthetic",
     "model.vocab=64",
     "model.dropout=0.1",
     "validation.every=0",
     "lr_schedule.warmup_steps=1",
     "metrics.every=1000",
-    # two runs that begin anew may choose others by their times, which round otherwise
-    "model.attention=sdpa",
-    "precision.fp32_products=highest",
 )
 
 
 def num_steps(output: Path) -> int:
     return len((output / "metrics.jsonl").read_bytes().splitlines()) if (output / "metrics.jsonl").exists() else 0
+
+
+def launched(output: Path, restarts: int, *words: str) -> AbstractContextManager[ForkServerProcess]:
+    """A run on two processes, which torchrun starts again that often."""
+    options = ("--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}")
+    script = repository() / "pretrain.py"
+    return torchrun(output.with_suffix(".err"), options, script, *words, f"train.output={output}")
 
 
 def first_process(output: Path) -> int:
@@ -40,14 +57,15 @@ def first_process(output: Path) -> int:
 
 def test_one_of_two_processes_is_told_to_save_and_then_to_stop(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    with started(output, *WORDS, "train.steps=1000000", "checkpoint.every=1000000", processes=2) as run:
+    with launched(output, 0, *WORDS, "train.steps=1000000", "checkpoint.every=1000000") as run:
         wait_until(lambda: num_steps(output) > 2)
         os.kill(first_process(output), signal.SIGUSR1)
         wait_until(lambda: len(list(output.glob("checkpoints/step-????????"))) == 1)
         before = num_steps(output)
         wait_until(lambda: num_steps(output) > before)
         os.kill(first_process(output), signal.SIGTERM)
-        assert run.wait(timeout=60) == 0
+        run.join(timeout=60)
+        assert run.exitcode == 0
     said = output.with_suffix(".err").read_text()
     last = metrics(output)[-1]["step"]
     assert f"stopped after step {last} (SIGTERM)" in said
@@ -69,12 +87,12 @@ def test_runs_that_are_killed_come_back(tmp_path: Path, request: pytest.FixtureR
     chance = random.Random(0)
     done = 0
     while done < kills:
-        with started(output, *words, processes=2, restarts=kills) as run:
+        with launched(output, kills, *words) as run:
             for everything in [False] * chance.randint(0, 2) + [True]:
                 target = newest(output) + chance.randint(1, 25)
-                wait_until(lambda target=target: run.poll() is not None or is_at(run, output, target))
+                wait_until(lambda target=target: run.exitcode is not None or is_at(run, output, target))
                 time.sleep(0.05 * chance.random())
-                assert run.poll() is None, output.with_suffix(".err").read_text()
+                assert run.exitcode is None, output.with_suffix(".err").read_text()
                 if everything:
                     kill_all(run)
                 else:
@@ -90,7 +108,7 @@ def test_runs_that_are_killed_come_back(tmp_path: Path, request: pytest.FixtureR
     assert index["samples"] == 4 * steps
 
 
-def is_at(run: subprocess.Popen[str], output: Path, step: int) -> bool:
+def is_at(run: ForkServerProcess, output: Path, step: int) -> bool:
     """Whether both processes are there (those of a restart may not be yet) and a step has been made, by them or, if no
     checkpoint had it, by the killed ones before them."""
     return num_steps(output) >= step and len(workers(run)) == 2

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import SMALL, called, command, metrics, pretrain
+from tests.end_to_end.commands import SAME_KERNELS, SMALL, called, command, metrics, pretrain
 from tests.spawn import repository
 
-SYNTHETIC = (*SMALL, "data=synthetic", "model.vocab=128", "validation.every=0", "lr_schedule.warmup_steps=1")
+SYNTHETIC = (
+    *SMALL,
+    *SAME_KERNELS,
+    "data=synthetic",
+    "model.vocab=128",
+    "validation.every=0",
+    "lr_schedule.warmup_steps=1",
+)
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from pangu.config.errors import UserError
 from pangu.training.lock import only_run
 from pangu.training.run import run
 from tests.configs import composed
-from tests.end_to_end.commands import SMALL, metrics
+from tests.end_to_end.commands import SAME_KERNELS, SMALL, metrics
 
 SCHEDULE = ("lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=9")
-QUIET = (*SMALL, *SCHEDULE, "data=synthetic", "model.vocab=64", "validation.every=0", "train.device=cpu")
+QUIET = (*SMALL, *SAME_KERNELS, *SCHEDULE, "data=synthetic", "model.vocab=64", "validation.every=0", "train.device=cpu")
 
 
 def train(output: Path, steps: int, *overrides: str) -> list[float]:
