@@ -68,6 +68,7 @@ class ColumnParallelLinear(nn.Module):
         self.region = TensorRegion() if from_table else build.region
         self.later = build.later
         self.widths = [width // build.region.size for width in outputs.values()]
+        """Of each projection in the result."""
         self.weight = build.parameter(
             f"{name}.weight",
             [NewTensor(f"{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()],
@@ -78,10 +79,6 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
         return column_product(x, self.weight, self.bias, self.region, self.later)
-
-    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The same result split into the logical projections: [sequence, ..., outputs / ranks] of each."""
-        return self(x).split(self.widths, dim=-1)
 
 
 class RowParallelLinear(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.messages import Channels, Message
+from pangu.collectives.regions import TensorRegion
 from pangu.config.errors import LocalError
 from pangu.data.batch import Batch
 from pangu.layers.cache import Cache
@@ -23,6 +24,7 @@ from pangu.models.language_model import LanguageModel, Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event
+from pangu.pipeline.stages import carried_shapes
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -104,6 +106,8 @@ class Runner:
     hooks: Hooks = field(default_factory=Hooks)
     events: list[Event] | None = None
     """Filled with what was done and when, if it is a list."""
+    region: TensorRegion = field(default_factory=TensorRegion)
+    """Ranks that share this stage's matrices."""
 
     def train(
         self, schedule: Schedule, batches: Sequence[Batch], keys: Sequence[DropoutKeys], scale: float
@@ -242,7 +246,7 @@ class _Pass:
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
             received = Carried(*(tensor.requires_grad_(training) for tensor in tensors))
-        carried = runner.model.hidden(part, received, batch, self.keys[micro], self.cache)
+        carried: Carried = runner.model(part, received, batch, self.keys[micro], self.cache)
         gradients: list[Tensor] = []
         if part.last:
             root = self.end(carried.hidden, batch)
@@ -293,7 +297,7 @@ class _Pass:
         runner = self.runner
         assert runner.channels is not None
         assert action.peer is not None
-        shapes = runner.model.carried_shapes(self.batches[micro])
+        shapes = carried_shapes(runner.model.config, runner.region, self.batches[micro])
         with self._meeting(action):
             message = runner.channels.receive(kind, shapes, runner.dtype, action.peer)
         self.arriving[kind, chunk, micro] = action, message

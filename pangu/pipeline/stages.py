@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pangu.collectives.regions import TensorRegion
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
+from pangu.data.batch import Batch
 from pangu.models.language_model import Part
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
@@ -49,6 +51,14 @@ def _costs(model: ModelConfig) -> list[float]:
     costs = [layer_flops(model)] * model.layers
     costs[-1] += head_flops(model)
     return costs
+
+
+def carried_shapes(model: ModelConfig, region: TensorRegion, batch: Batch) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of `Carried` that one part hands to the next for a micro-batch, on a rank of `region`."""
+    rows, length = batch.tokens.shape
+    seen = length if batch.documents is None else batch.documents.shape[1]
+    hidden = (length // region.num_slices, rows, model.hidden)
+    return [hidden, (rows, model.heads // region.size, length, seen)] if model.residual_scores else [hidden]
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:

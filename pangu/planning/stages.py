@@ -15,7 +15,7 @@ from pangu.layers.builder import Builder
 from pangu.models.language_model import Part, build_model
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.stages import Stages
+from pangu.pipeline.stages import Stages, carried_shapes
 from pangu.planning.sharding import BYTES
 from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
@@ -62,10 +62,10 @@ def _sent(
     config: RunConfig, layout: Layout, parts: list[Part], actions: tuple[Action, ...]
 ) -> tuple[dict[int, int], dict[str, int]]:
     region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence)
-    model, table = build_model(config.model, build=Builder(PlacementTable(), region=region), parts=parts)
+    table = build_model(config.model, build=Builder(PlacementTable(), region=region), parts=parts)[1]
     size, batch = BYTES[config.precision.compute], config.batch.micro_size
     micro_batch = make_batch(np.zeros((batch, config.model.sequence + 1), np.int64), range(batch), config.data.packing)
-    message = size * sum(math.prod(shape) for shape in model.carried_shapes(micro_batch))
+    message = size * sum(math.prod(shape) for shape in carried_shapes(config.model, region, micro_batch))
     sending = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
     peers = Counter(action.peer for action in actions if action.kind in sending and action.micro == 0)
     wide = max(4, size)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import all_reduce, gather_objects, sum_of
+from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.deferred import WeightGradients
@@ -115,6 +116,7 @@ class Trainer:
             policy.dtype,
             later or WeightGradients(),
             Hooks(self.parameters.gather, self.parameters.release, gradients.expect, gradients.done, gradients.reduce),
+            region=TensorRegion.of(mesh),
         )
 
     @property

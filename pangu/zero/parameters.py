@@ -42,12 +42,10 @@ class _After(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
-        if region in TABLES:
-            weights.close(region, weights.forward)
-            ctx.open = lambda: None
-            return x.view_as(x)
         stays = region == "head" and ctx.needs_input_grad[0]
         ctx.open = lambda: weights.open(region, weights.backward, already=stays)
+        if region in TABLES:
+            ctx.open = lambda: None
         if not stays:
             weights.close(region, weights.forward)
         return x.view_as(x)
@@ -169,10 +167,7 @@ class Weights(Gate):
 
     def close(self, region: str, following: Mapping[str, str]) -> None:
         """Release what a region used, unless the next one needs it."""
-        coming = following.get(region)
-        if region == "head" and "head" in self.forward:  # what follows it lies inside it, and is closed already
-            coming = following.get(coming or "")
-        soon = self.regions[coming] if coming else []
+        soon = self.regions[following[region]] if region in following else []
         for unit in self.regions.get(region, ()):
             self._users[unit] -= 1
             if unit not in soon:
@@ -202,11 +197,9 @@ class Weights(Gate):
 
 
 def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward opens a chunk's regions, given in the order of forward: the last first, but the head
-    before the query layer, which lies inside it. Tables are not opened: their gradient does not depend on what is in
-    them. Nor is what is frozen at the bottom of the model."""
-    returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
-    returning = ["head", *returning] if "head" in names else returning
+    """In which order backward opens a chunk's regions, given in the order of forward. Tables are not opened: their
+    gradient does not depend on what is in them. Nor is what is frozen at the bottom of the model."""
+    returning = [name for name in reversed(names) if name not in TABLES]
     while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
         returning.pop()
     return returning

@@ -189,11 +189,7 @@ def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
     found: set[str] = set()
     for uses in regions.values():
         biased = any(name not in frozen for name in uses.get("position_bias", ()))
-        trained = [biased or any(name not in frozen for name in names) for names in uses.values()]
-        for place, region in enumerate(uses):
-            # what follows the head in this order lies inside it
-            if any(trained[place:] if region == "head" else trained[place : place + 1]):
-                found.add(region)
+        found |= {region for region, names in uses.items() if biased or any(name not in frozen for name in names)}
     return found
 
 

@@ -17,12 +17,12 @@ from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
-from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
 from pangu.models.language_model import Options, Part, build_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
+from tests.weights import whole_logits, whole_loss
 
 EOD = 9
 VARIANTS: list[dict[str, object]] = [
@@ -218,7 +218,7 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
     model, table = make(config, kernel)
     weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
     batch = batch_of(config, resets)
-    loss, expected = model.loss(batch) / 48, Plain(weights, config).loss(batch) / 48
+    loss, expected = whole_loss(model, batch) / 48, Plain(weights, config).loss(batch) / 48
     torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
     loss.backward()
     expected.backward()
@@ -234,10 +234,10 @@ def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
     halves, _ = build_model(config, Options(), parts=parts)
     halves.load_state_dict(whole.state_dict(), assign=True)
     batch = batch_of(config)
-    received = halves.hidden(parts[0], None, batch)
+    received = halves(parts[0], None, batch)
     assert received.scores is not None
-    loss = halves.loss_of(halves.hidden(parts[1], received, batch).hidden, batch)
-    assert torch.equal(loss, whole.loss(batch))
+    loss = halves.loss_of(halves(parts[1], received, batch).hidden, batch)
+    assert torch.equal(loss, whole_loss(whole, batch))
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
@@ -280,7 +280,7 @@ def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dic
     model, _ = make(config, "reference")
     tokens = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model.logits(tokens, torch.arange(24).expand_as(tokens), AttentionMask(None)).sum().backward()
+        whole_logits(model, tokens, torch.arange(24).expand_as(tokens)).sum().backward()
     assert counter.get_total_flops() == training_flops_per_token(config) * tokens.numel()
 
 
