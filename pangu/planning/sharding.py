@@ -189,8 +189,8 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
     biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors and of norms of heads
-    always are: a rank used them for its own heads. The clip norm is one sum of squares, with which the loss goes. LAMB's
-    trust ratios (You et al. 2020) need the squares of whole tensors: two numbers each.
+    always are: a rank used them for its own heads. The clip norm is one sum of squares, with which the loss goes;
+    LAMB's trust ratios (You et al. 2020) need the squares of whole tensors, two numbers each.
     """
     if ranks == 1:
         return []

@@ -142,7 +142,7 @@ class Trainer:
         loss = self.runner.train(self.stages.schedule, batches, keys, per_token * self.loss_scale.scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
-        self.doing = "adding up losses and squares"
+        self.doing = "adding up the loss"
         norm, loss_sum = self.parameters.norm_and_loss(loss)
         self.doing = "updating weights"
         return self._update(loss_sum * per_token, norm / self.loss_scale.scale)

@@ -48,7 +48,7 @@ class Squares:
 
 
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
-    """Whether a rank's piece of a tensor counts in a sum over all ranks: of those that hold the same it is the first."""
+    """Whether a rank's piece of a tensor counts in a sum over all ranks: the first of those that hold it does."""
     return (
         at.data < layout.shards
         and (placement.cut_dim is not None or at.tensor == 0)
@@ -56,7 +56,7 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     )
 
 
-def global_norm(gradients: Sequence[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
+def global_norm(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
     """Euclidean norm of the gradient over all elements of the model, and the sum of the losses; one message for both.
 
     Args:
