@@ -195,7 +195,7 @@ def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitP
 
 def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
     """Elements of the units that are whole while a region computes and the next one is gathered."""
-    windows = [*pairwise(names), *pairwise(back)]
+    windows = [*((name,) for name in names), *pairwise(names), *pairwise(back)]
     sets = [{unit for region in window for unit in names[region]} for window in windows]
     return max(sum(unit.padded for unit in units) for units in sets)
 

@@ -16,6 +16,7 @@ from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
+from pangu.layers.gate import Gate
 from pangu.layers.linear import RMSNorm
 from pangu.layers.rotary import Rotation
 from pangu.models.language_model import Options, Part, build_model
@@ -238,6 +239,43 @@ def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
     assert received.scores is not None
     loss = halves.loss_of(halves(parts[1], received, batch).hidden, batch)
     assert torch.equal(loss, whole_loss(whole, batch))
+
+
+class Listed(Gate):
+    """A gate that keeps a list."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def before(self, region: str, x: Tensor) -> Tensor:
+        self.events.append(f"{region} begins")
+        return x
+
+    def after(self, region: str, x: Tensor) -> Tensor:
+        self.events.append(f"{region} ends")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("gpt", "before_query"), ("pangu", "before_query"), ("pangu", "after_query")]
+)
+def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str) -> None:
+    config = variant(kind=kind, final_norm=order, positions="relative")
+    model, _ = make(config)
+    model.gate = listed = Listed()
+    whole_loss(model, batch_of(config))
+    regions = model.regions(Part.whole(config))
+    assert list(regions) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert listed.events == [f"{name} {event}" for name in regions for event in ("begins", "ends")]
+    home = {
+        "final_norm.weight": "layers.2" if kind == "pangu" and order == "before_query" else "head",
+        "query_embedding.weight": "layers.2",
+        "layers.1.mlp.up.weight": "layers.1",
+        "embedding.word.weight": "embedding, head",
+    }
+    for name, _ in model.named_parameters():
+        using = ", ".join(region for region, names in regions.items() if name in names)
+        assert using == home.get(name, using) != ""
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:

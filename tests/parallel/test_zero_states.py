@@ -113,6 +113,8 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(data=2, zero=2), ("train.frozen=[layers.1.*]", "precision.reduce=bf16")),
         (Layout(data=2, zero=3), ("train.frozen=[embedding.*,layers.0.*]",)),
         (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
+        (Layout(pipeline=3, data=2, zero=3), ("parallel.schedule=1f1b", "model.layers=3")),  # one layer on each stage
+        (Layout(data=2, zero=3), ("model.final_norm=after_query", "model.tied_head=false")),
         (Layout(tensor=2, data=2, zero=2), ()),
     ],
     ids=str,
