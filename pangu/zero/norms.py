@@ -56,7 +56,7 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     )
 
 
-def global_norm(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
+def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
     """Euclidean norm of the gradient over all elements of the model, and the sum of the losses; one message for both.
 
     Args:

@@ -13,7 +13,7 @@ from pangu.models.language_model import LanguageModel, Part
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import GradientSum, Groups
-from pangu.zero.norms import Squares, counts, global_norm
+from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.parameters import Weights
 from pangu.zero.units import Piece, Sharding, Unit
 
@@ -159,8 +159,8 @@ class ShardedParameters:
             self.weights.let_go(chunk)
 
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
-        """See `global_norm`: of the whole model's gradient, and of all replicas."""
-        return global_norm(self._counted, loss, self._mesh)
+        """See `norm_and_loss`: of the whole model's gradient, and of all replicas."""
+        return norm_and_loss(self._counted, loss, self._mesh)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
