@@ -86,19 +86,18 @@ def buffer_table(padded: int, dtype: torch.dtype, sharding: Sharding, trained: b
     share_away = stage == 3 and "parameters" in sharding.offload
     master_away = trained and "optimizer" in sharding.offload
     rounded_away = share_away or master_away
-    table = [
+    whole = stage < 2 or sharding.size == 1
+    beside = trained and (wide, master_away) != (dtype, rounded_away)  # masters are no copy of what is computed with
+    rows = [
         Buffer("weights", padded, dtype, lasting=stage < 3),
         Buffer("share", share, dtype, share_away, alias="weights" if stage < 3 else None),
+        Buffer("total", padded * (trained and whole), wide),
+        Buffer("grad", share * trained, wide, alias="total" if whole else None),
+        Buffer("host_grad", share * master_away, wide, away=True),
+        Buffer("rounded", share, dtype, rounded_away, alias="share" if share_away == rounded_away else None),
+        Buffer("master", share, wide if beside else dtype, master_away, alias=None if beside else "rounded"),
     ]
-    if trained:
-        whole = stage < 2 or sharding.size == 1
-        table += [Buffer("total", padded, wide)] if whole else []
-        table += [Buffer("grad", share, wide, alias="total" if whole else None)]
-        table += [Buffer("host_grad", share, wide, away=True)] if master_away else []
-    table.append(Buffer("rounded", share, dtype, rounded_away, alias="share" if share_away == rounded_away else None))
-    if trained and (wide, master_away) != (dtype, rounded_away):
-        return [*table, Buffer("master", share, wide, master_away)]
-    return [*table, Buffer("master", share, dtype, rounded_away, alias="rounded")]
+    return [row for row in rows if row.numel]
 
 
 @dataclass(frozen=True)
