@@ -22,7 +22,8 @@ from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
-from pangu.evaluation.loading import LoadedModel, load_model
+from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.loading import load_model
 from pangu.evaluation.tasks.ask import Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup, chosen

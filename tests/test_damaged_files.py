@@ -20,7 +20,6 @@ import torch
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, start, write_slices
 from pangu.checkpoint.formats.mindspore import MindSporeSource
-from pangu.checkpoint.formats.stored import logical_shapes
 from pangu.checkpoint.index import checksum, find_damage, read_index, require_facts
 from pangu.checkpoint.run_folder import save_config, trained_model
 from pangu.config.build import build
@@ -35,6 +34,7 @@ from pangu.data.vocabulary import train_sentencepiece
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
+from pangu.models.parts import logical_shapes
 from pangu.training.faults import Watch
 from scripts.generate import read_prompts
 from tests.checkpoint.test_index import FACTS

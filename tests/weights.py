@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from pangu.data.batch import Batch
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.initial import fill, replace_parameter
-from pangu.models.language_model import LanguageModel, Part
+from pangu.models.language_model import LanguageModel
+from pangu.models.parts import Part
 from pangu.topology.placement import Placement, PlacementTable
 
 

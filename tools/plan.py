@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pangu.config.errors import exit_status
@@ -21,17 +20,7 @@ from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
 from pangu.planning.layouts import Chosen, choose_layout
-from pangu.planning.report import describe
-from pangu.planning.sharding import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    Message,
-    Part,
-    plan_sharding,
-    step_messages,
-    traffic,
-)
+from pangu.planning.report import describe, make_table
 from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
 from pangu.topology.layout import Layout
@@ -72,7 +61,7 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
     """What the schedule asks for, and a table of the pipeline's stages."""
     for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    table = _table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
+    table = make_table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
     for stage, view in enumerate(view_stages(config, layout, stages)):
         sends = "; ".join(f"{size(count)} to stage {peer}" for peer, count in view.sends.items())
         sums = "; ".join(f"{name} {size(count)}" for name, count in view.shared.items())
@@ -80,81 +69,6 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
         table.add_row(*map(Text, (str(stage), " | ".join(view.chunks), *numbers, sends, sums)))
     console.print()
     console.print(table)
-
-
-def print_sharding(console: Console, config: RunConfig, layout: Layout) -> None:
-    """A table of weights and one of messages for each part, then the sums."""
-    parts = plan_sharding(config, layout)
-    batch, model = config.batch.micro_size, config.model
-    console.print(
-        f"\ns = {model.sequence} tokens, b = {batch} sequences per micro-batch, h = {model.hidden}, V = {model.vocab}, "
-        f"mp = t = {layout.tensor} tensor ranks, dp = {layout.data} replicas; activations in {config.precision.compute}"
-        f"{', sequence parallelism' if layout.sequence else ''}.\n"
-        "Products are X [tokens, inputs] times A [inputs, outputs] in MindSpore's tuples; weights are stored as "
-        "[outputs, inputs]. Local shapes are those of tensor rank 0.",
-        highlight=False,
-        markup=False,
-    )
-    for part in parts:
-        _print_part(console, part, layout)
-    _print_sums(console, config, parts, layout)
-
-
-def _print_part(console: Console, part: Part, layout: Layout) -> None:
-    several = f" ({part.count} layers; one of them)" if part.count > 1 else ""
-    console.print(Text(f"\n{part.name}{several}: {part.takes} -> {part.gives}", style="bold"))
-    console.print(_weights(part))
-    if part.messages:
-        console.print(_messages(part.messages, layout))
-
-
-def _weights(part: Part) -> Table:
-    table = _table("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
-    for weight in part.weights:
-        later = "; gradient: see step" if weight.partial else ""
-        shapes = (str(list(weight.shape)), str(list(weight.local_shape)))
-        table.add_row(*map(Text, (weight.name, *shapes, weight.cut + later, weight.activations, weight.operator)))
-    return table
-
-
-def _messages(messages: Sequence[Message], layout: Layout) -> Table:
-    table = _table("where", "phase", "collective", "calls", "tensor", "sent by each rank", "why")
-    for message in messages:
-        table.add_row(*map(Text, _row(message, layout.tensor)))
-    return table
-
-
-def _row(message: Message, ranks: int) -> tuple[str, ...]:
-    numbers = (str(message.calls), size(message.bytes), size(message.wire(ranks)))
-    return (message.place, message.phase, message.collective, *numbers, message.why)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("calls", "tensor", "sent by each rank") else "left")
-    return table
-
-
-def _print_sums(console: Console, config: RunConfig, parts: Sequence[Part], layout: Layout) -> None:
-    """The whole model by phase, and what a step adds."""
-    messages = [message for part in parts for message in part.messages * part.count]
-    if not messages:
-        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
-        return
-    stages = f", over its {layout.pipeline} pipeline stages together" if layout.pipeline > 1 else ""
-    console.print(Text(f"\nwhole model, one micro-batch{stages}", style="bold"))
-    table = _table("phase", "collective", "calls", "tensor", "sent by each rank")
-    for phase in (FORWARD, BACKWARD, RECOMPUTE):
-        for collective, total in traffic(messages, phase).items():
-            sent = sum(m.wire(layout.tensor) for m in messages if (m.phase, m.collective) == (phase, collective))
-            table.add_row(phase, collective, str(total.calls), size(total.bytes), size(sent))
-    console.print(table)
-    console.print(Text("\nwhole model, once per step, over the tensor ranks", style="bold"))
-    console.print(_messages(step_messages(config, parts, layout.tensor), layout))
-    console.print(
-        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce.", highlight=False
-    )
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -166,6 +80,9 @@ def plan(options: argparse.Namespace) -> None:
     if layout.pipeline > 1:
         print_stages(console, config, layout, stages)
     if options.sharding:
+        # which builds the model and imports torch for it; the rest of a plan does without
+        from pangu.planning.sharding_tables import print_sharding
+
         print_sharding(console, config, layout)
 
 

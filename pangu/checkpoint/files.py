@@ -162,10 +162,16 @@ def discard(path: Path) -> None:
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
     """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
-    not count."""
+    not count. Raises a UserError that names those that the disk keeps; they are whole."""
+    kept = []
     passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
     for path in passing[: -keep or None] if keep else []:
-        _delete(path)
+        try:
+            _delete(path)
+        except OSError as error:
+            kept.append(f"{path}: cannot be deleted ({error.strerror})")
+    if kept:
+        raise UserError("\n".join(kept))
 
 
 def tidy(folder: Path, step: int) -> list[Path]:

@@ -132,6 +132,8 @@ def _problems(index: Mapping[str, Any]) -> Iterator[str]:
     for name, fits in FACTS.items():
         if name in index and not fits(index[name]):
             yield f"{name} = {index[name]!r:.200}"
+    if _is_count(index.get("step")) and _is_count(index.get("skipped")) and index["skipped"] > index["step"]:
+        yield f"{index['skipped']} of {index['step']} steps are skipped"
     yield from (f"files: {name!r:.200}: {entry!r:.200}" for name, entry in files.items() if not _is_file(name, entry))
     keys: set[tuple[str, str]] = set()
     for name, entry in tensors.items():
@@ -258,6 +260,14 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _are_choices(value: Any) -> bool:
+    """Whether a value is what `pangu.training.choices.Choices` was, as far as it is told when a run continues."""
+    times = value.get("milliseconds", {}) if isinstance(value, dict) else None
+    return isinstance(times, dict) and all(
+        isinstance(figures, dict) and all(map(_is_number, figures.values())) for figures in times.values()
+    )
+
+
 FACTS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "skipped": _is_count,
@@ -265,7 +275,7 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     "watch": _is_watch,
     "loss_scale": lambda value: value is None or _is_loss_scale(value),
     "order": _is_count,
-    "choices": lambda value: value is None or _is_object(value),
+    "choices": lambda value: value is None or _are_choices(value),
     "frozen": lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
     "identity": _is_object,
     "layout": _is_object,

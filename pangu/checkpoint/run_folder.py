@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from pangu.checkpoint.files import list_checkpoints, require_fit
-from pangu.checkpoint.formats.stored import logical_shapes
 from pangu.config.build import build
 from pangu.config.data import DataConfig
 from pangu.config.errors import ConfigError, UserError, writing
@@ -18,6 +17,7 @@ from pangu.config.files import open_regular, refuse_links, write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
 from pangu.config.schema import RunConfig
+from pangu.models.parts import logical_shapes
 
 
 @dataclass(frozen=True)

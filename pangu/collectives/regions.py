@@ -16,17 +16,14 @@ from torch.autograd import Function
 
 from pangu.collectives.reduce import Waitable, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh, Ways
+from pangu.topology.placement import TensorRank
 
 
 @dataclass(frozen=True)
-class TensorRegion:
+class TensorRegion(TensorRank):
     """The ranks that share every matrix, and this rank's place among them."""
 
-    rank: int = 0
-    size: int = 1
     group: dist.ProcessGroup | None = None
-    sequence: bool = False
-    """Sequence parallelism: outside the matrices each rank holds 1 / size of the sequence."""
     chunks: int = 1
     """Parts that a product with a matrix is cut into, to hide the communication of one behind the product of another;
     fewer where the sequence is shorter."""
@@ -37,22 +34,7 @@ class TensorRegion:
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
         """The region of a live mesh."""
         at, layout = mesh.at, mesh.layout
-        return cls(at.tensor, layout.tensor, mesh.group("tensor"), layout.sequence, chunks, mesh.ways)
-
-    @property
-    def slices_sequence(self) -> bool:
-        """True if hidden states between the matrices are slices of the sequence."""
-        return self.sequence and self.size > 1
-
-    @property
-    def num_slices(self) -> int:
-        """Slices that hidden states between the matrices are cut into; 1 without sequence parallelism."""
-        return self.size if self.slices_sequence else 1
-
-    def bounds(self, length: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `length` items dealt in equal shares; the last shares may be short or empty."""
-        share = -(-length // self.size)
-        return min(self.rank * share, length), min((self.rank + 1) * share, length)
+        return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.ways)
 
     def local_sequence(self, x: Tensor) -> Tensor:
         """The part of `x` [sequence, ...] that this rank holds under sequence parallelism; all of it otherwise. Not

@@ -11,6 +11,8 @@ LARGEST_INT = 2**63 - 1
 """What tensors, files and libraries count in."""
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 """Of single precision, in which most numbers are used."""
+SMALLEST_FLOAT = 2.0**-126
+"""The same: what is below it may be 0 there."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Bounds:
         )
         if not fits:
             return f"must be {self}"
+        if self.above == 0 and value < SMALLEST_FLOAT:
+            return f"must be a number of at least {SMALLEST_FLOAT:.10g}"
         largest = LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
         return None if abs(value) <= largest else f"must be a number of at most {largest:.10g}"
 

@@ -197,7 +197,7 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
     given = config.train.stop_after
     try:
         limit = config.train.stop_after_s
-    except ValueError:
+    except (ValueError, OverflowError):
         yield Problem("train.stop_after", given, "must be a time", "5400, 90m, 1h30m or null work")
         return
     if limit is not None and not limit > 0:

@@ -107,11 +107,15 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
     """
     try:
         action()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(PATIENCE_SECONDS)
-        print(f"{says}: {printable(str(error))}", file=sys.stderr, flush=True)
+        # a path that cannot even be asked about: a name that is too long, a folder that is closed to this user
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"{says}: {printable(text)}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pangu.config.build import describe, hints_of, options_of, tag_of
+from pangu.config.errors import UserError, exit_status
 from pangu.config.nearest import close_names
 from pangu.config.schema import RunConfig
 
@@ -39,7 +41,7 @@ Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.
 
 
 def show_help(words: Sequence[str], configs: Path) -> bool:
-    """Print help if a command line asks for it, and say whether it does.
+    """Print help if a command line asks for it, and say whether it does. Ends the process for a key that is none.
 
     Args:
         words: what stands behind the command.
@@ -47,8 +49,13 @@ def show_help(words: Sequence[str], configs: Path) -> bool:
     """
     if not {"--help", "-h"} & set(words):
         return False
-    names = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
-    print("\n\n".join(explain(name) for name in names) if names else overview(configs))
+    names = [word.partition("=")[0] for word in words if not word.startswith(("-", "+"))]
+
+    def tell() -> None:
+        print("\n\n".join(map(explain, names)) if names else overview(configs))
+
+    if status := exit_status(tell, "error"):
+        sys.exit(status)
     return True
 
 
@@ -61,12 +68,13 @@ def overview(configs: Path) -> str:
 
 
 def explain(name: str) -> str:
-    """A group of keys, one key, or `all`: names, types and docstrings."""
+    """A group of keys, one key, or `all`: names, types and docstrings. Raises UserError for what is none of them."""
     known = dict(_entries(RunConfig, ""))
     chosen = {key: text for key, text in known.items() if name == "all" or key == name or key.startswith(f"{name}.")}
     if not chosen:
-        near = close_names(name, known) or list(hints_of(RunConfig))
-        return f"{name}: there is no such group or key; see {', '.join(near)}"
+        near = close_names(name, known)
+        works = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(hints_of(RunConfig))}"
+        raise UserError(f"{name}: there is no such group or key; {works}")
     return "\n\n".join(chosen.values())
 
 

@@ -18,9 +18,7 @@ MOST_FORWARDS = 2**15
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """What is wrong with the layout of a configuration, on a number of processes."""
     rules = (_tensor, _shared_sequence, _pipeline, _zero)
-    problems = [problem for rule in rules for problem in findings(rule, config)]
-    if not config.dry_run:
-        problems += findings(_devices, config, world)
+    problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
     return problems or findings(_batch, config, world)
 
 
@@ -81,6 +79,8 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
     parallel = config.parallel
+    if config.dry_run:
+        return
     one_model = parallel.tensor * parallel.pipeline
     keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
     values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")

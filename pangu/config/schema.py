@@ -141,7 +141,7 @@ class TrainConfig:
 
     @property
     def stop_after_s(self) -> float | None:
-        """`stop_after` in seconds. Raises ValueError if it is no time."""
+        """`stop_after` in seconds. Raises ValueError if it is no time, OverflowError if it is beyond all floats."""
         if not isinstance(self.stop_after, str):
             return self.stop_after
         parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", self.stop_after)

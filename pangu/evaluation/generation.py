@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pangu.collectives.reduce import all_reduce
 from pangu.config.errors import UserError
 from pangu.data.batch import Batch
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.cache import Cache
 from pangu.pipeline.schedule import forward_only
 from pangu.topology.random import generator, random_key

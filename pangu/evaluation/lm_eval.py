@@ -23,7 +23,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pangu.config.errors import UserError, exit_status
 from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loading import LoadedModel, load_model
+from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import Span, score
 from pangu.evaluation.sharing import generate_shared
 from pangu.topology.launch import Launch, choose_device

@@ -14,7 +14,7 @@ from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import require_fit
 from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
-from pangu.checkpoint.formats.stored import logical_shapes, take
+from pangu.checkpoint.formats.stored import take
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
 from pangu.checkpoint.run_tokenizer import kept_tokenizer
@@ -27,38 +27,19 @@ from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernels import attention_kernels
-from pangu.models.language_model import LanguageModel, Options, Part, build_model
+from pangu.models.language_model import LanguageModel, Options, build_model
+from pangu.models.parts import Part, logical_shapes
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
 from pangu.pipeline.stages import cut
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is spread over the ranks of a mesh. What is asked of it, all ranks of one replica ask together."""
-
-    runner: Runner
-    """Of this rank's stage; `runner.model` is what this rank holds."""
-    schedule: Schedule
-    """Its stages are used."""
-    mesh: Mesh
-    config: ModelConfig
-    """The architecture; `config.sequence` is the longest text."""
-    tokenizer: Tokenizer | None
-    """Of the data that it was trained on, if that has one."""
-    eod: int | None
-    """Id that ends a document, if there is one."""
-    rows: int = 8
-    """Texts computed at a time."""
-    stop: tuple[int, ...] = ()
-    """Ids that end a generated text beside `eod`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +81,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     # nothing is timed here: the same question has the same answer, to the last bit
     options = Options(found.kernel if found.kernel in kernels else kernels[0])
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
-    model, table = build_model(config, options, Builder(PlacementTable(), region=region), list(chunks.values()))
+    model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
     found.fill(_slices(model, table, DTYPES[compute], mesh.device))
     runner = Runner(
         model,

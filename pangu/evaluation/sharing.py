@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pangu.collectives.reduce import gather_objects
 from pangu.evaluation.generation import Sampling, generate
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 
 
 def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:

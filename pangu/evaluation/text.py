@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pangu.config.errors import UserError
 from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.generation import Sampling, generate
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 
 UNFINISHED = "\ufffd"
 """What tokenizers decode the first bytes of a character to that goes on in the next token."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.builder import Builder
 
 
 @dataclass(frozen=True)
@@ -84,30 +84,17 @@ class RelativeBias(nn.Module):
     Heads are dealt to the ranks, so each has the whole gradient of its columns.
     """
 
-    def __init__(
-        self,
-        build: Builder,
-        name: str,
-        heads: int,
-        buckets: int,
-        furthest: int,
-        std: float,
-        shared: str | None = None,
-    ) -> None:
+    def __init__(self, build: Builder, name: str, furthest: int) -> None:
         """
         Args:
             build: stands at the parent of this layer.
             name: attribute of the parent that holds this layer.
-            heads: number of query heads on all ranks.
-            buckets: number of buckets of distances.
             furthest: distance from which on all share the last bucket.
-            std: standard deviation of the first values.
-            shared: pipeline stages that hold a copy, as in `Placement`.
         """
         super().__init__()
-        self.buckets, self.furthest = buckets, furthest
-        table = NewTensor(f"{name}.weight", (buckets, heads), std, cut_dim=1, shared=shared)
-        self.weight = build.parameter(f"{name}.weight", [table])
+        self.furthest = furthest
+        self.weight = build.parameter(f"{name}.weight")
+        self.buckets = len(self.weight)
 
     def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
         """The bias between `length` tokens of a model of format `dtype`."""

@@ -1,4 +1,4 @@
-"""Parallel linear layers, embeddings and norms, each entering its logical tensors in the placement table.
+"""Parallel linear layers, embeddings and norms, whose shapes and cuts the placement table says.
 
 On a region of one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored as [outputs, inputs]:
 
@@ -24,13 +24,11 @@ Row parallel: every rank takes some of the inputs and has a part of every output
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, leave
-from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.builder import Builder
 from pangu.layers.products import column_product, lookup, row_product
 
 
@@ -41,40 +39,23 @@ class ColumnParallelLinear(nn.Module):
     In the paper's Y = XA it is A's columns that are cut; A is stored transposed, so here it is the rows of W.
     """
 
-    def __init__(
-        self,
-        build: Builder,
-        name: str,
-        inputs: int,
-        outputs: Mapping[str, int],
-        std: float,
-        biases: bool = True,
-        from_table: bool = False,
-    ) -> None:
+    def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
         """
         Args:
             build: stands at the parent of this layer.
             name: attribute of the parent that holds this layer.
-            inputs: width of the input.
-            outputs: logical name -> width; `{"query": h, "key": h, "value": h}` is a fused projection. The ranks must
-                divide each width.
-            std: standard deviation of the initial weights; biases begin at 0.
-            biases: false: y = x Wᵀ.
             from_table: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every rank
                 looks its input up, and the parts of the table's gradient are summed once per step.
         """
         super().__init__()
-        assert all(width % build.region.size == 0 for width in outputs.values()), outputs
+        projections = build.held(f"{name}.weight")
+        assert all(projection.shape[0] % build.region.size == 0 for projection in projections), projections
         self.region = TensorRegion() if from_table else build.region
         self.later = build.later
-        self.widths = [width // build.region.size for width in outputs.values()]
+        self.widths = [projection.local_shape[0] for projection in projections]
         """Of each projection in the result."""
-        self.weight = build.parameter(
-            f"{name}.weight",
-            [NewTensor(f"{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()],
-        )
-        vectors = [NewTensor(f"{out}.bias", (width,), None, cut_dim=0) for out, width in outputs.items()]
-        self.bias = build.parameter(f"{name}.bias", vectors) if biases else None
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
@@ -84,16 +65,15 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b with the *inputs* dealt to the ranks; the partial sums are added up, the bias once, afterwards."""
 
-    def __init__(self, build: Builder, name: str, inputs: int, outputs: int, std: float, biases: bool = True) -> None:
-        """Arguments as for `ColumnParallelLinear`; the ranks must divide `inputs`."""
+    def __init__(self, build: Builder, name: str) -> None:
+        """Arguments as for `ColumnParallelLinear`; the ranks must divide the inputs."""
         super().__init__()
-        assert inputs % build.region.size == 0, inputs
+        (matrix,) = build.held(f"{name}.weight")
+        assert matrix.shape[1] % build.region.size == 0, matrix
         self.region = build.region
         self.later = build.later
-        self.weight = build.parameter(
-            f"{name}.weight", [NewTensor(f"{name}.weight", (outputs, inputs), std, cut_dim=1)]
-        )
-        self.bias = build.parameter(f"{name}.bias", [NewTensor(f"{name}.bias", (outputs,), None)]) if biases else None
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
@@ -106,15 +86,14 @@ class VocabParallelEmbedding(nn.Module):
     Rows are dealt in equal shares; where the ranks do not divide them, the last share ends in padding.
     """
 
-    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float, shared: str | None = None) -> None:
-        """Arguments as for `ColumnParallelLinear`; the table has global shape [rows, width]; `shared` as in
-        `NewTensor`."""
+    def __init__(self, build: Builder, name: str) -> None:
+        """Arguments as for `ColumnParallelLinear`."""
         super().__init__()
+        (table,) = build.held(f"{name}.weight")
         self.region = build.region
         self.later = build.later
-        self.rows = rows
-        table = NewTensor(f"{name}.weight", (rows, width), std, cut_dim=0, shared=shared)
-        self.weight = build.parameter(f"{name}.weight", [table])
+        self.rows = table.shape[0]
+        self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
@@ -129,17 +108,16 @@ class VocabParallelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """A table of position vectors, held whole by every rank."""
 
-    def __init__(self, build: Builder, name: str, rows: int, width: int, std: float, whole: bool = False) -> None:
+    def __init__(self, build: Builder, name: str, whole: bool = False) -> None:
         """
         Args:
-            build, name, rows, width, std: as for `VocabParallelEmbedding`.
+            build, name: as for `ColumnParallelLinear`.
             whole: every rank looks up all positions and uses the vectors for its own part of the heads; without it each
                 looks up the positions of its slice of the sequence.
         """
         super().__init__()
         self.region = TensorRegion() if whole else build.region
-        table = NewTensor(f"{name}.weight", (rows, width), std, partial=whole)
-        self.weight = build.parameter(f"{name}.weight", [table])
+        self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, positions: Tensor) -> Tensor:
         """int64 [batch, sequence] -> [sequence (/ ranks with sequence parallelism, if not `whole`), batch, width]."""
@@ -149,21 +127,15 @@ class PositionEmbedding(nn.Module):
 class LayerNorm(nn.Module):
     """Layer norm (Ba et al. 2016) with biased variance; statistics are fp32 whatever the input's format."""
 
-    def __init__(self, build: Builder, name: str, width: int, eps: float, of_heads: bool = False) -> None:
+    def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
         """
         Args:
-            build, name: as for `ColumnParallelLinear`; gain 1 and bias 0 at first.
-            width: of the last dimension.
+            build, name: as for `ColumnParallelLinear`.
             eps: inside the root.
-            of_heads: it norms heads, of which a tensor-parallel rank has its own: gradients are parts of the sum.
+            of_heads: it norms heads, of which a tensor-parallel rank has its own.
         """
         super().__init__()
-        gain, bias = (
-            NewTensor(f"{name}.{kind}", (width,), None, first, partial=of_heads)
-            for kind, first in (("weight", 1.0), ("bias", 0.0))
-        )
-        self.weight = build.parameter(f"{name}.weight", [gain])
-        self.bias = build.parameter(f"{name}.bias", [bias])
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.parameter(f"{name}.bias")
         self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,11 +149,10 @@ class RMSNorm(nn.Module):
     Statistics are fp32 whatever the input's format.
     """
 
-    def __init__(self, build: Builder, name: str, width: int, eps: float, of_heads: bool = False) -> None:
-        """Arguments as for `LayerNorm`; gain 1 at first."""
+    def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
+        """Arguments as for `LayerNorm`."""
         super().__init__()
-        gain = NewTensor(f"{name}.weight", (width,), None, 1.0, partial=of_heads)
-        self.weight = build.parameter(f"{name}.weight", [gain])
+        self.weight = build.parameter(f"{name}.weight")
         self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,6 +160,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def make_norm(build: Builder, name: str, width: int, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
+def make_norm(build: Builder, name: str, eps: float, kind: str, of_heads: bool = False) -> nn.Module:
     """`layernorm` or `rmsnorm`; other arguments as for `LayerNorm`."""
-    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, width, eps, of_heads)
+    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](build, name, eps, of_heads)

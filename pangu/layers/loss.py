@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion, enter, gather_last
-from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.builder import Builder
 from pangu.layers.products import ALONE, column_product
 from pangu.layers.recompute import checkpointed
 
@@ -86,21 +86,21 @@ class Head(nn.Module):
     A tied head (Press & Wolf 2017) has no matrix of its own and is handed the word embedding.
     """
 
-    def __init__(self, build: Builder, vocab: int, chunk: int | None, matrix: NewTensor | None = None) -> None:
+    def __init__(self, build: Builder, vocab: int, chunk: int | None) -> None:
         """
         Args:
-            build: stands at the parent of this layer, whose attribute `head` holds it.
+            build: stands at the parent of this layer, whose attribute `head` holds it; without a matrix in the table it
+                is handed the word embedding.
             vocab: number of words, without padding.
             chunk: tokens whose logits exist at a time; they are computed again in backward, so that those of all tokens
                 never exist together. None computes all at once and keeps their probabilities.
-            matrix: the output matrix [vocab, width], stored in `head.weight`; None: the word embedding next door.
         """
         super().__init__()
         self.region = build.region
         self.later = build.later
         self.vocab = vocab
         self.chunk = chunk
-        self.weight = None if matrix is None else build.parameter("head.weight", [matrix])
+        self.weight = build.optional("head.weight")
 
     def loss(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states).

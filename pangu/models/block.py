@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,11 +100,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
 
 
-def residual_std(config: ModelConfig) -> float:
-    """Standard deviation of weights that write into the residual stream (Radford et al. 2019, section 2.3)."""
-    return config.init_std / math.sqrt(2 * config.layers)
-
-
 class Attention(nn.Module):
     """Projections, norms of the heads, the turn by position, the kernel, the output product.
 
@@ -115,22 +109,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
         super().__init__()
         self.head_size = config.head_size
-        width, std, biases = config.hidden, config.init_std, config.has_biases("qkv")
-        query, others = {"query": config.query_size}, {"key": config.kv_size, "value": config.kv_size}
         if query_layer:
-            self.query = ColumnParallelLinear(build, "query", width, query, std, biases, from_table=True)
-            self.key_value = ColumnParallelLinear(build, "key_value", width, others, std, biases)
+            self.query = ColumnParallelLinear(build, "query", from_table=True)
+            self.key_value = ColumnParallelLinear(build, "key_value")
         else:
-            self.qkv = ColumnParallelLinear(build, "qkv", width, query | others, std, biases)
+            self.qkv = ColumnParallelLinear(build, "qkv")
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
             self.query_norm, self.key_norm = (
-                make_norm(build, name, config.head_size, config.norm_eps, config.norm, of_heads=True)
+                make_norm(build, name, config.norm_eps, config.norm, of_heads=True)
                 for name in ("query_norm", "key_norm")
             )
-        std, biases = residual_std(config), config.has_biases("output")
-        self.output = RowParallelLinear(build, "output", config.query_size, config.hidden, std, biases)
+        self.output = RowParallelLinear(build, "output")
         again = "attention" in options.recompute_parts
         self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
@@ -156,10 +147,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
-        width, inner, biases = config.hidden, config.ffn_size, config.has_biases("mlp")
-        projections = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
-        self.up = ColumnParallelLinear(build, "up", width, projections, config.init_std, biases)
-        self.down = RowParallelLinear(build, "down", inner, width, residual_std(config), biases)
+        self.up = ColumnParallelLinear(build, "up")
+        self.down = RowParallelLinear(build, "down")
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,9 +170,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
         super().__init__()
-        self.attention_norm = make_norm(build, "attention_norm", config.hidden, config.norm_eps, config.norm)
+        self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
         self.attention = Attention(config, build.at("attention"), options, query_layer)
-        self.mlp_norm = make_norm(build, "mlp_norm", config.hidden, config.norm_eps, config.norm)
+        self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"), options)
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")

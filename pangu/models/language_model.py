@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.biases import Alibi, RelativeBias
-from pangu.layers.builder import Builder, NewTensor
+from pangu.layers.builder import Builder
 from pangu.layers.cache import Cache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.gate import Gate
@@ -23,20 +23,17 @@ from pangu.layers.offload import Offload, address
 from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 from pangu.models.block import Block, Carried, Options, Pass
+from pangu.models.parts import Part, place_tensors
 from pangu.topology.placement import PlacementTable
 
 
 class TokenEmbedding(nn.Module):
     """Word vector + learned position vector (if positions are learned), then dropout."""
 
-    def __init__(self, config: ModelConfig, build: Builder, shared: str | None) -> None:
+    def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(build, "word", config.vocab, config.hidden, config.init_std, shared)
-        self.position = (
-            PositionEmbedding(build, "position", config.sequence, config.hidden, config.init_std)
-            if config.positions == "learned"
-            else None
-        )
+        self.word = VocabParallelEmbedding(build, "word")
+        self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, run: Pass) -> Tensor:
@@ -45,30 +42,12 @@ class TokenEmbedding(nn.Module):
         return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive layers of a model: what is computed in one go, and what a pipeline stage holds one or more of."""
-
-    layers: range
-    """Global numbers of the layers."""
-    first: bool = False
-    """Begins with the embedding."""
-    last: bool = False
-    """Ends with the final norm, PanGu-α's query table and the head."""
-
-    @classmethod
-    def whole(cls, config: ModelConfig) -> Part:
-        """The model in one part."""
-        return cls(range(config.layers), first=True, last=True)
-
-
-def _make_bias(config: ModelConfig, build: Builder, shared: str | None) -> Alibi | RelativeBias | None:
+def _make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias | None:
     """What tells attention of positions, if its scores do."""
     if config.positions == "alibi":
         return Alibi(build, config.heads)
     if config.positions == "relative":
-        buckets, furthest = config.num_relative_buckets, config.furthest_relative
-        return RelativeBias(build, "position_bias", config.heads, buckets, furthest, config.init_std, shared)
+        return RelativeBias(build, "position_bias", config.furthest_relative)
     return None
 
 
@@ -85,20 +64,17 @@ class LanguageModel(nn.Module):
         """
         Args:
             config: the architecture.
-            build: at the root of an empty placement table.
+            build: at the root of the table of these parts (`place_tensors`).
             options: how it is computed.
-            parts: what is built. Where the head is tied and the embedding is elsewhere, the head holds a copy of it.
+            parts: what is built.
         """
         super().__init__()
         self.config = config
         self.gate = Gate()
         self.query_layer = config.layers - 1 if config.kind == "pangu" else None
         self.norms_before_query = config.kind == "pangu" and config.final_norm == "before_query"
-        begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
-        shared = "ends" if config.tied_head and begins != ends else None
-        self.embedding = TokenEmbedding(config, build.at("embedding"), shared) if begins else None
-        complete = sum(len(part.layers) for part in parts) == config.layers
-        self.position_bias = _make_bias(config, build, None if complete else "stages")
+        self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
+        self.position_bias = _make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(config, build.at(f"layers.{number}"), options, number == self.query_layer)
@@ -107,36 +83,14 @@ class LanguageModel(nn.Module):
             }
         )
         self.head: Head | None = None
-        if ends:
-            self.final_norm = make_norm(build, "final_norm", config.hidden, config.norm_eps, config.norm)
-            matrix = None
-            if not (config.tied_head and begins):
-                name = "embedding.word.weight" if config.tied_head else "head.weight"
-                matrix = NewTensor(name, (config.vocab, config.hidden), config.init_std, cut_dim=0, shared=shared)
-            self.head = Head(build, config.vocab, options.loss_chunk, matrix)
+        if any(part.last for part in parts):
+            self.final_norm = make_norm(build, "final_norm", config.norm_eps, config.norm)
+            self.head = Head(build, config.vocab, options.loss_chunk)
             if self.query_layer is not None:
-                self.query_embedding = PositionEmbedding(
-                    build, "query_embedding", config.sequence, config.hidden, config.init_std, whole=True
-                )
+                self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = KERNELS[options.kernel]
         self.recomputed_layers = options.recompute
         self.offload = options.offload
-
-    def regions(self, part: Part) -> dict[str, list[str]]:
-        """Regions of a part (see `Gate`) in the order in which forward enters them, and the parameters each uses."""
-        layers = [f"layers.{number}" for number in part.layers]
-        names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
-        uses: dict[str, list[str]] = {name: [] for name in names}
-        last = f"layers.{self.config.layers - 1}"
-        used_in = {"query_embedding": last, "final_norm": last if self.norms_before_query else "head"}
-        for parameter, _ in self.named_parameters():
-            first, second, *_ = parameter.split(".")
-            region = f"layers.{second}" if first == "layers" else used_in.get(first, first)
-            if region in uses:
-                uses[region].append(parameter)
-        if part.last and self.head is not None and self.head.weight is None:
-            uses["head"].append("embedding.word.weight")
-        return {name: parameters for name, parameters in uses.items() if parameters}
 
     def forward(
         self,
@@ -247,5 +201,6 @@ def build_model(
         build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
         parts: those that this rank holds; None: the whole model in one part.
     """
-    build = build or Builder(PlacementTable())
-    return LanguageModel(config, build, options or Options(), parts or [Part.whole(config)]), build.table
+    build, parts = build or Builder(), parts or [Part.whole(config)]
+    build = replace(build, table=place_tensors(config, parts, build.region))
+    return LanguageModel(config, build, options or Options(), parts), build.table

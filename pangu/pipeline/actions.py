@@ -19,9 +19,8 @@ class Kind(StrEnum):
     RECV_ACTIVATION = "RECV_ACTIVATION"
     SEND_GRADIENT = "SEND_GRADIENT"
     RECV_GRADIENT = "RECV_GRADIENT"
-    GATHER = "GATHER"
+    HOLD = "HOLD"
     RELEASE = "RELEASE"
-    REDUCE = "REDUCE"
 
     # that of enumerations is a call in Python, and plans look kinds up millions of times
     __hash__ = str.__hash__
@@ -36,19 +35,24 @@ class Action(NamedTuple):
 
     SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT the gradient of its input
     to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`, RECV_GRADIENT of the
-    gradient of its output; the forward or backward that uses it waits for it. Sends never wait. GATHER collects the
-    chunk's sharded parameters, RELEASE lets go of what was gathered, REDUCE sums its gradients over the replicas.
+    gradient of its output; the forward or backward that uses it waits for it. Sends never wait. Sharded parameters of
+    a chunk, which are gathered when its layers come to use them, stay whole from HOLD to RELEASE; a chunk that is not
+    held lets each go behind its use.
     """
 
     kind: Kind
     chunk: int
     """Index of the model chunk in model order, 0 .. stages * virtual - 1."""
     micro: int | None = None
-    """Index of the micro-batch; None for GATHER, RELEASE and REDUCE."""
+    """Index of the micro-batch; None for HOLD and RELEASE."""
     peer: int | None = None
     """The other stage of a message; None for all else."""
+    reduce: bool = False
+    """Whether the chunk's gradients are summed over the replicas: as they become complete in a BACKWARD, all of them
+    behind a BACKWARD_WEIGHT."""
 
     def __str__(self) -> str:
-        """E.g. `F of chunk 3, micro-batch 7` or `RECV_GRADIENT of chunk 3, micro-batch 7, peer stage 1`."""
+        """E.g. `B of chunk 3, micro-batch 7, reduce` or `RECV_GRADIENT of chunk 3, micro-batch 7, peer stage 1`."""
         micro = "" if self.micro is None else f", micro-batch {self.micro}"
-        return f"{self.kind} of chunk {self.chunk}{micro}" + ("" if self.peer is None else f", peer stage {self.peer}")
+        peer = "" if self.peer is None else f", peer stage {self.peer}"
+        return f"{self.kind} of chunk {self.chunk}{micro}{peer}" + ", reduce" * self.reduce

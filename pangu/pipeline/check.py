@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import zip_longest
 
 from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
@@ -42,9 +42,10 @@ def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk is used only
-    between its GATHER and RELEASE and reduced when all its gradients are there, and both ends of every channel (kind of
-    message, from stage, to stage) name the same messages in the same order.
+    """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk's gradients
+    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between HOLD
+    and RELEASE, and both ends of every channel (kind of message, from stage, to stage) name the same messages in the
+    same order.
 
     Whether stages wait for each other in a circle shows only when the lists are carried out: see simulate.
     """
@@ -85,12 +86,13 @@ class _Stage:
         self.chunks = [chunk for chunk, owner in enumerate(schedule.stage_of) if owner == stage]
         self.done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
         """(chunk, micro-batch) by kind of action."""
-        self.gathered: set[int] = set()
-        self.reduced: set[int] = set()
+        self.held: set[int] = set()
+        self.gradients: Counter[int] = Counter()
+        """Chunk -> micro-batches that its gradients have."""
 
     def check(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
-            wrong = self._wrong(action)
+            wrong = self._wrong(action) or self._wrong_reduction(action)
             if wrong is not None:
                 raise ScheduleError(f"stage {self.stage}: {action}: {wrong}")
             if action.micro is not None:
@@ -104,7 +106,7 @@ class _Stage:
         if (action.micro is None) == (action.kind in COMPUTE | MESSAGES):
             return "computations and messages have a micro-batch, all else has none"
         if action.micro is None:
-            return self._wrong_for_parameters(action)
+            return self._wrong_hold(action)
         if not 0 <= action.micro < self.schedule.micro_batches:
             return f"there are {self.schedule.micro_batches} micro-batches"
         if (action.chunk, action.micro) in self.done[action.kind]:
@@ -113,24 +115,20 @@ class _Stage:
             return self._wrong_message(action, (action.chunk, action.micro))
         return self._wrong_compute(action, (action.chunk, action.micro))
 
-    def _wrong_for_parameters(self, action: Action) -> str | None:
-        chunk = action.chunk
-        if action.kind is Kind.GATHER:
-            if chunk in self.gathered:
-                return "already gathered"
-            self.gathered.add(chunk)
-        elif action.kind is Kind.RELEASE:
-            if chunk not in self.gathered:
-                return "not gathered"
-            self.gathered.remove(chunk)
-        else:
-            if chunk in self.reduced:
-                return "done twice"
-            missing = self._missing(chunk)
-            if missing is not None:
-                return f"before {missing}"
-            self.reduced.add(chunk)
+    def _wrong_hold(self, action: Action) -> str | None:
+        if (action.kind is Kind.HOLD) == (action.chunk in self.held):
+            return "already held" if action.kind is Kind.HOLD else "not held"
+        self.held ^= {action.chunk}
         return None
+
+    def _wrong_reduction(self, action: Action) -> str | None:
+        if action.kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            return "it completes no gradients" if action.reduce else None
+        self.gradients[action.chunk] += 1
+        complete = self.schedule.reduce_each or self.gradients[action.chunk] == self.schedule.micro_batches
+        if action.reduce == complete:
+            return None
+        return "the gradients are complete, and not reduced" if complete else "reduced before they are complete"
 
     def _wrong_message(self, action: Action, chunk: tuple[int, int]) -> str | None:
         ahead = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)  # the other end is the next chunk
@@ -145,8 +143,8 @@ class _Stage:
 
     def _wrong_compute(self, action: Action, chunk: tuple[int, int]) -> str | None:
         done, kind = self.done, action.kind
-        if action.chunk not in self.gathered:
-            return "outside GATHER and RELEASE of its chunk"
+        if self.schedule.two_phases and action.chunk not in self.held:
+            return "outside HOLD and RELEASE of its chunk"
         if kind is Kind.BACKWARD_WEIGHT:
             return None if chunk in done[Kind.BACKWARD_INPUT] else "before its backward for the input"
         message = input_of(action, self.stage_of)
@@ -181,9 +179,7 @@ class _Stage:
         """Sends are left to the comparison of channels: each is received by a step that is checked to be there."""
         for chunk in self.chunks:
             missing = self._missing(chunk)
-            if missing is None and chunk not in self.reduced:
-                missing = str(Action(Kind.REDUCE, chunk))
-            if missing is None and chunk in self.gathered:
+            if missing is None and chunk in self.held:
                 missing = str(Action(Kind.RELEASE, chunk))
             if missing is not None:
                 raise ScheduleError(f"stage {self.stage}: {missing}: missing")

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps, rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
-from pangu.pipeline.actions import COMPUTE, Kind
-from pangu.pipeline.simulate import Event, Timeline
+from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.simulate import Event, Gap, Timeline
 from pangu.pipeline.theory import bubble
 
+SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 LOOKS = {
     Kind.FORWARD: ("forward", 0.35, ""),
     Kind.BACKWARD: ("backward", 0.95, ""),
@@ -28,19 +34,33 @@ LOOKS = {
     Kind.BACKWARD_WEIGHT: ("backward for the weights", 0.55, "////"),
 }
 """Name, strength of the micro-batch's colour, and hatch of each kind of computation."""
+OTHER = "other work"
+GAPS: dict[str | None, tuple[str, str, str]] = {
+    Kind.RECV_ACTIVATION: ("waiting for an activation", "white", "...."),
+    Kind.RECV_GRADIENT: ("waiting for a gradient", "white", "xxxx"),
+    OTHER: (OTHER, "0.65", ""),
+    None: ("no work left", "0.9", ""),
+}
+"""Name, colour and hatch of what a stage does when it does not compute, by the message that it waits for. Other work is
+what a measured step does with parameters and to send messages, and what passes between its actions."""
+MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
+"""Marks of messages that point to the stage that takes them: what they say, and where in a stage's row they stand."""
+PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
+"""Colours of the micro-batches, in turn."""
 INCHES_PER_ACTION = 0.17
 """Room for three digits at FONT_SIZE."""
 FONT_SIZE = 5
-IDLE = "0.9"
-"""Grey of a stage that computes nothing."""
+TOP, BOTTOM = 0.04, 0.74
+"""Edges of the boxes in a stage's row, which is 1 high."""
 
 
 def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> None:
-    """Draw a timeline to `stem`.svg and `stem`.png: a row per stage, a box per forward and backward.
+    """Draw a timeline to `stem`.svg and `stem`.png: a row per stage, with a box per forward and backward.
 
     A box has the colour and the number of its micro-batch and, where stages have several chunks, a letter: a for the
-    stage's first chunk. The title has the bubble, and the formula's for equal times (theory.bubble). Time is drawn in
-    milliseconds if it was measured, otherwise in hundredths of the step.
+    stage's first chunk. Between boxes stands what the stage waits for (the micro-batch, and the stage that sends it),
+    below them a mark for each message that it sends. The title has the bubble, and the formula's for equal times
+    (theory.bubble). Time is drawn in milliseconds if it was measured, otherwise in hundredths of the step.
 
     Args:
         timeline: what to draw.
@@ -55,30 +75,24 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     durations = [event.stop - event.start for events in timeline.computing for event in events]
     short = max(sorted(durations)[len(durations) // 4], timeline.makespan * 1e-4)  # typical of the shortest kind
     width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / short))  # inches of the rows
-    whole, height = width + 1.0, 0.32 * timeline.schedule.stages + 1.5
+    whole, height = width + 1.0, 0.4 * timeline.schedule.stages + 1.7
     figure = Figure(figsize=(whole, height), dpi=150)
     FigureCanvasAgg(figure)  # not pyplot, which keeps every figure and may look for a display
     # laid out by hand: an automatic layout draws the thousands of numbers twice
-    figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=0.9 / height, top=1 - 0.6 / height)
+    figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=1.1 / height, top=1 - 0.6 / height)
     axes = figure.add_subplot()
-    _draw_boxes(axes, timeline, inches=width / timeline.makespan)
+    inches = width / timeline.makespan
+    _draw_computing(axes, timeline, inches)
+    gaps = timeline.gaps(measured)
+    _draw_gaps(axes, timeline.schedule, gaps, inches)
+    _draw_messages(axes, timeline, measured)
     axes.set(xlabel=f"time ({unit})", xlim=(0, timeline.makespan), ylim=(timeline.schedule.stages, 0))
-    axes.set_yticks([stage + 0.5 for stage in range(timeline.schedule.stages)])
+    axes.set_yticks([stage + (TOP + BOTTOM) / 2 for stage in range(timeline.schedule.stages)])
     axes.set_yticklabels([f"stage {stage}" for stage in range(timeline.schedule.stages)])
     axes.set_title(_title(timeline, says), loc="left", fontsize="medium")
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-    kinds = {event.action.kind for events in timeline.computing for event in events}
-    handles = [
-        Patch(facecolor=_tint((0.3, 0.3, 0.3), strength), hatch=hatch, edgecolor="white", label=name)
-        for kind, (name, strength, hatch) in LOOKS.items()
-        if kind in kinds
-    ]
-    handles.append(Patch(facecolor=IDLE, label="idle or waiting for a message"))
-    if timeline.schedule.virtual > 1:
-        handles.append(Patch(alpha=0, label="3b: micro-batch 3, second chunk"))
-    look = {"fontsize": "small", "handlelength": 1.5, "columnspacing": 1.2, "frameon": False}
-    figure.legend(handles=handles, loc="lower left", ncols=len(handles), **look)
+    _draw_legend(figure, timeline, gaps)
     for suffix in ("svg", "png"):
         path = stem.parent / f"{stem.name}.{suffix}"
         with writing(path), rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
@@ -106,45 +120,118 @@ def _title(timeline: Timeline, says: str) -> str:
     )
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline, inches: float) -> None:
+def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
     """Put the boxes, and the numbers of those that have room, into the axes; `inches` per unit of time."""
-    palette = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
     boxes: dict[Kind, list[Event]] = {}
-    for stage, events in enumerate(timeline.computing):
-        axes.axhspan(stage + 0.04, stage + 0.96, color=IDLE, linewidth=0)
-        for event in events:
-            boxes.setdefault(event.action.kind, []).append(event)
-    for kind, of_kind in boxes.items():
+    for event in (event for events in timeline.computing for event in events):
+        boxes.setdefault(event.action.kind, []).append(event)
+        label = _label(event.action, timeline.schedule)
+        _write(axes, event, inches, label, color="white" if LOOKS[event.action.kind][1] > 0.9 else "black")
+    for kind, events in boxes.items():
         _, strength, hatch = LOOKS[kind]
-        corners = []
-        for event in of_kind:
-            left, right = event.start - timeline.start, event.stop - timeline.start
-            top, bottom = event.stage + 0.04, event.stage + 0.96
-            corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-            label = _label(event, timeline)
-            if (right - left) * inches > 0.6 * FONT_SIZE / 72 * len(label):
-                axes.text(
-                    (left + right) / 2,
-                    event.stage + 0.5,
-                    label,
-                    color="white" if strength > 0.9 else "black",
-                    fontsize=FONT_SIZE,
-                    ha="center",
-                    va="center",
-                )
-        colours = [_tint(palette[(event.action.micro or 0) % len(palette)], strength) for event in of_kind]
-        axes.add_collection(
-            PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.4, hatch=hatch or None)
-        )
+        colours = [_tint(_colour(event.action), strength) for event in events]
+        look: dict[str, Any] = {"facecolors": colours, "edgecolors": "white", "linewidths": 0.4, "hatch": hatch or None}
+        axes.add_collection(PolyCollection(_corners(events), **look))
 
 
-def _label(event: Event, timeline: Timeline) -> str:
+def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: float) -> None:
+    """The same for what stages wait for, and for other times in which they do not compute."""
+    boxes: dict[str | None, list[Gap]] = {}
+    for gap in gaps:
+        boxes.setdefault(_kind(gap), []).append(gap)
+        if gap.awaited is not None:
+            assert gap.then is not None
+            label = _label(gap.then, schedule)
+            chunk = gap.then.chunk + (1 if gap.awaited[0] is Kind.RECV_GRADIENT else -1)
+            peer = schedule.stage_of[chunk]
+            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # letters on a hatch are hard to read
+            _write(axes, gap, inches, f"{label} from stage {peer}", label, bbox=white)
+    for kind, alike in boxes.items():
+        _, colour, hatch = GAPS[kind]
+        look: dict[str, Any] = {"facecolors": colour, "edgecolors": "0.7", "hatch": hatch or None}
+        axes.add_collection(PolyCollection(_corners(alike), linewidths=0.4 if hatch else 0.0, zorder=0.5, **look))
+
+
+def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
+    """A mark where a message is sent, which points to the stage that takes it, and a line while it is on its way. Of a
+    measured one only its sender's part is known."""
+    for marker, (_, height) in MARKERS.items():
+        sends = [event for event in timeline.events if event.action.kind in SENDS and _marker(event) == marker]
+        colours = [_colour(event.action) for event in sends]
+        begins, heights = [event.start for event in sends], [event.stage + height for event in sends]
+        if not measured:
+            axes.hlines(heights, begins, [event.stop for event in sends], colours, linewidth=1.0)
+        axes.scatter(begins, heights, s=9, c=colours, marker=marker, linewidths=0, clip_on=False, zorder=3)
+
+
+def _marker(send: Event) -> str:
+    """That of MARKERS which points to the stage that takes a message."""
+    assert send.action.peer is not None
+    return "v" if send.action.peer > send.stage else "^"
+
+
+def _kind(gap: Gap) -> str | None:
+    """What GAPS knows it by."""
+    if gap.awaited is not None:
+        return gap.awaited[0]
+    return None if gap.then is None else OTHER
+
+
+def _corners(spans: Iterable[Event | Gap]) -> list[list[tuple[float, float]]]:
+    return [
+        [(span.start, y), (span.stop, y), (span.stop, z), (span.start, z)]
+        for span in spans
+        for y, z in [(span.stage + TOP, span.stage + BOTTOM)]
+    ]
+
+
+def _write(axes: Axes, span: Event | Gap, inches: float, *labels: str, **look: Any) -> None:
+    """The first of the labels that has room in a box, in the middle of it."""
+    for label in labels:
+        if (span.stop - span.start) * inches > 0.6 * FONT_SIZE / 72 * len(label):
+            place = (span.start + span.stop) / 2, span.stage + (TOP + BOTTOM) / 2
+            axes.text(*place, label, fontsize=FONT_SIZE, ha="center", va="center", **look)
+            return
+
+
+def _label(action: Action, schedule: Schedule) -> str:
     """Number of the micro-batch, and the letter of the stage's chunk if it has several."""
-    schedule = timeline.schedule
     if schedule.virtual == 1:
-        return str(event.action.micro)
-    nth = schedule.stage_of[: event.action.chunk].count(event.stage)
-    return f"{event.action.micro}{chr(ord('a') + nth)}"
+        return str(action.micro)
+    nth = schedule.stage_of[: action.chunk].count(schedule.stage_of[action.chunk])
+    return f"{action.micro}{chr(ord('a') + nth)}"
+
+
+def _colour(action: Action) -> tuple[float, float, float]:
+    return PALETTE[(action.micro or 0) % len(PALETTE)]
+
+
+def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> None:
+    """Two lines below the axes: what is computed; what is done otherwise, and messages."""
+    kinds = {event.action.kind for events in timeline.computing for event in events}
+    computed = [
+        Patch(facecolor=_tint((0.3, 0.3, 0.3), strength), hatch=hatch, edgecolor="white", label=name)
+        for kind, (name, strength, hatch) in LOOKS.items()
+        if kind in kinds
+    ]
+    example = "3b: micro-batch 3, the stage's second chunk" if timeline.schedule.virtual > 1 else "3: micro-batch 3"
+    computed.append(Patch(alpha=0, label=example))
+    found = {_kind(gap) for gap in gaps}
+    otherwise: list[Artist] = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="0.7", linewidth=0.4, label=name)
+        for kind, (name, colour, hatch) in GAPS.items()
+        if kind in found
+    ]
+    sent = {_marker(event) for event in timeline.events if event.action.kind in SENDS}
+    otherwise += [
+        Line2D([], [], color="0.3", marker=marker, markersize=4, linestyle="none", label=name)
+        for marker, (name, _) in MARKERS.items()
+        if marker in sent
+    ]
+    look = {"fontsize": "small", "handlelength": 1.5, "columnspacing": 1.2, "frameon": False, "borderaxespad": 0.0}
+    for handles, inches in ((computed, 0.3), (otherwise, 0.08)):
+        place = (0.1 / figure.get_figwidth(), inches / figure.get_figheight())
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=max(1, len(handles)), **look)
 
 
 def _tint(colour: tuple[float, float, float], strength: float) -> tuple[float, float, float]:

@@ -32,7 +32,7 @@ class Family:
     v_shape: bool = False
     """Chunks run down the stages and up again (stage 0 has the first and the last) instead of round and round."""
     two_phases: bool = False
-    """Parameters of a chunk are released between its last forward and its first backward."""
+    """A chunk's parameters are held through its forwards, and again through its backwards."""
 
 
 SCHEDULES: dict[str, Family] = {}

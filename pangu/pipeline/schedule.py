@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.orders import SCHEDULES, Order, Step
@@ -26,7 +25,9 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     """One list per stage, carried out from first to last."""
     two_phases: bool = False
-    """A chunk's parameters are needed in few stretches: all its forwards, then all its backwards."""
+    """A chunk's parameters are needed in few stretches, all its forwards, then all its backwards, and held for each."""
+    reduce_each: bool = False
+    """Gradients are reduced after every micro-batch, so that no whole ones are kept, rather than once per step."""
 
     @property
     def splits_backward(self) -> bool:
@@ -45,8 +46,11 @@ class Schedule:
         return sorted(found)
 
 
-def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Schedule:
+def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
     """Schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
+
+    With `reduce_each` gradients are reduced after every micro-batch, unless the schedule is there to reduce them once
+    (two phases), or computes weight gradients too late for it.
 
     Raises ValueError, with what would work, if there is no such schedule or it does not allow these numbers.
     """
@@ -63,33 +67,30 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> S
     round_trip = tuple(range(stages))
     stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
     orders = family.order(stages, virtual, micro_batches)
-    actions = tuple(tuple(_complete(order, stage_of, family.two_phases)) for order in orders)
-    return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases)
+    splits = any(kind is Kind.BACKWARD_WEIGHT for kind, _, _ in orders[0])
+    each = reduce_each and not (family.two_phases or splits)
+    actions = tuple(tuple(_complete(order, stage_of, family.two_phases, each)) for order in orders)
+    return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases, each)
 
 
-def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool) -> Iterator[Action]:
-    """A stage's steps with its messages and parameter actions.
+def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_each: bool) -> Iterator[Action]:
+    """A stage's steps with its messages and what is done with parameters.
 
-    What a step waits for (receives, GATHER) is begun one step before it, so that it overlaps with that step and no more
+    The receive of what a step waits for is posted one step before it, so that it overlaps with that step and no more
     than one step's worth of buffers is waiting. Sends follow the step that makes what they send.
     """
-    gather_before, release_after, reduce_after = _parameter_uses(order, two_phases)
-
-    def begin(index: int) -> Iterator[Action]:
-        if index < len(order):
-            if index in gather_before:
-                yield Action(Kind.GATHER, order[index][1])
-            yield from _receive(order[index], stage_of)
-
-    yield from begin(0)
-    for index, step in enumerate(order):
-        yield from begin(index + 1)
+    last = {step[1]: step for step in order}
+    yield from _receive(order[0], stage_of)
+    for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
+        if after is not None:
+            yield from _receive(after, stage_of)
         kind, chunk, micro = step
-        yield Action(kind, chunk, micro)
+        if two_phases and (before is None or before[1] != chunk):
+            yield Action(Kind.HOLD, chunk)
+        completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        yield Action(kind, chunk, micro, reduce=completes and (reduce_each or step == last[chunk]))
         yield from _send(step, stage_of)
-        if index in reduce_after:
-            yield Action(Kind.REDUCE, chunk)
-        if index in release_after:
+        if two_phases and (after is None or after[1] != chunk):
             yield Action(Kind.RELEASE, chunk)
 
 
@@ -113,32 +114,9 @@ def _send(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
     yield Action(send, chunk, micro, stage_of[after])
 
 
-def _parameter_uses(order: Order, two_phases: bool) -> tuple[set[int], set[int], set[int]]:
-    """Indices of the steps before which their chunk is gathered, after which it is released, and reduced.
-
-    In two phases a chunk is let go between its forwards and its backwards, unless they follow on each other.
-    """
-    uses: dict[int, list[int]] = {}
-    for index, (_, chunk, _) in enumerate(order):
-        uses.setdefault(chunk, []).append(index)
-    gather = {indices[0] for indices in uses.values()}
-    last = {indices[-1] for indices in uses.values()}
-    release = set(last)
-    if two_phases:
-        for indices in uses.values():
-            for use, following in pairwise(indices):
-                if following > use + 1:
-                    release.add(use)
-                    gather.add(following)
-    return gather, release, last
-
-
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
     """Forwards of `micro_batches` micro-batches through the stages of `schedule`, chunk by chunk."""
     chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
     orders = [[(Kind.FORWARD, c, micro) for c in own for micro in range(micro_batches)] for own in chunks]
-    actions = tuple(
-        tuple(action for action in _complete(order, schedule.stage_of, False) if action.kind is not Kind.REDUCE)
-        for order in orders
-    )
+    actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)
     return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)

@@ -53,6 +53,18 @@ class Event(NamedTuple):
     stop: float
 
 
+class Gap(NamedTuple):
+    """A time in which a stage does not compute."""
+
+    stage: int
+    start: float
+    stop: float
+    then: Action | None
+    """The forward or backward that ends it; None: the stage has no work left."""
+    awaited: Message | None
+    """What that waits for."""
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When every stage did what in one step, simulated or measured."""
@@ -89,6 +101,28 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
+
+    def gaps(self, measured: bool) -> tuple[Gap, ...]:
+        """What the stages do instead of computing, between the first computation of any stage and the last.
+
+        Where a computation needs a message, the stage waits for it from when all that it did before is done. Of what
+        was `measured` that is also what posts messages and what concerns parameters; otherwise it takes no time.
+        """
+        found: list[Gap] = []
+        end = self.start + self.makespan
+        for stage in range(self.schedule.stages):
+            own = [e for e in self.events if e.stage == stage] if measured else self.computing[stage]
+            computed = free = self.start
+            for event in sorted(own, key=lambda event: event.start):
+                if event.action.kind in COMPUTE:
+                    awaited = input_of(event.action, self.schedule.stage_of)
+                    waits = event.start if awaited is None else min(max(computed, free), event.start)
+                    found.append(Gap(stage, computed, waits, event.action, None))
+                    found.append(Gap(stage, waits, event.start, event.action, awaited))
+                    computed = event.stop
+                free = event.stop
+            found.append(Gap(stage, computed, end, None, None))
+        return tuple(gap for gap in found if gap.stop > gap.start)
 
     def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
         """Most activations held at once by each stage, in activations of one chunk for one micro-batch.

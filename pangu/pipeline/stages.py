@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pangu.collectives.regions import TensorRegion
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.data.batch import Batch
-from pangu.models.language_model import Part
+from pangu.models.parts import Part
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import Durations
 from pangu.topology.layout import Layout
+from pangu.topology.placement import TensorRank
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,11 @@ def _costs(model: ModelConfig) -> list[float]:
     return costs
 
 
-def carried_shapes(model: ModelConfig, region: TensorRegion, batch: Batch) -> list[tuple[int, ...]]:
-    """Shapes of the tensors of `Carried` that one part hands to the next for a micro-batch, on a rank of `region`."""
-    rows, length = batch.tokens.shape
-    seen = length if batch.documents is None else batch.documents.shape[1]
-    hidden = (length // region.num_slices, rows, model.hidden)
-    return [hidden, (rows, model.heads // region.size, length, seen)] if model.residual_scores else [hidden]
+def carried_shapes(config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that one part hands to the next for `batch` sequences, of whose `seen` tokens the last
+    `length` are computed."""
+    hidden = (length // rank.num_slices, batch, config.hidden)
+    return [hidden, (batch, config.heads // rank.size, length, seen)] if config.residual_scores else [hidden]
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
@@ -71,7 +69,8 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches)
+        each = layout.zero >= 2 and layout.shards > 1
+        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, each)
     except ValueError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
         problems.append(_problem(key, getattr(parallel, key), error))

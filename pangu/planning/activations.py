@@ -18,7 +18,7 @@ from typing import Literal
 
 from pangu.config.schema import RunConfig
 from pangu.layers.loss import block_rows
-from pangu.planning.sharding import BYTES
+from pangu.planning.states import BYTES
 
 
 def layer_activations(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.table import Table
+
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.planning.states import StatePlan
@@ -41,6 +43,14 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
         ),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def make_table(*columns: str) -> Table:
+    """A table without lines; columns of numbers are set right."""
+    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("calls", "tensor", "sent by each rank") else "left")
+    return table
 
 
 def _kept_in(config: RunConfig, format_: str) -> str:

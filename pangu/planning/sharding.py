@@ -30,14 +30,13 @@ from pangu.layers.linear import (
     VocabParallelEmbedding,
 )
 from pangu.models.language_model import LanguageModel, build_model
+from pangu.planning.states import BYTES
 from pangu.topology.layout import Layout
-from pangu.topology.placement import Placement, PlacementTable
+from pangu.topology.placement import Placement
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 FORWARD, BACKWARD, RECOMPUTE, STEP = "forward", "backward", "recompute", "step"
 HEAD = "head"
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number in each compute format."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
     The model is built as tensor rank 0 would build it, but on the meta device and without a process group.
     """
     region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence, chunks=config.parallel.overlap_chunks)
-    model, table = build_model(config.model, build=Builder(PlacementTable(), region=region))
+    model, table = build_model(config.model, build=Builder(region=region))
     parts = [
         _part(config, model, region, name, list(entries))
         for name, entries in groupby(table, key=lambda entry: _part_name(entry.name))

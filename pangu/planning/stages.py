@@ -6,19 +6,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
-from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
-from pangu.data.batch import make_batch
-from pangu.layers.builder import Builder
-from pangu.models.language_model import Part, build_model
+from pangu.models.parts import Part, place_tensors
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages, carried_shapes
-from pangu.planning.sharding import BYTES
+from pangu.planning.states import BYTES
 from pangu.topology.layout import Layout
-from pangu.topology.placement import PlacementTable
+from pangu.topology.placement import TensorRank
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,11 @@ def _named(part: Part) -> str:
 def _sent(
     config: RunConfig, layout: Layout, parts: list[Part], actions: tuple[Action, ...]
 ) -> tuple[dict[int, int], dict[str, int]]:
-    region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence)
-    table = build_model(config.model, build=Builder(PlacementTable(), region=region), parts=parts)[1]
-    size, batch = BYTES[config.precision.compute], config.batch.micro_size
-    micro_batch = make_batch(np.zeros((batch, config.model.sequence + 1), np.int64), range(batch), config.data.packing)
-    message = size * sum(math.prod(shape) for shape in carried_shapes(config.model, region, micro_batch))
+    rank = TensorRank(0, layout.tensor, layout.sequence)
+    table = place_tensors(config.model, parts, rank)
+    size, length = BYTES[config.precision.compute], config.model.sequence
+    shapes = carried_shapes(config.model, rank, config.batch.micro_size, length, length)
+    message = size * sum(math.prod(shape) for shape in shapes)
     sending = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
     peers = Counter(action.peer for action in actions if action.kind in sending and action.micro == 0)
     wide = max(4, size)

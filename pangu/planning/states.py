@@ -6,31 +6,31 @@ embedding or a head that stays gathered saves.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
-from pangu.layers.builder import Builder
-from pangu.layers.formats import DTYPES
 from pangu.metrics.text import size
 from pangu.models.frozen import frozen_parameters
-from pangu.models.language_model import build_model
+from pangu.models.parts import place_tensors, regions
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
-from pangu.planning.sharding import BYTES
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable
-from pangu.zero.gradients import IN_FLIGHT
-from pangu.zero.parameters import backward_order
-from pangu.zero.sharded import group_parameters, trained_regions
-from pangu.zero.units import Sharding, Unit, buffer_table
+from pangu.topology.placement import TensorRank
+from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, group_parameters, trained_regions
 
+if TYPE_CHECKING:  # a plan is made without torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from pangu.zero.units import Unit
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number in each compute format."""
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 PURPOSES = {
     "weights": PARAMETERS,
@@ -84,7 +84,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
     message = 2 if config.precision.reduce == "bf16" else wide
     accumulation = config.batch.global_size // (config.batch.micro_size * layout.data)
-    each = sharding.reduces_each(once=stages.schedule.two_phases or stages.schedule.splits_backward)
+    each = stages.schedule.reduce_each
     learned = [unit for unit in units if unit.trained]
 
     # those that several chunks use are reduced once
@@ -93,12 +93,12 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     if sharding.stage in (1, 2):
         weights = sum(unit.padded for unit in learned)
     elif sharding.stage == 3:
-        gathers = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.GATHER)
+        holds = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.HOLD)
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
-            if stages.schedule.two_phases:
+            if chunk in holds:
                 held = sum(unit.padded for unit in {unit for each_of in using.values() for unit in each_of})
-                weights += gathers[chunk] * held
+                weights += holds[chunk] * held
                 gathered = max(gathered, held)
             else:
                 weights += accumulation * sum(unit.padded for unit in _gathers(using, back))
@@ -142,39 +142,39 @@ def _plan_units(
 ) -> tuple[list[UnitPlan], Uses, set[str]]:
     """The units of a rank, which regions use them, and the regions from which gradients come."""
     at = layout.coordinates(rank)
-    region = TensorRegion(rank=at.tensor, size=layout.tensor, sequence=layout.sequence)
     parts = stages.of(at.pipeline)
-    build = Builder(PlacementTable(), region=region)
-    model, table = build_model(config.model, build=build, parts=list(parts.values()))
+    tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
+    table = place_tensors(config.model, list(parts.values()), tensor_rank)
+    numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
     frozen = frozen_parameters(config.train.frozen, table)
-    regions = {chunk: model.regions(part) for chunk, part in parts.items()}
+    used = {chunk: regions(config.model, table, part) for chunk, part in parts.items()}
     units: list[UnitPlan] = []
     unit_of: dict[str, UnitPlan] = {}
-    for chunk, names, trained in group_parameters(model, table, regions, config.parallel.bucket_bytes, frozen):
-        padded = sharding.padded(sum(model.get_parameter(name).numel() for name in names))
+    for chunk, names, trained in group_parameters(table, used, config.parallel.bucket_bytes, frozen):
+        padded = sharding.padded(sum(numel[name] for name in names))
         own, begin, kept = sharding.own(padded), 0, 0
         for name in names:
             for entry in table.stored_in(name):
                 start = begin + entry.offset
                 kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
-            begin += model.get_parameter(name).numel()
+            begin += numel[name]
         units.append(UnitPlan(chunk, trained, padded, kept))
         unit_of |= dict.fromkeys(names, units[-1])
     uses = {
         chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
-        for chunk, names in regions.items()
+        for chunk, names in used.items()
     }
-    return units, uses, trained_regions(regions, frozen)
+    return units, uses, trained_regions(used, frozen)
 
 
 def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
-    compute = DTYPES[config.precision.compute]
-    moment = 2 if config.optimizer.moments == "bf16" else max(4, compute.itemsize)
+    narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
+    moment = 2 if config.optimizer.moments == "bf16" else wide
     total: Counter[str] = Counter()
     for unit in units:
-        for row in buffer_table(unit.padded, compute, sharding, unit.trained):
+        for row in buffer_table(unit.padded, narrow < wide, sharding, unit.trained):
             if row.alias is None and row.lasting:
-                total[PURPOSES[row.name] + HOST * row.away] += row.numel * row.dtype.itemsize
+                total[PURPOSES[row.name] + HOST * row.away] += row.numel * (wide if row.wide else narrow)
         if unit.trained and unit.kept:
             total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unit.kept * moment
     return dict(total)
@@ -200,7 +200,7 @@ def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
     return max(sum(unit.padded for unit in units) for units in sets)
 
 
-def held_bytes(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def held_bytes(units: Iterable[Unit], optimizer: Optimizer) -> dict[str, int]:
     """The same as `StatePlan.bytes`, of the buffers that are there."""
     total: dict[str, int] = {}
     seen: set[int] = set()

@@ -9,8 +9,53 @@ speak of logical tensors and read this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """One of the ranks that share every matrix."""
+
+    rank: int = 0
+    size: int = 1
+    sequence: bool = False
+    """Sequence parallelism: outside the matrices each rank holds 1 / size of the sequence."""
+
+    @property
+    def slices_sequence(self) -> bool:
+        """True if hidden states between the matrices are slices of the sequence."""
+        return self.sequence and self.size > 1
+
+    @property
+    def num_slices(self) -> int:
+        """Slices that hidden states between the matrices are cut into; 1 without sequence parallelism."""
+        return self.size if self.slices_sequence else 1
+
+    def bounds(self, length: int) -> tuple[int, int]:
+        """This rank's [start, stop) of `length` items dealt in equal shares; the last shares may be short or empty."""
+        share = -(-length // self.size)
+        return min(self.rank * share, length), min((self.rank + 1) * share, length)
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A logical tensor about to be placed."""
+
+    name: str
+    """As in `Placement`."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    std: float | None
+    """Standard deviation of the first values; None for a constant."""
+    constant: float = 0.0
+    """First value where `std` is None."""
+    cut_dim: int | None = None
+    """Dimension cut over the tensor-parallel ranks."""
+    shared: str | None = None
+    """Pipeline stages that hold a copy of it, as in `Placement`."""
+    partial: bool = False
+    """Each rank's gradient is a part of the sum even without sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +122,44 @@ class PlacementTable:
         self._entries: dict[str, Placement] = {}
         self._stored: dict[str, list[Placement]] = {}
         """By the module parameter that holds them."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each module parameter, padding included, in the order in which they were placed."""
+        return self._shapes
+
+    def place(self, stored_in: str, tensors: Sequence[NewTensor], rank: TensorRank) -> None:
+        """Enter a rank's part of one parameter that holds `tensors` one below the other (they differ in dimension 0
+        only).
+
+        A tensor whose cut dimension is not a multiple of the ranks is stored with room for the largest share; the rest
+        is padding, which belongs to no logical tensor.
+        """
+        offset, rows = 0, 0
+        share: tuple[int, ...] = ()
+        for tensor in tensors:
+            start, stop = (0, 0) if tensor.cut_dim is None else rank.bounds(tensor.shape[tensor.cut_dim])
+            partial = rank.size > 1 and tensor.cut_dim is None and (rank.sequence or tensor.partial)
+            self.add(
+                Placement(
+                    name=tensor.name,
+                    shape=tensor.shape,
+                    stored_in=stored_in,
+                    offset=offset,
+                    std=tensor.std,
+                    constant=tensor.constant,
+                    cut_dim=tensor.cut_dim,
+                    start=start,
+                    stop=stop,
+                    partial=partial,
+                    shared=tensor.shared,
+                )
+            )
+            share = tuple(-(-n // rank.size) if dim == tensor.cut_dim else n for dim, n in enumerate(tensor.shape))
+            offset += math.prod(share)
+            rows += share[0]
+        self._shapes[stored_in] = (rows, *share[1:])
 
     def add(self, placement: Placement) -> None:
         """Enter one tensor; names are unique."""

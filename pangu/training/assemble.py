@@ -6,6 +6,8 @@ from dataclasses import asdict, replace
 
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
+from pangu.data.tokenizers import Tokenizer
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.builder import Builder
 from pangu.layers.deferred import WeightGradients
 from pangu.layers.kernels import attention_kernels
@@ -13,7 +15,6 @@ from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Mesh, Ways
-from pangu.topology.placement import PlacementTable
 from pangu.training.choices import Choices
 from pangu.training.step import Trainer
 
@@ -37,9 +38,15 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choice
         kernel, mesh = choices.attention, replace(mesh, ways=Ways(choices.gather, choices.scatter))
     options = Options.of(config, kernel)
     later = WeightGradients() if stages.schedule.splits_backward else None
-    build = Builder(PlacementTable(), region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
+    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
     trainer = Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))
     trainer.choices = None if choices is None else asdict(choices)
     return trainer
+
+
+def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
+    """A model that is being trained, to be asked in between."""
+    schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
+    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, packing.eod, rows, packing.stop)

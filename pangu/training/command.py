@@ -13,8 +13,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pangu.config.build import build
 from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
-from pangu.topology.launch import Launch
+from pangu.config.schema import RunConfig
 
 
 def pretrain(configs: Path) -> None:
@@ -24,22 +25,38 @@ def pretrain(configs: Path) -> None:
         configs: absolute path of the folder with base.yaml.
     """
     words = sys.argv[1:]
+    shows = "--cfg job" in " ".join(words)
+    overrides = [word for word in words if not shows or word not in ("--cfg", "job")]
 
     def task(composed: DictConfig) -> None:
-        _run(lambda: _plain(composed))
+        _end(lambda: _run(_plain(composed)))
 
-    if any(word.startswith("-") for word in words):
-        # options are Hydra's: --cfg, --info, --multirun
+    if any(word.startswith("-") for word in overrides):
+        # all other options are Hydra's: --info, --multirun
         hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
     else:
-        _run(lambda: compose(configs, words))
+        action = _show if shows else _run
+        _end(lambda: action(compose(configs, overrides)))
 
 
-def _run(values: Callable[[], Mapping[str, Any]]) -> None:
+def _run(values: Mapping[str, Any]) -> None:
     from pangu.training.run import run  # all of the trainer, which those who only compose do without
 
+    run(values)
+
+
+def _show(values: Mapping[str, Any]) -> None:
+    """What `--cfg job` asks for. Raises ConfigError for keys that do not exist and values of other types."""
+    build(RunConfig, values)
+    print(OmegaConf.to_yaml(values), end="")
+
+
+def _end(action: Callable[[], None]) -> None:
+    """Do what the command is for; ends the process unless it succeeds."""
+    from pangu.topology.launch import Launch  # torch, which those who only compose do without
+
     first = Launch.from_environment().rank == 0
-    status = exit_status(lambda: run(values()), "\nerror", first)
+    status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED and first:
         print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
     if status:

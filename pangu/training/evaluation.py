@@ -6,18 +6,11 @@ from pathlib import Path
 
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources
-from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.loading import LoadedModel
 from pangu.evaluation.tasks.ask import ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import find_task
 from pangu.evaluation.tasks.prompts import Setup
+from pangu.training.assemble import in_training
 from pangu.training.step import Trainer
-
-
-def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
-    """A model that is being trained, to be asked in between."""
-    schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
-    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, packing.eod, rows, packing.stop)
 
 
 class Evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,6 @@ from pangu.metrics.meter import Meter
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.pipeline.simulate import Timeline
-from pangu.training.evaluation import Evaluation
 from pangu.training.faults import Watch, culprits
 from pangu.training.finite import find_not_finite
 from pangu.training.heartbeat import Heartbeat
@@ -45,7 +44,7 @@ class Loop:
         trainer: Trainer,
         sources: Sources,
         validation: Validation | None,
-        evaluation: Evaluation | None,
+        benchmarks: Callable[[Trainer], dict[str, float]] | None,
         facts: Mapping[str, Any],
         requests: Requests,
         heartbeat: Heartbeat,
@@ -56,7 +55,7 @@ class Loop:
             trainer: fresh, or as a checkpoint left it.
             sources: of the batches.
             validation: None: there is none.
-            evaluation: None: there is none.
+            benchmarks: their figures, which all processes ask for together; None: there are none.
             facts: of the checkpoint that the run continues from; empty for a new run.
             requests: what signals and the clock ask for.
             heartbeat: says what the run is doing.
@@ -65,7 +64,7 @@ class Loop:
         self.trainer = trainer
         self.sources = sources
         self.validation = validation
-        self.evaluation = evaluation
+        self.benchmarks = benchmarks
         self.requests = requests
         self.heartbeat = heartbeat
         self.watch = Watch(config.faults)
@@ -260,9 +259,9 @@ class Loop:
         return self.last_validation
 
     def _evaluate(self) -> dict[str, float] | None:
-        if self.evaluation is not None:
+        if self.benchmarks is not None:
             with self._aside("evaluating"):
-                self.last_evaluation = self.evaluation.figures(self.trainer)
+                self.last_evaluation = self.benchmarks(self.trainer)
         return self.last_evaluation
 
     def _open_writers(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,9 @@ from pangu.planning.report import describe
 from pangu.planning.states import fullest_states, held_bytes, plan_states, tell_states
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
+from pangu.training.assemble import assemble, in_training
 from pangu.training.choices import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.closing import closing_words
-from pangu.training.evaluation import Evaluation, in_training
 from pangu.training.heartbeat import Heartbeat
 from pangu.training.lock import only_run
 from pangu.training.loop import Loop
@@ -98,7 +97,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, reques
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
-    evaluation = Evaluation(config, sources) if config.evaluate.every else None
+    benchmarks = _benchmarks(config, sources)
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
     choices = choose(config, mesh, None if checkpoint is None else read_index(checkpoint).get("choices"))
@@ -125,7 +124,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, reques
         validation = None
         if sources.validation is not None and config.validation.every:
             validation = Validation(config, sources.validation, mesh)
-        loop = Loop(config, trainer, sources, validation, evaluation, facts, requests, heartbeat)
+        loop = Loop(config, trainer, sources, validation, benchmarks, facts, requests, heartbeat)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
         started = time.perf_counter()
@@ -159,6 +158,16 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     together(mesh, make, here=mesh.is_first)
     together(mesh, make, here=launch.local_rank == 0 and not mesh.is_first)
     return open_sources(config.data, config.model, config.train.seed)
+
+
+def _benchmarks(config: RunConfig, sources: Sources) -> Callable[[Trainer], dict[str, float]] | None:
+    """What measures the tasks of `evaluate`; None if it asks for none. Raises UserError if their files are wrong."""
+    if not config.evaluate.every:
+        return None
+    # the tasks are a part of the package that most runs do without
+    from pangu.training.evaluation import Evaluation
+
+    return Evaluation(config, sources).figures
 
 
 def _finish(config: RunConfig, trainer: Trainer, loop: Loop, texts: list[str], seconds: float) -> None:

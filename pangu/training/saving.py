@@ -233,7 +233,12 @@ class Saver:
                 discard(path)
             raise
         place = f"deleting what is older than {path}"
-        together_for_long(mesh, place, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
+        try:
+            together_for_long(mesh, place, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
+        except StuckError:
+            raise
+        except UserError as error:
+            log.warning("%s", error)  # what was saved is whole
 
 
 def _watched(slices: Iterable[tuple[str, Slice]], got_on: Callable[[], None]) -> Iterator[tuple[str, Slice]]:

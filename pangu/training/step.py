@@ -85,8 +85,7 @@ class Trainer:
             dtype=DTYPES[config.precision.compute],
             bucket_bytes=config.parallel.bucket_bytes,
             overlap=config.parallel.overlap,
-            by_chunk=stages.schedule.two_phases,
-            split_backward=stages.schedule.splits_backward,
+            reduce_each=stages.schedule.reduce_each,
             offload=config.memory.offload,
             message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
             frozen=frozen,
@@ -106,7 +105,7 @@ class Trainer:
         """What `auto` stood for, as checkpoints hold it."""
         self.doing = "starting"
         """What this rank is at, for messages."""
-        gradients = self.parameters.gradients
+        weights, gradients = self.parameters.weights, self.parameters.gradients
         self.runner = Runner(
             model,
             chunks,
@@ -115,7 +114,7 @@ class Trainer:
             Channels(mesh, stages.schedule.lanes) if mesh.layout.pipeline > 1 else None,
             policy.dtype,
             later or WeightGradients(),
-            Hooks(self.parameters.gather, self.parameters.release, gradients.expect, gradients.done, gradients.reduce),
+            Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
             region=TensorRegion.of(mesh),
         )
 
@@ -139,13 +138,14 @@ class Trainer:
         self.parameters.gradients.start_step()
         self.doing = "forward and backward"
         self.runner.name = f"rank {self.mesh.rank}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
-        loss = self.runner.train(self.stages.schedule, batches, keys, per_token * self.loss_scale.scale)
+        scale = per_token * self.loss_scale.scale
+        losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
         self.doing = "adding up the loss"
-        norm, loss_sum = self.parameters.norm_and_loss(loss)
+        norm, loss = self.parameters.norm_and_loss(torch.stack(losses).double().sum() if losses else None)
         self.doing = "updating weights"
-        return self._update(loss_sum * per_token, norm / self.loss_scale.scale)
+        return self._update(loss * per_token, norm / self.loss_scale.scale)
 
     def trust_ratios(self) -> dict[str, float]:
         """LAMB's ratio of each tensor in the last update, of all ranks on all ranks; none with Adam."""

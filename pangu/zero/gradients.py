@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from pangu.collectives.reduce import Waitable, all_reduce, start_ordered_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Mesh, Ways
+from pangu.zero.grouping import IN_FLIGHT
 from pangu.zero.units import Unit
-
-IN_FLIGHT = 2
-"""Whole gradients of a unit that may exist at a time where they are reduced after each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class GradientSum:
             chunks: units of each chunk of this stage, in the order of the forward pass. Those under -1 belong to
                 several chunks and are sent at the end of the step.
             groups: who takes part.
-            each_micro_batch: reduce after each micro-batch, so that no whole gradients are kept (ZeRO-2 and 3), rather
-                than once per step.
+            each_micro_batch: `reduce` is called after each micro-batch, so that no whole gradients are kept (ZeRO-2 and
+                3), rather than once per step.
             overlap: false: wait for each reduction at once.
             message: format in which gradients are sent and added up over replicas; None: that of the sums.
         """
@@ -94,7 +92,7 @@ class GradientSum:
         shared = {unit: {p.placement.shared for p in unit.pieces} - {None} for unit in everything}
         self._shared = [(unit, getattr(groups, name)) for unit, names in shared.items() for name in names if name]
         self._missing: dict[int, list[int]] = {}
-        """Chunk whose backward is its last before a reduction -> parameters that each unit still waits for."""
+        """Chunk whose gradients are being reduced -> parameters that each unit still waits for."""
         self._unsent: dict[int, int] = {}
         """Chunk -> how many of its units have been sent since then."""
         self._sent: list[_Sent] = []
@@ -114,30 +112,21 @@ class GradientSum:
         self._unsent.clear()
         self._norms.clear()
 
-    def expect(self, chunk: int, last: bool) -> None:
-        """Say that a whole backward of a chunk is about to run, and whether it is the last one of the step."""
-        if self.each or last:
-            self._missing[chunk] = [len(unit.parameters) for unit in self.units.get(chunk, ())]
-            self._unsent[chunk] = 0
-
-    def done(self, chunk: int) -> None:
-        """Say that it has run. What this rank did not reach must be sent now: others wait for it before they go on."""
-        if self.each:
-            self.reduce(chunk)
+    def expect(self, chunk: int) -> None:
+        """Say that a whole backward of a chunk is about to run, and `reduce` will follow: send units as they become
+        complete."""
+        self._missing[chunk] = [len(unit.parameters) for unit in self.units.get(chunk, ())]
 
     def reduce(self, chunk: int) -> None:
-        """Send what is left of a chunk: units with parameters that backward did not reach."""
-        if self.each and chunk not in self._missing:
-            return
+        """Send what is left of a chunk; after `expect`, units with parameters that backward did not reach. Others wait
+        for them before they go on."""
         self._send(chunk, len(self.units.get(chunk, ())))
         self._missing.pop(chunk, None)
+        self._unsent.pop(chunk, None)
 
     def finish(self) -> None:
-        """Send what is left, wait for all sums, and add up what several stages or parts of the sequence have."""
-        for chunk in list(self._missing):
-            self.reduce(chunk)
-        self._missing[-1] = []
-        self._unsent[-1] = 0
+        """Send what several chunks use, wait for all sums, and add up what several stages or parts of the sequence
+        have."""
         self.reduce(-1)
         self._reap(0)
         for unit, group in self._shared:

@@ -16,10 +16,8 @@ from pangu.collectives.reduce import Waitable, start_all_gather
 from pangu.layers.gate import Gate
 from pangu.layers.offload import Lane
 from pangu.topology.mesh import Ways
+from pangu.zero.grouping import TABLES, backward_order
 from pangu.zero.units import Unit
-
-TABLES = ("embedding", "position_bias")
-"""Regions that only look rows up."""
 
 
 class _Before(Function):
@@ -194,12 +192,3 @@ class Weights(Gate):
         if unit.sharding.stage == 3 and unit in self._whole and not self._users[unit] and unit not in self._held:
             self._whole.discard(unit)
             unit.release()
-
-
-def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward opens a chunk's regions, given in the order of forward. Tables are not opened: their
-    gradient does not depend on what is in them. Nor is what is frozen at the bottom of the model."""
-    returning = [name for name in reversed(names) if name not in TABLES]
-    while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
-        returning.pop()
-    return returning

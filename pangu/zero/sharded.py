@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pangu.layers.offload import Lane
-from pangu.models.language_model import LanguageModel, Part
+from pangu.models.language_model import LanguageModel
+from pangu.models.parts import Part, regions
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import GradientSum, Groups
+from pangu.zero.grouping import Sharding, group_parameters, trained_regions
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.parameters import Weights
-from pangu.zero.units import Piece, Sharding, Unit
+from pangu.zero.units import Piece, Unit
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,8 @@ class Policy:
     """Layers are joined to units of about so many bytes of fp32 gradients."""
     overlap: bool = True
     """Communicate while layers compute."""
-    by_chunk: bool = False
-    """The schedule runs all micro-batches through a chunk before it leaves it: gather a chunk's weights when the
-    schedule says, and reduce its gradients once, rather than at each micro-batch."""
-    split_backward: bool = False
-    """Weight gradients come later than the backward of their micro-batch: reduce once."""
+    reduce_each: bool = False
+    """The schedule reduces gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
     offload: tuple[str, ...] = ()
     """What lies in host memory: `optimizer`, `parameters`."""
     message: torch.dtype | None = None
@@ -59,31 +58,29 @@ class ShardedParameters:
         """
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
-        self.by_chunk = policy.by_chunk
-        regions = {chunk: model.regions(part) for chunk, part in chunks.items()}
+        uses = {chunk: regions(model.config, table, part) for chunk, part in chunks.items()}
         units: dict[int, list[Unit]] = {}
         unit_of: dict[str, Unit] = {}
-        for chunk, names, trained in group_parameters(model, table, regions, policy.bucket_bytes, policy.frozen):
+        for chunk, names, trained in group_parameters(table, uses, policy.bucket_bytes, policy.frozen):
             unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
             unit_of |= dict.fromkeys(names, unit)
             if trained:
                 units.setdefault(chunk, []).append(unit)
         self.units = list(dict.fromkeys(unit_of.values()))
         self.trained = [unit for unit in self.units if unit.trained]
-        each = sharding.reduces_each(once=policy.by_chunk or policy.split_backward)
-        self.gradients = GradientSum(units, self.groups, each, policy.overlap, policy.message)
+        self.gradients = GradientSum(units, self.groups, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
         self._lane = Lane(mesh.device if sharding.offload else torch.device("cpu"))
         self.offload = sharding.offload
         self.weights = Weights(
             {
                 name: list(dict.fromkeys(unit_of[parameter] for parameter in parameters))
-                for uses in regions.values()
-                for name, parameters in uses.items()
+                for used in uses.values()
+                for name, parameters in used.items()
             },
-            {chunk: list(uses) for chunk, uses in regions.items()},
+            {chunk: list(used) for chunk, used in uses.items()},
             mesh.group("gather"),
-            trained_regions(regions, policy.frozen),
+            trained_regions(uses, policy.frozen),
             self._lane,
             policy.overlap,
             mesh.ways,
@@ -148,80 +145,11 @@ class ShardedParameters:
                 unit.lend_gradients(False)
             self.weights.publish(units)
 
-    def gather(self, chunk: int) -> None:
-        """The schedule's GATHER."""
-        if self.by_chunk:
-            self.weights.hold(chunk)
-
-    def release(self, chunk: int) -> None:
-        """The schedule's RELEASE."""
-        if self.by_chunk:
-            self.weights.let_go(chunk)
-
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
-        """See `norm_and_loss`: of the whole model's gradient, and of all replicas."""
+        """See `norms.norm_and_loss`: of the whole model's gradient, and of all replicas."""
         return norm_and_loss(self._counted, loss, self._mesh)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
         for unit in self.trained:
             unit.grad.mul_(factor)
-
-
-Regions = Mapping[int, Mapping[str, Sequence[str]]]
-"""Chunk -> region -> the parameters that it uses."""
-
-
-def group_parameters(
-    model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float, frozen: Collection[str]
-) -> list[tuple[int, list[str], bool]]:
-    """Chunk and parameters of each unit, in the order of the forward pass, and whether they are trained: first the
-    trained ones, then the frozen ones."""
-    units = []
-    for trained in (True, False):
-        chosen = {
-            chunk: {region: [n for n in names if (n not in frozen) == trained] for region, names in uses.items()}
-            for chunk, uses in regions.items()
-        }
-        units += [(chunk, names, trained) for chunk, names in _group(model, table, chosen, bucket)]
-    return units
-
-
-def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
-    """Regions whose output has a gradient even if their input has none, because something that they use is trained."""
-    found: set[str] = set()
-    for uses in regions.values():
-        biased = any(name not in frozen for name in uses.get("position_bias", ()))
-        found |= {region for region, names in uses.items() if biased or any(name not in frozen for name in names)}
-    return found
-
-
-def _group(model: LanguageModel, table: PlacementTable, regions: Regions, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each unit, in the order of the forward pass.
-
-    Parameters of a region stay together, and neighbouring regions of a chunk are joined until they fill the bucket. A
-    parameter that another stage has a copy of is a unit of its own, cut alike there; one that several chunks use
-    belongs to none of them (-1).
-    """
-    users: dict[str, set[int]] = {}
-    for chunk, uses in regions.items():
-        for names in uses.values():
-            for name in names:
-                users.setdefault(name, set()).add(chunk)
-    units: list[tuple[int, list[str]]] = []
-    seen: set[str] = set()
-    for chunk, uses in regions.items():
-        size = bucket
-        for region in uses.values():
-            names = [name for name in region if name not in seen]
-            seen |= set(names)
-            alone = [n for n in names if len(users[n]) > 1 or any(p.shared for p in table.stored_in(n))]
-            units += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
-            together = [name for name in names if name not in alone]
-            if together and (size >= bucket or units[-1][0] != chunk or alone):
-                units.append((chunk, []))
-                size = 0.0
-            if together:
-                units[-1][1].extend(together)
-                size += sum(4.0 * model.get_parameter(name).numel() for name in together)
-    return units

@@ -9,7 +9,7 @@ al. 2020, section 5) are switches of it: what is not sharded has one share, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,87 +17,8 @@ from torch import Tensor, nn
 
 from pangu.layers.initial import fill, replace_parameter
 from pangu.layers.offload import host_memory
-from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement, PlacementTable
-
-ALIGNMENT = 32
-"""Shares begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is dealt to whom."""
-
-    stage: int = 0
-    """ZeRO stage: 1 shards master weights and moments, 2 also the gradients' sums, 3 also the weights."""
-    rank: int = 0
-    """Place of this rank among those that share."""
-    size: int = 1
-    """How many share; 1 at stage 0."""
-    replicas: int = 1
-    """How many could share: all stages have buffers of the same length."""
-    offload: tuple[str, ...] = ()
-    """What lies in host memory: `optimizer`, the master weights (and hence the moments), `parameters`, at stage 3 the
-    own share of the weights."""
-
-    @classmethod
-    def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
-        """That of one replica of a layout; of `offload` what concerns units."""
-        away = tuple(what for what in ("optimizer", "parameters") if what in offload)
-        # with its parameters on the host even a rank that shares with nobody has to fetch them
-        stage = layout.zero if layout.shards > 1 or "parameters" in away else 0
-        return cls(stage, replica % layout.shards, layout.shards, layout.data, away)
-
-    def padded(self, numel: int) -> int:
-        """Length of the buffer of so many elements."""
-        step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
-        return -(-numel // step) * step
-
-    def own(self, padded: int) -> slice:
-        """This rank's share of a buffer."""
-        share = padded // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
-
-    def reduces_each(self, once: bool) -> bool:
-        """Whether gradients are reduced after each micro-batch, so that no whole ones are kept. `once`: the schedule
-        wants them to be reduced once per step."""
-        return self.stage >= 2 and self.size > 1 and not once
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A row of the table of a unit's buffers."""
-
-    name: str
-    """Attribute of `Unit`, where it is described."""
-    numel: int
-    dtype: torch.dtype
-    away: bool = False
-    """It lies in host memory."""
-    alias: str | None = None
-    """The buffer that it is, or whose own share it is; None: it has memory of its own."""
-    lasting: bool = True
-    """False: its memory comes and goes."""
-
-
-def buffer_table(padded: int, dtype: torch.dtype, sharding: Sharding, trained: bool) -> list[Buffer]:
-    """The buffers of a unit of `padded` elements that computes in `dtype`; sums and masters are fp32 (fp64 in fp64)."""
-    stage, share, wide = sharding.stage, padded // sharding.size, torch.promote_types(dtype, torch.float32)
-    share_away = stage == 3 and "parameters" in sharding.offload
-    master_away = trained and "optimizer" in sharding.offload
-    rounded_away = share_away or master_away
-    whole = stage < 2 or sharding.size == 1
-    beside = trained and (wide, master_away) != (dtype, rounded_away)  # masters are no copy of what is computed with
-    rows = [
-        Buffer("weights", padded, dtype, lasting=stage < 3),
-        Buffer("share", share, dtype, share_away, alias="weights" if stage < 3 else None),
-        Buffer("total", padded * (trained and whole), wide),
-        Buffer("grad", share * trained, wide, alias="total" if whole else None),
-        Buffer("host_grad", share * master_away, wide, away=True),
-        Buffer("rounded", share, dtype, rounded_away, alias="share" if share_away == rounded_away else None),
-        Buffer("master", share, wide if beside else dtype, master_away, alias=None if beside else "rounded"),
-    ]
-    return [row for row in rows if row.numel]
+from pangu.zero.grouping import Sharding, buffer_table
 
 
 @dataclass(frozen=True)
@@ -154,7 +75,7 @@ class Unit:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
-        sharding: Sharding = Sharding(),
+        sharding: Sharding,
         trained: bool = True,
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
@@ -177,11 +98,12 @@ class Unit:
         self.padded = sharding.padded(self.numel)
         self.own = sharding.own(self.padded)
         """This rank's share of the buffer."""
-        self.table = buffer_table(self.padded, dtype, sharding, trained)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.table = buffer_table(self.padded, wide != dtype, sharding, trained)
         away = {row.name: row.away for row in self.table}
         self.share_away, self.master_away = away["share"], away["master"]
         """Whether the own share of the weights, and whether the masters lie on the host."""
-        self._allocate(device)
+        self._allocate(dtype, wide, device)
         self.pieces: list[Piece] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
         """Each parameter of the model with its place in the buffer."""
@@ -203,7 +125,7 @@ class Unit:
         if sharding.stage == 3:
             self.release()
 
-    def _allocate(self, device: torch.device) -> None:
+    def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         """The buffers that the table says."""
         made: dict[str, Tensor] = {}
         for row in self.table:
@@ -211,9 +133,9 @@ class Unit:
                 base = made[row.alias]
                 made[row.name] = base if base.numel() == row.numel else base[self.own]
             elif row.away:
-                made[row.name] = host_memory(row.numel, row.dtype, device).zero_()
+                made[row.name] = host_memory(row.numel, wide if row.wide else dtype, device).zero_()
             else:
-                made[row.name] = torch.zeros(row.numel, dtype=row.dtype, device=device)
+                made[row.name] = torch.zeros(row.numel, dtype=wide if row.wide else dtype, device=device)
         self.weights = made["weights"]
         """What the model computes with; at stage 3 its storage is empty but for gathered units."""
         self.share = made["share"]

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from pangu.checkpoint.formats.convert import FORMATS, require_fit, settle_model
-from pangu.checkpoint.formats.stored import logical_shapes, take
+from pangu.checkpoint.formats.stored import take
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
+from pangu.models.parts import logical_shapes
 from pangu.training.command import compose
 from tests.checkpoint.test_formats import convert, logical, require_equal
 from tests.references import megatron_core_files as foreign

@@ -97,6 +97,9 @@ CRAFTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a negative step": (lambda i: i.update(step=-5), "step = -5"),
     "samples in words": (lambda i: i.update(samples="many"), "samples = 'many'"),
     "a loss scale of 0": (lambda i: i["loss_scale"].update(scale=0), "loss_scale = "),
+    "more steps skipped than made": (lambda i: i.update(skipped=6), "6 of 5 steps are skipped"),
+    "choices without figures": (lambda i: i.update(choices={"milliseconds": {"attention": 5}}), "choices = "),
+    "choices with words": (lambda i: i.update(choices={"milliseconds": {"attention": {"a": "x"}}}), "choices = "),
     "a watch of another shape": (lambda i: i["watch"].update(rollbacks=[{"step": 1}]), "watch = "),
     "a layout that is a text": (lambda i: i.update(layout="x"), "layout = 'x'"),
     "an escape sequence": (

@@ -12,12 +12,12 @@ import torch
 import yaml
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
-from pangu.checkpoint.formats.stored import logical_shapes
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import FOLDERS, make_run_folder, save_config, trained_model
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.models.parts import logical_shapes
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
 

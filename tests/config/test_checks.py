@@ -286,6 +286,8 @@ def test_suggestions_work(number: int, near: int) -> None:
     ("override", "expected"),
     [
         ("optimizer.lr=inf", "optimizer.lr = inf: must be a finite number"),
+        # 0 in single precision, and 0 / 0 in the update of a weight without a gradient
+        ("optimizer.eps=1e-300", "optimizer.eps = 1e-300: must be a number of at least 1.175494351e-38"),
         ("optimizer.clip=inf", "optimizer.clip = inf: must be a finite number; null works"),
         ("sample.temperature=.inf", "sample.temperature = inf: must be a finite number"),
         (

@@ -6,8 +6,11 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from pangu.config.build import keys_of
-from pangu.config.help import explain, overview
+from pangu.config.errors import UserError
+from pangu.config.help import explain, overview, show_help
 from pangu.config.schema import RunConfig
 from tests.spawn import repository
 
@@ -27,7 +30,17 @@ def test_every_key_is_explained() -> None:
     for key in keys_of(RunConfig):
         assert f"\n{key}: " in text, key
     assert "optimizer.max_ratio: a number or null; above 0 [optimizer.name = lamb]\n    Largest layer-wise" in text
-    assert "wandow: there is no such group or key; see model.window" in explain("wandow")
+
+
+def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_help(["model.window=3", "--help"], repository() / "configs")
+    assert capsys.readouterr().out.startswith("model.window: an integer or null")
+    with pytest.raises(SystemExit, match="2"):
+        show_help(["--help", "model.wandow=3"], repository() / "configs")
+    said = capsys.readouterr().err
+    assert said == "error: model.wandow: there is no such group or key; did you mean model.window?\n"
+    with pytest.raises(UserError, match=r"xyz: there is no such group or key; groups are model, parallel, "):
+        explain("xyz")
 
 
 def test_the_overview_names_every_group_and_option() -> None:

@@ -152,15 +152,17 @@ def run_script(path: str, *words: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def on_ranks(processes: int, name: str, *words: object) -> Program:
+def on_ranks(processes: int, name: str, *words: object, timeout: float = 300.0) -> Program:
     """The same on several processes, as torchrun would start them."""
-    return run_ranks(processes, call_and_exit, name, *map(str, words))
+    return run_ranks(processes, call_and_exit, name, *map(str, words), timeout=timeout)
 
 
-def pretrain(output: Path, *overrides: str, processes: int = 0) -> subprocess.CompletedProcess[str] | Program:
+def pretrain(
+    output: Path, *overrides: str, processes: int = 0, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str] | Program:
     """`pretrain.py OVERRIDES train.output=OUTPUT`, in this process or on several others."""
     words = (*overrides, f"train.output={output}")
-    return on_ranks(processes, "pretrain", *words) if processes else called("pretrain", *words)
+    return on_ranks(processes, "pretrain", *words, timeout=timeout) if processes else called("pretrain", *words)
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

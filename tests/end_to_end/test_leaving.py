@@ -61,7 +61,7 @@ def test_runs_that_are_killed_come_back(tmp_path: Path, request: pytest.FixtureR
     kills = request.config.getoption("--kills")
     steps = 40 * (kills + 1)
     words = (*WORDS, f"train.steps={steps}", "checkpoint.every=2")
-    assert pretrain(tmp_path / "whole", *words, processes=2).returncode == 0
+    assert pretrain(tmp_path / "whole", *words, processes=2, timeout=300 + 60 * kills).returncode == 0
     output = tmp_path / "run"
     chance = random.Random(0)
     done = 0

@@ -17,20 +17,19 @@ STUCK = f"""
 import os
 from pathlib import Path
 
-from pangu.pipeline.actions import Kind
-from pangu.pipeline.runner import _Pass
+from pangu.pipeline.runner import Runner
 from pangu.training.command import pretrain
 
-carry_out = _Pass._carry_out
+backward = Runner._backward
 {HANG}
 
-def perhaps(self, place, action):
-    if os.environ["RANK"] == "1" and action.kind is Kind.BACKWARD and action.micro == 1:
+def perhaps(self, action):
+    if os.environ["RANK"] == "1" and action.micro == 1:
         HAPPENS
-    carry_out(self, place, action)
+    backward(self, action)
 
 
-_Pass._carry_out = perhaps
+Runner._backward = perhaps
 if __name__ == "__main__":
     pretrain(Path("ROOT") / "configs")
 """
@@ -47,6 +46,9 @@ def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-12)
     names = ("pipeline.svg", "pipeline.png", "pipeline_measured.svg", "pipeline_measured.png", "pipeline_measured.json")
     assert all((tmp_path / "two" / "plots" / name).stat().st_size for name in names)
+    listed = {path for _, _, path in (line.rpartition(" ") for line in done.stderr.splitlines())}
+    shown = ("loss.png", "pipeline.svg", "pipeline_measured.svg", "pipeline_measured.json")
+    assert {str(tmp_path / "two" / "plots" / name) for name in shown} <= listed, done.stderr
 
 
 def run_stuck(folder: Path, happens: str, launched: bool) -> tuple[str, float]:

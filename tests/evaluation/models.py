@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble

@@ -17,9 +17,9 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.evaluation.generation import Reader, Sampling, generate, pick
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.deferred import WeightGradients
-from pangu.models.language_model import Part
+from pangu.models.parts import Part
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule
 from pangu.topology.layout import Layout

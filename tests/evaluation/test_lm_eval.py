@@ -13,9 +13,9 @@ import torch
 
 from pangu.config.data import TokenizerConfig
 from pangu.data.tokenizers import load_tokenizer
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.deferred import WeightGradients
-from pangu.models.language_model import Part
+from pangu.models.parts import Part
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule
 from pangu.topology.layout import Layout

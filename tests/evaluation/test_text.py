@@ -9,7 +9,7 @@ import pytest
 
 from pangu.config.errors import UserError
 from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.evaluation.text import Continuation, continue_prompts, encode_prompts
 from tests.evaluation import test_generation as ids
 from tests.models.helpers import variant

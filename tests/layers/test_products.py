@@ -64,7 +64,7 @@ WAITED = ["wait for sum", "wait for sum"]
 def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> None:
     x = torch.randn(length, 3, 4, requires_grad=True)
     weight = torch.randn(6, 4, requires_grad=True)
-    y = column_product(x, weight, None, TensorRegion(0, 2, None, sequence=True, chunks=2), None)
+    y = column_product(x, weight, None, TensorRegion(0, 2, sequence=True, chunks=2), None)
     assert events == GATHERED
     assert torch.allclose(y, torch.cat([x, x]) @ weight.t())
     events.clear()
@@ -76,7 +76,7 @@ def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> N
 def test_chunks_of_a_row_product_overlap(events: list[str], sequence: bool) -> None:
     x = torch.randn(10, 3, 4, requires_grad=True)
     weight = torch.randn(6, 4, requires_grad=True)
-    y = row_product(x, weight, None, TensorRegion(0, 2, None, sequence=sequence, chunks=2), None)
+    y = row_product(x, weight, None, TensorRegion(0, 2, sequence=sequence, chunks=2), None)
     assert events == [*SUMMED, *WAITED]
     assert torch.allclose(y, 2 * (x @ weight.t())[: 5 if sequence else 10])
     events.clear()

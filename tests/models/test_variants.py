@@ -19,9 +19,10 @@ from pangu.layers.builder import Builder
 from pangu.layers.gate import Gate
 from pangu.layers.linear import RMSNorm
 from pangu.layers.rotary import Rotation
-from pangu.models.language_model import Options, Part, build_model
+from pangu.models.language_model import Options, build_model
+from pangu.models.parts import Part, regions
 from pangu.models.size import num_parameters, training_flops_per_token
-from pangu.topology.placement import PlacementTable
+from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 from tests.weights import whole_logits, whole_loss
 
@@ -261,12 +262,12 @@ class Listed(Gate):
 )
 def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str) -> None:
     config = variant(kind=kind, final_norm=order, positions="relative")
-    model, _ = make(config)
+    model, table = make(config)
     model.gate = listed = Listed()
     whole_loss(model, batch_of(config))
-    regions = model.regions(Part.whole(config))
-    assert list(regions) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
-    assert listed.events == [f"{name} {event}" for name in regions for event in ("begins", "ends")]
+    uses = regions(config, table, Part.whole(config))
+    assert list(uses) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert listed.events == [f"{name} {event}" for name in uses for event in ("begins", "ends")]
     home = {
         "final_norm.weight": "layers.2" if kind == "pangu" and order == "before_query" else "head",
         "query_embedding.weight": "layers.2",
@@ -274,13 +275,15 @@ def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str
         "embedding.word.weight": "embedding, head",
     }
     for name, _ in model.named_parameters():
-        using = ", ".join(region for region, names in regions.items() if name in names)
+        using = ", ".join(region for region, names in uses.items() if name in names)
         assert using == home.get(name, using) != ""
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
     """In bf16 a sum of 4096 squares would stop growing at 256; the result is one rounding of 2^-8 from exact."""
-    norm = RMSNorm(Builder(PlacementTable()), "norm", 4096, 1e-5)
+    table = PlacementTable()
+    table.place("norm.weight", [NewTensor("norm.weight", (4096,), None, 1.0)], TensorRank())
+    norm = RMSNorm(Builder(table), "norm", 1e-5)
     norm.weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = x.double() / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)

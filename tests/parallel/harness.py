@@ -15,7 +15,7 @@ from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch, make_batch
 from pangu.data.loader import Loader
 from pangu.evaluation.generation import Reader
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.evaluation.perplexity import mean_loss
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pangu.pipeline.actions import Action
-from pangu.pipeline.runner import Runner, _Pass
+from pangu.pipeline.runner import Runner
 from pangu.topology.layout import Layout
 from pangu.training.slow import find_slow_ranks
 from pangu.training.step import Trainer
@@ -80,15 +80,15 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
     clock = [0.0]
 
     def taking(method: str) -> Any:
-        original = getattr(_Pass, method)
+        original = getattr(Runner, method)
 
-        def call(self: _Pass, action: Action, *more: Any) -> Any:
+        def call(self: Runner, action: Action, *more: Any) -> Any:
             result = original(self, action, *more)
             waits = method == "_wait"
             clock[0] += 1e12 if waits else expected[action.kind][action.chunk] * (3 if rank == culprit else 1)
             return result
 
-        return replaced_here(_Pass, **{method: call})
+        return replaced_here(Runner, **{method: call})
 
     with replaced_here(Runner, now=lambda self: clock[0]), taking("_forward"), taking("_backward"), taking("_wait"):
         return find_slow_ranks(trainer, batches, 2.0)[1]

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pangu.collectives.reduce import answered
 from pangu.config.errors import LocalError
 from pangu.pipeline import theory
 from pangu.pipeline.actions import Action
-from pangu.pipeline.runner import KINDS, StageError, _key, _Pass
+from pangu.pipeline.runner import KINDS, Runner, StageError, _key
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.parallel.harness import small_trainer
@@ -30,13 +31,13 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
     """Most activations of a chunk and a micro-batch that this stage holds in a step, those included whose weight
     gradients are to come."""
     trainer, batches = small_trainer(layout, *MODEL, *overrides)
-    carry_out, alive = _Pass._carry_out, [0]
+    let_go, alive = Runner._let_go, [0]
 
-    def counted(self: _Pass, place: int, action: Action) -> None:
-        carry_out(self, place, action)
-        alive.append(len(self.live.keys() | self.runner.later._held.keys()))
+    def counted(self: Runner) -> None:  # after every action
+        let_go(self)
+        alive.append(len(self._live.keys() | self.later._held.keys()))
 
-    with replaced_here(_Pass, _carry_out=counted):
+    with replaced_here(Runner, _let_go=counted):
         trainer.train_step(batches)
     assert alive[-1] == 0
     return max(alive)
@@ -56,24 +57,24 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
     trainer, batches = small_trainer(layout, *MODEL, *overrides)
     sent: dict[tuple[str, int, int], list[StorageWeakRef]] = {}
     free: list[bool] = []
-    send, take, let_go = _Pass._send, _Pass._take, _Pass._let_go
+    send, take, let_go = Runner._send, Runner._take, Runner._let_go
 
-    def recorded(self: _Pass, action: Action) -> None:
+    def recorded(self: Runner, action: Action) -> None:
         key = KINDS[action.kind], *_key(action)
-        sent[key] = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.made[key]]
+        sent[key] = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._made[key]]
         send(self, action)
 
-    def slowly(self: _Pass) -> None:
+    def slowly(self: Runner) -> None:
         time.sleep(0.01)  # a busy machine may be late to notice that a message has left
         let_go(self)
 
-    def looked(self: _Pass, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
+    def looked(self: Runner, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
         tensors = take(self, kind, chunk, neighbour, micro)
         if kind == "gradient":
             free.extend(ref.expired() for ref in sent.get(("activation", chunk, micro), []))
         return tensors
 
-    with replaced_here(_Pass, _send=recorded, _take=looked, _let_go=slowly):
+    with replaced_here(Runner, _send=recorded, _take=looked, _let_go=slowly):
         trainer.train_step(batches)
     assert all(ref.expired() for refs in sent.values() for ref in refs)
     return free
@@ -99,16 +100,16 @@ def without(rank: int, world: int, lost: int, dies: bool) -> tuple[str, float]:
     trainer, batches = small_trainer(Layout(pipeline=world), *MODEL, *keys, f"parallel.timeout_s={TIMEOUT}")
     trainer.train_step(batches)
     began = time.perf_counter()
-    carry_out = _Pass._carry_out
+    forward = Runner._forward
 
-    def perhaps(self: _Pass, place: int, action: Action) -> None:
-        if rank == lost and str(action).startswith("F") and action.micro == 1:
+    def perhaps(self: Runner, action: Action, *more: Any) -> None:
+        if rank == lost and action.micro == 1:
             if dies:
                 os._exit(1)
             time.sleep(3 * TIMEOUT)
-        carry_out(self, place, action)
+        forward(self, action, *more)
 
-    with replaced_here(_Pass, _carry_out=perhaps):
+    with replaced_here(Runner, _forward=perhaps):
         try:
             trainer.train_step(batches)
         except StageError as error:

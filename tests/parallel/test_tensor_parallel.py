@@ -52,7 +52,7 @@ def conjugates(rank: int, world: int, sequence: bool) -> None:
     """<f(x), y> = <x, fᵀ(y)>: backward is the adjoint of forward, for what enters and what leaves a region."""
     import torch.distributed as dist
 
-    region = TensorRegion(rank, world, dist.group.WORLD, sequence)
+    region = TensorRegion(rank, world, sequence, dist.group.WORLD)
     source = torch.Generator().manual_seed(rank)
     rows = 4
     local = torch.randn(rows if sequence else rows * world, 3, dtype=torch.float64, generator=source)

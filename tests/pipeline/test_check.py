@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
     ),
     "no weight gradient": (
         1,
-        lambda actions: [drop(what)(actions) for what in (micro("W", 1, 2), "REDUCE of chunk 1")] and None,
+        drop(f"{micro('W', 1, 2)}, reduce"),
         "stage 1: W of chunk 1, micro-batch 2: missing",
     ),
     "a chunk of another stage": (
@@ -148,35 +148,49 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
         put(micro("F", 1, 2), Action(Kind.FORWARD, 1)),
         "stage 1: F of chunk 1: computations and messages have a micro-batch, all else has none",
     ),
-    "used before it is gathered": (
+    "reduced too early": (
         0,
-        move("GATHER of chunk 0", micro("F", 0, 1)),
-        "stage 0: F of chunk 0, micro-batch 0: outside GATHER and RELEASE of its chunk",
+        put(micro("W", 0, 1), Action(Kind.BACKWARD_WEIGHT, 0, 1, reduce=True)),
+        "stage 0: W of chunk 0, micro-batch 1, reduce: reduced before they are complete",
+    ),
+    "not reduced": (
+        0,
+        put(f"{micro('W', 0, 2)}, reduce", Action(Kind.BACKWARD_WEIGHT, 0, 2)),
+        "stage 0: W of chunk 0, micro-batch 2: the gradients are complete, and not reduced",
+    ),
+    "reduced by a forward": (
+        0,
+        put(micro("F", 0, 0), Action(Kind.FORWARD, 0, 0, reduce=True)),
+        "stage 0: F of chunk 0, micro-batch 0, reduce: it completes no gradients",
+    ),
+}
+# of breadth_first with 2 stages of 2 chunks and 2 micro-batches
+NOT_HELD: dict[str, tuple[int, Callable[[Actions], None], str]] = {
+    "used before it is held": (
+        0,
+        lambda actions: actions.insert(find(actions, micro("F", 0, 1)), actions.pop(actions.index(HOLD))),
+        "stage 0: F of chunk 0, micro-batch 0: outside HOLD and RELEASE of its chunk",
     ),
     "used after it is released": (
-        0,
-        move("RELEASE of chunk 0", micro("W", 0, 2)),
-        "stage 0: W of chunk 0, micro-batch 2: outside GATHER and RELEASE of its chunk",
+        1,
+        move("RELEASE of chunk 3", f"{micro('B', 3, 1)}, reduce"),
+        "stage 1: B of chunk 3, micro-batch 1, reduce: outside HOLD and RELEASE of its chunk",
     ),
+    "held twice": (0, lambda actions: actions.insert(1, HOLD), "stage 0: HOLD of chunk 0: already held"),
     "released twice": (
         0,
         lambda actions: actions.append(Action(Kind.RELEASE, 0)),
-        "stage 0: RELEASE of chunk 0: not gathered",
+        "stage 0: RELEASE of chunk 0: not held",
     ),
-    "not released": (0, drop("RELEASE of chunk 0"), "stage 0: RELEASE of chunk 0: missing"),
-    "reduced too early": (
-        0,
-        move("REDUCE of chunk 0", micro("W", 0, 2)),
-        "stage 0: REDUCE of chunk 0: before W of chunk 0, micro-batch 2",
-    ),
-    "not reduced": (0, drop("REDUCE of chunk 0"), "stage 0: REDUCE of chunk 0: missing"),
+    "not released": (1, drop("RELEASE of chunk 3"), "stage 1: RELEASE of chunk 3: missing"),
 }
+HOLD = Action(Kind.HOLD, 0)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *NOT_HELD])
 def test_what_is_wrong_is_named(name: str) -> None:
-    stage, change, says = REFUSED[name]
-    schedule = make_schedule("zb_h1", 2, 1, 3)
+    stage, change, says = {**REFUSED, **NOT_HELD}[name]
+    schedule = make_schedule("zb_h1", 2, 1, 3) if name in REFUSED else make_schedule("breadth_first", 2, 2, 2)
     simulate(schedule, Durations())
     with pytest.raises(ScheduleError, match=re.escape(says)):
         simulate(changed(schedule, stage, change), Durations())

@@ -139,26 +139,32 @@ def test_zb_h1_as_written() -> None:
     assert computing(schedule, 2) == "F2.0 I2.0 F2.1 I2.1 F2.2 I2.2 W2.0 W2.1 W2.2"
 
 
-def test_breadth_first_gathers_a_chunk_twice_and_reduces_it_once() -> None:
-    """Two gathers and one reduction per chunk and step, whatever the number of micro-batches."""
-    shown = {Kind.GATHER, Kind.RELEASE, Kind.REDUCE, *COMPUTE}
+@pytest.mark.parametrize(
+    ("name", "virtual", "once", "each"),
+    [
+        ("breadth_first", 2, "HOLD0 F0 F0 RELEASE0 HOLD2 F2 F2 B2 B2+ RELEASE2 HOLD0 B0 B0+ RELEASE0", None),
+        ("gpipe", 1, "HOLD0 F0 F0 B0 B0+ RELEASE0", None),
+        ("1f1b", 1, "F0 F0 B0 B0+", "F0 F0 B0+ B0+"),
+        ("interleaved", 2, "F0 F0 F2 F2 B2 B2+ B0 B0+", "F0 F0 F2 F2 B2+ B2+ B0+ B0+"),
+        ("zb_h1", 1, "F0 F0 I0 W0 I0 W0+", None),
+        ("zb_v", 2, "F0 F0 F3 I3 F3 I3 I0 W3 I0 W3+ W0 W0+", None),
+    ],
+)
+def test_when_a_chunk_is_held_and_reduced(name: str, virtual: int, once: str, each: str | None) -> None:
+    """Two phases hold a chunk twice. A chunk is reduced (+) once per step, or after each micro-batch, if its gradients
+    are complete then and it is not to be left."""
 
-    def listed(name: str, virtual: int) -> str:
-        actions = [action for action in make_schedule(name, 2, virtual, 2).actions[0] if action.kind in shown]
-        return " ".join(f"{action.kind}{action.chunk}" for action in actions)
+    def listed(reduce_each: bool) -> str:
+        actions = make_schedule(name, 2, virtual, 2, reduce_each).actions[0]
+        return " ".join(f"{a.kind}{a.chunk}" + "+" * a.reduce for a in actions if a.peer is None)
 
-    # a gather begins one computation ahead, to overlap with it
-    assert listed("breadth_first", 2) == (
-        "GATHER0 F0 GATHER2 F0 RELEASE0 F2 F2 B2 GATHER0 B2 REDUCE2 RELEASE2 B0 B0 REDUCE0 RELEASE0"
-    )
-    assert listed("interleaved", 2) == "GATHER0 F0 GATHER2 F0 F2 F2 B2 B2 REDUCE2 RELEASE2 B0 B0 REDUCE0 RELEASE0"
-    assert listed("gpipe", 1) == "GATHER0 F0 F0 B0 B0 REDUCE0 RELEASE0"
+    assert listed(False) == once
+    assert listed(True) == (each or once)
 
 
 def test_receives_are_posted_one_computation_ahead_and_sends_follow_theirs() -> None:
     listed = [str(action) for action in make_schedule("1f1b", 3, 1, 2).actions[1]]
     assert listed == [
-        "GATHER of chunk 1",
         "RECV_ACTIVATION of chunk 1, micro-batch 0, peer stage 0",
         "RECV_ACTIVATION of chunk 1, micro-batch 1, peer stage 0",
         "F of chunk 1, micro-batch 0",
@@ -169,10 +175,8 @@ def test_receives_are_posted_one_computation_ahead_and_sends_follow_theirs() -> 
         "RECV_GRADIENT of chunk 1, micro-batch 1, peer stage 2",
         "B of chunk 1, micro-batch 0",
         "SEND_GRADIENT of chunk 1, micro-batch 0, peer stage 0",
-        "B of chunk 1, micro-batch 1",
+        "B of chunk 1, micro-batch 1, reduce",
         "SEND_GRADIENT of chunk 1, micro-batch 1, peer stage 0",
-        "REDUCE of chunk 1",
-        "RELEASE of chunk 1",
     ]
 
 

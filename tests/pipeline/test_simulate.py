@@ -6,7 +6,7 @@ import pytest
 
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, Event, simulate
+from pangu.pipeline.simulate import Durations, Event, Gap, simulate
 
 
 def test_two_stages_by_hand() -> None:
@@ -17,13 +17,34 @@ def test_two_stages_by_hand() -> None:
         Event(0, Action(Kind.FORWARD, 0, 0), 0, 1),
         Event(0, Action(Kind.SEND_ACTIVATION, 0, 0, 1), 1, 1.5),
         Event(1, Action(Kind.FORWARD, 1, 0), 1.5, 5.5),
-        Event(1, Action(Kind.BACKWARD, 1, 0), 5.5, 10),
+        Event(1, Action(Kind.BACKWARD, 1, 0, reduce=True), 5.5, 10),
         Event(1, Action(Kind.SEND_GRADIENT, 1, 0, 0), 10, 10.5),
-        Event(0, Action(Kind.BACKWARD, 0, 0), 10.5, 13.5),
+        Event(0, Action(Kind.BACKWARD, 0, 0, reduce=True), 10.5, 13.5),
     ]
     assert timeline.makespan == 13.5
     assert timeline.stage_bubbles == pytest.approx((9.5 / 13.5, 5 / 13.5))
     assert timeline.bubble == pytest.approx((9.5 + 5) / 27)
+    activation, gradient = (Kind.RECV_ACTIVATION, 1, 0), (Kind.RECV_GRADIENT, 0, 0)
+    assert timeline.gaps(measured=False) == (
+        Gap(0, 1, 10.5, Action(Kind.BACKWARD, 0, 0), gradient),
+        Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
+        Gap(1, 10, 13.5, None, None),
+    )
+    # were these times measured, the first stage would have sent until 1.5
+    assert timeline.gaps(measured=True) == (
+        Gap(0, 1, 1.5, Action(Kind.BACKWARD, 0, 0), None),
+        Gap(0, 1.5, 10.5, Action(Kind.BACKWARD, 0, 0), gradient),
+        Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
+        Gap(1, 10, 13.5, None, None),
+    )
+
+
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)])
+def test_gaps_are_all_that_is_not_computed(name: str, v: int) -> None:
+    timeline = simulate(make_schedule(name, 4, v, 6), Durations(1, 1, 1, 0.3))
+    for stage, bubble in enumerate(timeline.stage_bubbles):
+        idle = [gap.stop - gap.start for gap in timeline.gaps(measured=False) if gap.stage == stage]
+        assert sum(idle) == pytest.approx(bubble * timeline.makespan)
 
 
 def test_a_transfer_begins_when_both_ends_are_ready() -> None:

@@ -167,7 +167,7 @@ def measured_head_peak(config: RunConfig) -> int:
         for sizes in (shape, (config.model.vocab,))
     )
     labels, weights = torch.zeros(shape[::-1], dtype=torch.int64), torch.ones(shape[::-1])
-    head = Head(Builder(PlacementTable()), config.model.vocab, config.loss.chunk, None)
+    head = Head(Builder(PlacementTable()), config.model.vocab, config.loss.chunk)
     with LiveBytes(hidden, table, labels, weights) as live:
         head.loss(hidden, table, labels, weights).backward()
     return live.peak

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.end_to_end.commands import called
+from tests.end_to_end.commands import called, command
 from tests.tools.test_preprocess_data import shell
 
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
@@ -42,6 +42,21 @@ def test_the_stages_of_a_pipeline() -> None:
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "0 embedding, layers 0-3 7.4% 16 32.0 MiB to stage 1 embedding.word.weight 0.31 GiB" in lines, done.stdout
     assert "1 layers 4-7 7.4% 15 32.0 MiB to stage 2; 32.0 MiB to stage 0" in lines
+
+
+def test_a_plan_does_without_torch() -> None:
+    """Importing it takes longer than a plan; `None` in `sys.modules` is what refuses an import."""
+    script = """
+import sys
+
+sys.modules["torch"] = None
+from tools.plan import main
+
+sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "parallel.zero=3"]))
+"""
+    done = command("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "tensor 8 x pipeline 2 x data 2 = 32 devices, ZeRO stage 3" in done.stdout
 
 
 @pytest.mark.parametrize(

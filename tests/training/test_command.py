@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pangu.config.errors import UserError
 from pangu.planning.layouts import choose_layout
 from pangu.training.command import compose
+from tests.end_to_end.commands import called
 from tests.spawn import repository
 
 
@@ -29,6 +31,8 @@ def said(*words: str) -> str:
         ("train.output='${train.output}'", "train.output = ${train.output}: cannot be resolved: Recursive"),
         ("data.train=[a]", "data.train = [a]: there is no such key with data.kind = stdlib; choose data=indexed"),
         ("model.layers.x=3", "model.layers = {x: 3}: must be an integer"),
+        ("dry_run=maybe", "dry_run = 'maybe': must be true or false"),
+        (f"train.stop_after={'9' * 400}h", "must be a time; 5400, 90m, 1h30m or null work"),
         ("=3", "=3: cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can"),
     ],
 )
@@ -45,6 +49,18 @@ def test_a_mistyped_key_is_told_with_all_other_problems() -> None:
         "  model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8",
         "  parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works",
     ]
+
+
+def test_the_composed_configuration_is_shown_unless_it_has_keys_that_are_none() -> None:
+    shown = called("pretrain", "--cfg", "job", "+config=quickstart", "model.layers=3", "data.folder='${train.output}'")
+    assert shown.returncode == 0, shown.stderr
+    values = yaml.safe_load(shown.stdout)
+    assert values["model"]["layers"] == 3
+    assert values["data"]["folder"] == values["train"]["output"]
+    for word in ("model.layer=3", "+model.layer=3"):
+        refused = called("pretrain", word, "--cfg", "job")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "model.layer = 3: there is no such key; did you mean model.layers?" in refused.stderr
 
 
 def test_a_list_of_layouts_may_hold_null_lists_and_fractions() -> None:

@@ -38,6 +38,7 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
     assert "stopped after step 3 (SIGTERM)" in said
     assert "step-00000003 is written; the same command continues" in said
     assert signal.getsignal(signal.SIGTERM) is handler
+    assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size
     assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken
 
 
@@ -53,6 +54,7 @@ def test_a_time_limit_stops_the_run_in_time(tmp_path: Path, capsys: pytest.Captu
     assert 0 < steps < 100000
     assert f"stopped after step {steps} (train.stop_after)" in capsys.readouterr().err
     assert (tmp_path / "checkpoints" / f"step-{steps:08d}").is_dir()
+    assert (tmp_path / "plots" / "loss.png").stat().st_size
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("90", 90.0), ("1h30m", 5400.0), ("2m5s", 125.0), ("null", None)])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pangu.checkpoint import files
+from pangu.checkpoint.files import list_checkpoints
 from pangu.config.errors import UserError
 from pangu.data.order import ORDER_VERSION
 from pangu.training import loop, saving
@@ -71,6 +72,16 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
         train(tmp_path, 4, f"checkpoint.asynchronous={asynchronous}")
     full.clear()
     assert train(tmp_path, 4)[:3] == losses
+
+
+def test_what_cannot_be_deleted_stays_and_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others would wait for the first process, whose writer had ended with an OSError."""
+    (tmp_path / "checkpoints" / ".step-00000001.old" / "in the way").mkdir(parents=True)
+    train(tmp_path, 3, "checkpoint.keep=1")
+    assert "step-00000001: cannot be deleted (" in capsys.readouterr().err
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001", "step-00000003"]
 
 
 def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from pangu.checkpoint.formats import huggingface, megatron, megatron_dist, megatron_names, mindspore, native
 from pangu.checkpoint.formats.fields import shown
-from pangu.checkpoint.formats.stored import Job, Source, Stored, join, logical_shapes, take
+from pangu.checkpoint.formats.stored import Job, Source, Stored, join, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import ConfigError, Problem, UserError, writing
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
+from pangu.models.parts import logical_shapes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pangu.checkpoint.files import (
     start,
     write_one_by_one,
 )
-from pangu.checkpoint.formats.stored import Job, Source, Stored, logical_shapes
+from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
@@ -25,6 +25,7 @@ from pangu.checkpoint.run_tokenizer import keep_tokenizer, kept_tokenizer
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
+from pangu.models.parts import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 

@@ -20,7 +20,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.language_model import build_model
+from pangu.models.parts import logical_shapes
 
 PLAIN = {
     "norm_placement": "pre",
@@ -131,11 +131,6 @@ def one_by_one(*modules: str) -> dict[str, tuple[str, ...]]:
     """The modules of a layer of PanGu-α under other names, in the order of the computation."""
     ours = ("attention_norm", *(f"attention.{part}" for part in ("query", "key", "value", "output")))
     return {theirs: (part,) for theirs, part in zip(modules, (*ours, "mlp_norm", "mlp.up", "mlp.down"), strict=True)}
-
-
-def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of every logical tensor of a model."""
-    return {placement.name: placement.shape for placement in build_model(model)[1]}
 
 
 def make_table(model: ModelConfig, naming: Naming, multiple: int = 1, ranks: int = 1) -> list[Stored]:

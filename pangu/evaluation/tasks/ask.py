@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pangu.config.errors import UserError
 from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loading import LoadedModel
+from pangu.evaluation.loaded import LoadedModel
 from pangu.evaluation.scoring import Score, score
 from pangu.evaluation.sharing import generate_shared
 from pangu.evaluation.tasks.prompts import Prompts, Setup, chosen

@@ -1,0 +1,46 @@
+"""What a command says of what the user can mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pangu.config.errors import UserError, exit_status
+from tests.end_to_end.commands import called
+
+LONG = "a" * 300
+"""Longer than a file system's names."""
+
+
+def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong() -> None:
+        raise UserError("no \x1b[31mred")
+
+    assert exit_status(lambda: None, "tool") == 0
+    assert exit_status(wrong, "tool") == 2
+    assert capsys.readouterr().err == "tool: no \\x1b[31mred\n"
+    with pytest.raises(OSError, match="a fault of the program"):
+        exit_status(lambda: (_ for _ in ()).throw(OSError("a fault of the program")), "tool")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tools/inspect_checkpoint", [LONG]),
+        ("tools/preprocess_data", ["--input", LONG, "--output", "x", "--tokenizer-path", "x"]),
+        ("tools/convert_checkpoint", ["--from", "pangu", "--to", "huggingface", "--output", "x", "--input", LONG]),
+        ("pretrain", ["data=synthetic", "validation.every=0", "sample.tokens=0", f"checkpoint.resume={LONG}"]),
+        ("pretrain", ["data=indexed", "validation.every=0", "sample.tokens=0", f"data.train=[{LONG}]"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_path_that_cannot_be_is_one_message(
+    name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = called(name, *words)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "a" * 60 in last
+    assert last.endswith("File name too long")
