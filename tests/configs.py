@@ -59,6 +59,7 @@ def tiny(*overrides: str, kind: str = "pangu") -> RunConfig:
     return config(
         f"model={'pangu_quickstart' if kind == 'pangu' else 'gpt2_124m'}",
         "data=synthetic",
+        "model.positions=learned",
         "model.layers=3",
         "model.hidden=32",
         "model.heads=4",

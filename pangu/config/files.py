@@ -52,6 +52,8 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
             with open_regular(path, "rb") as file:
                 content = file.read()
         else:
+            if path.exists() and not path.is_file():  # a named pipe would wait for ever, a device never end
+                raise UserError(f"{path}: is no regular file")
             content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -61,6 +63,14 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read: it is not UTF-8") from error
     except ValueError as error:
         raise UserError(f"{path}: cannot be read: it is not JSON ({error})") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError if it is none."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is no JSON object")
+    return found
 
 
 def open_regular(path: Path, mode: str, **options: Any) -> Any:

@@ -15,7 +15,7 @@ ROUNDS = 10
 """Most timings of one way, after one that warms up: libraries are loaded and kernels made then."""
 SURE = 2
 """Timings after which a hopeless way is not timed again."""
-HOPELESS = 3.0
+HOPELESS = 2.0
 """A way is hopeless if it takes so many times as long as the fastest."""
 TIE = 1.03
 """Ways whose times differ by no more than this factor are equally fast."""

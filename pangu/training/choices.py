@@ -31,7 +31,7 @@ from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
 
-PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.15, 0.25, 0.05
+PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.1, 0.15, 0.05
 """Seconds that timing may take."""
 MESSAGE_BYTES = 2**20
 """Longest message that is timed."""

@@ -14,22 +14,41 @@ from pangu.checkpoint.formats.modeling_pangu import PanguConfig, PanguForCausalL
 from pangu.checkpoint.formats.tokenization_pangu import PanguTokenizer
 
 
-def small_model() -> PanguForCausalLM:
+def small_model(positions: str = "absolute") -> PanguForCausalLM:
     torch.manual_seed(1)
     sizes = {"vocab_size": 67, "max_position_embeddings": 16, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
-    return PanguForCausalLM(
-        PanguConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2)
-    )
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return PanguForCausalLM(PanguConfig(**sizes, **rates, initializer_range=0.2, position_embedding_type=positions))
 
 
 IDS = torch.arange(24).view(2, 12)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+def test_rotary_positions_with_cache_and_padding() -> None:
+    """Keys that are kept have turned by their own positions, which padding on the left does not shift."""
+    model = small_model("rotary").eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(IDS[:, :9])
+    cached, plain = (model.generate(IDS[:, :9], attention_mask=mask, use_cache=on, **options) for on in (True, False))
+    assert torch.equal(cached, plain)
+    mask[1, :4] = 0
+    batch = model.generate(IDS[:, :9], attention_mask=mask, **options)
+    alone = model.generate(IDS[1:, 4:9], attention_mask=mask[1:, 4:], **options)
+    assert torch.equal(batch[0], cached[0])
+    assert torch.equal(batch[1, 9:], alone[0, 5:])
+
+
+def test_other_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="position_embedding_type = 'alibi': must be absolute or rotary"):
+        small_model("alibi")
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_gradient_checkpointing_gives_the_same_gradients(positions: str) -> None:
     """Bit for bit, and forward keeps less: each layer is computed twice."""
     gradients = []
     for on in (False, True):
-        model = small_model().train()
+        model = small_model(positions).train()
         calls = []
         model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         if on:

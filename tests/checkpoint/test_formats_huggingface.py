@@ -12,6 +12,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
@@ -24,7 +25,11 @@ from pangu.topology.mesh import Mesh
 from tests.checkpoint.test_formats import HEADS, convert, weights
 from tests.references import foreign_checkpoints as foreign
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.checkpoint.formats.modeling_pangu import PanguConfig
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
@@ -37,10 +42,11 @@ SLIDES, SEES_ALL = "sliding_attention", "full_attention"
 
 def fields(kind: str, **changes: Any) -> dict[str, Any]:
     """What transformers writes into config.json for a small model, with some fields changed."""
-    return {**getattr(transformers, f"{kind}Config")(**SIZES).to_dict(), **changes}
+    theirs = PanguConfig if kind == "Pangu" else getattr(transformers, f"{kind}Config")
+    return {**theirs(**SIZES).to_dict(), **changes}
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
 def test_whatever_transformers_writes_is_known(kind: str) -> None:
     assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
 
@@ -101,6 +107,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
     ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: is not computed here"),
     ("GPT2", {"model_type": ["gpt2"]}, "model_type = ['gpt2']: cannot be converted"),
+    (
+        "Pangu",
+        {"position_embedding_type": "relative_key"},
+        "relative_key: is not computed here; absolute or rotary is",
+    ),
+    ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = ['rotary']: is not computed"),
+    ("Pangu", {"rope_theta": -1}, "rope_theta = -1: must be a number above 0"),
+    ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {'factor': 4}: is not known here"),
     ("Llama", {"mlp_bias": True}, "mlp_bias = True: is not computed here without attention_bias"),
     ("Llama", {"attention_bias": "yes"}, "attention_bias = yes: must be true or false"),
     ("Llama", {"rope_parameters": []}, "rope_parameters = []: must be a JSON object or null"),
@@ -112,6 +126,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is not known here"),
     ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = 1e4: must be a number"),
     ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = None"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 12.5}},
+        "= 12.5",
+    ),
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
     ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
     ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -166,7 +185,7 @@ def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:
@@ -186,9 +205,28 @@ def index(value: object) -> Callable[[Path], None]:
     """In place of the weights, an index with this map."""
 
     def change(folder: Path) -> None:
+        (folder / "pytorch_model.bin").rename(folder / "other.bin")
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": value}))
 
     return change
+
+
+def weights_with(name: object) -> Callable[[Path], None]:
+    """The weights and one more tensor."""
+
+    def change(folder: Path) -> None:
+        state = torch.load(folder / "pytorch_model.bin")
+        (folder / "pytorch_model.bin").unlink()
+        torch.save({**state, name: torch.ones(2)}, folder / "pytorch_model.bin")
+
+    return change
+
+
+def two_files(folder: Path) -> None:
+    """An index of two files, which both have all tensors."""
+    index({"a": "one.bin", "b": "two.bin"})(folder)
+    for name in ("one.bin", "two.bin"):
+        (folder / name).symlink_to(folder / "other.bin")
 
 
 DAMAGES = [
@@ -205,6 +243,11 @@ DAMAGES = [
     (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
     (index({"a": "gone.bin"}), "weight_map names gone.bin, which is no file of the folder"),
     (index({"a": "\x00\x1b[2J"}), "weight_map names '\\x00\\x1b[2J', which is no file of the folder"),
+    (index({"a": "x" * 5000}), "which is no file of the folder"),
+    (two_files, "is in "),
+    (weights_with("wte.weight"), "pytorch_model.bin: wte.weight is in "),
+    (weights_with(5), "transformer.5: [2], not in the model"),
+    (set_field("adapter_config.json", "peft_type", "LORA"), "transformers would add this adapter to the weights"),
 ]
 
 
@@ -231,6 +274,25 @@ def test_damaged_folders_are_refused_in_words(
     with pytest.raises(UserError) as error:
         load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
     assert words in str(error.value)
+
+
+def test_a_whole_file_comes_before_an_index(exported: Path, tmp_path: Path) -> None:
+    """As in transformers: an index that was left behind when its files were merged is not asked."""
+    folder = copy_of(exported, tmp_path)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
+    source = HuggingFaceSource(folder)
+    table = source.table(ModelConfig(**{**UNTOLD, **source.known}))
+    assert torch.equal(source.read(table[0]), weights()["embedding.word.weight"])
+
+
+def test_many_tensors_are_told_in_a_few_lines(tmp_path: Path, exported: Path) -> None:
+    """Each file's header is read once: it took a time in proportion to the square of their number."""
+    folder = copy_of(exported, tmp_path)
+    save_file({f"transformer.{i}": torch.zeros(1) for i in range(2000)}, folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        load_model(folder, Mesh(Layout(), 0, torch.device("cpu")))
+    assert str(error.value).count("\n") == 101
+    assert str(error.value).endswith(" more")
 
 
 def test_every_end_of_a_text_is_kept(exported: Path, tmp_path: Path) -> None:

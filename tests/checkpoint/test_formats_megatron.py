@@ -12,6 +12,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         ("multi_latent_attention", True),
         ("num_experts", 8),
         ("my_own_option", 1),
+        ("logits_softcap", 30.0),
+        ("linear_scale", 2.0),
+        ("decoder_scale", 2.0),
         ("num_layers", 10**6),
         ("num_attention_heads", "4\x1b[2J"),
         ("num_attention_heads", 10**400),
@@ -152,6 +156,21 @@ def test_options_that_change_the_function_are_refused(
     option: str, value: object, small: Callable[..., Path], given: ModelConfig
 ) -> None:
     assert f"  {option} = " in refusal(small(**{option: value}), given)
+
+
+@pytest.mark.parametrize("options", [{"squared_relu": True}, SimpleNamespace(squared_relu=True), ["--squared-relu"]])
+def test_options_in_another_object_are_not_passed_over(options: object, tmp_path: Path, given: ModelConfig) -> None:
+    whole = foreign.whole_tensors(foreign.weights(True), True)
+    foreign.write_ranks(tmp_path, whole, True, 1, 1, 1)
+    torch.save({"args": options, "model": whole}, tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt")
+    assert "args = " in refusal(tmp_path, given)
+
+
+def test_a_tensor_under_both_of_its_names(tmp_path: Path, given: ModelConfig) -> None:
+    """Norms are fused with what follows them, or not: one of the two was taken."""
+    whole = foreign.whole_tensors(foreign.weights(True), True)
+    foreign.write_ranks(tmp_path, whole | {"decoder.layers.0.input_layernorm.weight": torch.ones(16)}, True, 1, 1, 1)
+    assert "decoder.layers.0.input_layernorm.weight is in the file more than once" in refusal(tmp_path, given)
 
 
 def test_options_that_say_what_we_compute(small: Callable[..., Path], given: ModelConfig) -> None:
@@ -175,6 +194,26 @@ def test_torch_dist(llama: bool, chunks: bool, tmp_path: Path, given: ModelConfi
     model, found = read(tmp_path, given)
     expect(llama, model)
     require_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"mtp.layers.0.eh_proj.weight": (3, 3)}, "mtp.layers.0.eh_proj.weight: [3, 3], not in the model"),
+        ({"final_scale": (16,)}, "final_scale: [16], not in the model"),
+        ({"model.decoder.layers.mlp.linear_fc2.weight": (4, 16, 24)}, "is in the files more than once"),
+        ({"decoder.layers.mlp.linear_fc1.weight_w": (4, 48, 16)}, "is in the files more than once"),
+        ({"decoder.layers.x.weight": (10**6, 1)}, "is of 1000000 layers; at most 1000 are read"),
+    ],
+    ids=str,
+)
+def test_tensors_that_no_model_has(
+    more: dict[str, tuple[int, ...]], words: str, tmp_path: Path, given: ModelConfig
+) -> None:
+    """None is passed over, none is taken for another one, and a small file does not make a million names."""
+    tensors = foreign.stacked(foreign.whole_tensors(foreign.weights(True), True))
+    foreign.write_dist(tmp_path, tensors | {name: torch.zeros(shape) for name, shape in more.items()}, foreign.LLAMA)
+    assert words in refusal(tmp_path, given)
 
 
 def test_torch_dist_with_numbered_layers(tmp_path: Path, given: ModelConfig) -> None:
@@ -262,6 +301,10 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
                 for key, value in values.items():
                     object.__setattr__(info, key, value)
 
+    def share(found: Any) -> None:
+        one, other = (index for index in found.storage_data if index.fqn == first)
+        found.storage_data[one] = found.storage_data[other]
+
     huge = torch.Size((2**40, 2**40))
     for words, change in (
         ("holds posix.mkdir", lambda found: setattr(found, "planner_data", Attack(tmp_path / "attacked"))),
@@ -278,6 +321,7 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
         ("__1_0.distcp: is missing", lambda found: stored(found, relative_path="__1_0.distcp")),
         ("is too short for", lambda found: stored(found, length=10)),
         ("__0_0.distcp: ", lambda found: stored(found, offset=1)),
+        ("two chunks of tensors share the bytes", share),
     ):
         assert words in altered(change), words
     assert not (tmp_path / "attacked").exists()
@@ -289,4 +333,9 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
     assert "is not a tensor of torch.save" in refusal(tmp_path, given)
     data.write_bytes(bytes_)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    assert "sharded_backend = zarr: is not read here; torch_dist is" in refusal(tmp_path, given)
+    assert "sharded_backend = zarr: is not computed here; torch_dist is" in refusal(tmp_path, given)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}')
+    assert "sharded_backend_version = 2: is not computed here; 1 is" in refusal(tmp_path, given)
+    (tmp_path / "metadata.json").unlink()
+    torch.save({"args": {**foreign.LLAMA, "squared_relu": True}}, tmp_path / "common.pt")
+    assert "common.pt: args = dict: is not read here" in refusal(tmp_path, given)

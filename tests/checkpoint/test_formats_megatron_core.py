@@ -26,17 +26,19 @@ def megatron(ranks: int, *words: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["torch", "torch_dist"])
 @pytest.mark.parametrize(("variant", "ranks"), [("gpt", 1), ("gpt", 2), ("llama", 2)])
-def test_logits_both_ways(variant: str, ranks: int, tmp_path: Path) -> None:
+def test_logits_both_ways(variant: str, ranks: int, how: str, tmp_path: Path) -> None:
     """1e-5: fp32, logits of up to about 10, sums of at most 256 products."""
     ids = tokens(256, 24)
     torch.save(ids, tmp_path / "ids.pt")
-    megatron(ranks, "save", variant, tmp_path / "theirs", tmp_path / "ids.pt", tmp_path / "expected.pt")
+    megatron(ranks, "save", how, variant, tmp_path / "theirs", tmp_path / "ids.pt", tmp_path / "expected.pt")
     expected = torch.load(tmp_path / "expected.pt")
     run = convert("megatron", "pangu", tmp_path / "theirs", tmp_path / "ours")
     torch.testing.assert_close(our_logits(run, ids), expected, atol=1e-5, rtol=1e-5)
     other = 3 - ranks
-    back = convert("pangu", "megatron", run, tmp_path / "back", "--tensor", str(other))
+    words = ["--tensor", str(other)] if how == "torch" else ["--megatron-format", how]
+    back = convert("pangu", "megatron", run, tmp_path / "back", *words)
     require_equal(logical(convert("megatron", "pangu", back, tmp_path / "again")), logical(run))
-    megatron(other, "load", variant, back, tmp_path / "ids.pt", tmp_path / "found.pt")
+    megatron(other, "load", how, variant, back, tmp_path / "ids.pt", tmp_path / "found.pt")
     torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected, atol=1e-5, rtol=1e-5)

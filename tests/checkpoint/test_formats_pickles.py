@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import signal
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -100,3 +101,13 @@ def test_what_lies_beside_the_weights_is_inert(tmp_path: Path) -> None:
     assert repr(found["signal"]) == "<signal.Signals>"
     torch.save({"model": {}, "colour": Colour.RED}, tmp_path / "a.pt")
     assert "holds tests.checkpoint.test_formats_pickles.Colour" in refusal(tmp_path / "a.pt")
+
+
+def test_entries_are_no_longer_than_the_file(tmp_path: Path) -> None:
+    """Memory was asked for whatever size a directory of a few bytes names."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    entry = content.index(b"PK\1\2")
+    struct.pack_into("<II", content, entry + 20, 2**31, 2**31)
+    (tmp_path / "a.pt").write_bytes(content)
+    assert "data.pkl is longer than the file" in refusal(tmp_path / "a.pt")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -25,7 +26,11 @@ from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_forward
 from tests.weights import logical_view, whole_logits
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from pangu.checkpoint.formats.modeling_pangu import PanguConfig, PanguForCausalLM
 
 SHAPES = (
     {"n_layer": 2, "n_embd": 32, "n_head": 4},
@@ -61,7 +66,8 @@ def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence
     run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours")
     torch.testing.assert_close(our_logits(run, ids), expected, atol=1e-5, rtol=0)
     back = convert("pangu", "huggingface", run, tmp_path / "back")
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    kind = type(theirs) if isinstance(theirs, PanguForCausalLM) else transformers.AutoModelForCausalLM
+    loaded, info = kind.from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, expected)
@@ -103,8 +109,6 @@ LLAMAS = [
 
 @pytest.mark.parametrize(("kind", "variant"), LLAMAS, ids=str)
 def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path: Path) -> None:
-    """Every bias and gain is random, so that none can be forgotten."""
-    torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=67,
         hidden_size=32,
@@ -115,12 +119,30 @@ def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path
         initializer_range=0.2,
         **{"num_key_value_heads": 4, **variant},
     )
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
+    there_and_back(random_vectors(getattr(transformers, f"{kind}ForCausalLM"), config), tmp_path, 67, 24)
+
+
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+def test_pangu_with_rotary_positions(base: float, tmp_path: Path) -> None:
+    """The query layer's queries turn as well; there is no table of positions but its own."""
+    turns = {"position_embedding_type": "rotary", "rope_theta": base}
+    sizes = {"vocab_size": 67, "max_position_embeddings": 24, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    config = PanguConfig(**sizes, **turns, initializer_range=0.2)
+    there_and_back(random_vectors(PanguForCausalLM, config), tmp_path, 67, 24)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: written[key] for key in turns} == turns
+    assert "embedding.position.weight" not in logical(tmp_path / "ours")
+
+
+def random_vectors(kind: Any, config: object) -> torch.nn.Module:
+    """A new model in which every bias and gain is random, so that none can be forgotten."""
+    torch.manual_seed(1)
+    model = kind(config)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
-    there_and_back(theirs, tmp_path, 67, 24)
+    return model
 
 
 def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None:
@@ -141,7 +163,7 @@ def test_rope_as_older_versions_of_transformers_wrote_it(tmp_path: Path) -> None
 _FRESH = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, ids, out = sys.argv[1:]
+folder, other, ids, out = sys.argv[1:]
 model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
 assert not any(info.values()), info
 model.eval()
@@ -160,16 +182,19 @@ mask = torch.ones_like(both)
 mask[1, :3] = 0
 batch = model.generate(both, attention_mask=mask, **options)
 alone = model.generate(prompt[:, 3:], attention_mask=ones[:, 3:], **options)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 texts = ["def f(x):\\n    return x", "今天 是一个好天气", ""]
-told = [tokenizer(text)["input_ids"] for text in texts]
+tokenizers = []
+for path in (folder, other):
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    told = [tokenizer(text)["input_ids"] for text in texts]
+    tokenizers.append((told, [tokenizer.decode(i) for i in told], tokenizer.eos_token_id))
+    tokenizer.save_pretrained(path + "-tokenizer")
+    again = AutoTokenizer.from_pretrained(path + "-tokenizer", trust_remote_code=True)
+    assert again(texts[1])["input_ids"] == told[1]
 torch.save({
     "logits": logits, "loss": loss, "cached": cached, "plain": plain, "batch": batch, "alone": alone,
-    "ids": told, "texts": [tokenizer.decode(i) for i in told], "eos": tokenizer.eos_token_id,
+    "tokenizers": tokenizers,
 }, out)
-tokenizer.save_pretrained(folder + "-tokenizer")
-again = AutoTokenizer.from_pretrained(folder + "-tokenizer", trust_remote_code=True)
-assert again(texts[1])["input_ids"] == told[1]
 """
 
 
@@ -188,23 +213,24 @@ def small_vocabulary(folder: Path) -> str:
     return str(folder / "small.model")
 
 
-@pytest.mark.parametrize("kind", ["pangu", "sentencepiece"])
-def test_pangu_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
-    """Its own code, tokenizer and cache work where nothing of ours is imported; logits as the reference's.
+def test_pangu_in_a_fresh_process(tmp_path: Path) -> None:
+    """Its own code, tokenizers and cache work where nothing of ours is imported; logits as the reference's.
 
     1e-5 of the largest logit: fp32 sums of at most 128 products.
     """
     tensors = weights(torch.float32)
     foreign.write_checkpoint(tmp_path / "a.ckpt", foreign.mindspore_tensors(tensors))
     path = small_vocabulary(tmp_path)
-    given = (f"model.heads={HEADS}", f"data.tokenizer={{kind: {kind}, path: {path}}}")
-    run = convert("mindspore", "pangu", tmp_path / "a.ckpt", tmp_path / "ours", *given)
-    folder = convert("pangu", "huggingface", run, tmp_path / "export")
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 9
+    kinds, folders = ("pangu", "sentencepiece"), []
+    for kind in kinds:
+        given = (f"model.heads={HEADS}", f"data.tokenizer={{kind: {kind}, path: {path}}}")
+        run = convert("mindspore", "pangu", tmp_path / "a.ckpt", tmp_path / f"ours_{kind}", *given)
+        folders.append(convert("pangu", "huggingface", run, tmp_path / f"export_{kind}"))
+    assert json.loads((folders[0] / "generation_config.json").read_text())["eos_token_id"] == 9
     ids = tokens(VOCAB, SEQUENCE)
     torch.save(ids, tmp_path / "ids.pt")
     done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(folder), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")],
+        [sys.executable, "-c", _FRESH, *map(str, (*folders, tmp_path / "ids.pt", tmp_path / "out.pt"))],
         cwd=tmp_path,
         env={"HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -223,11 +249,11 @@ def test_pangu_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
     assert torch.equal(found["cached"], found["plain"])
     assert torch.equal(found["batch"][0], found["cached"][0])
     assert torch.equal(found["batch"][1, 7:], found["alone"][0, 4:])
-    tokenizer = load_tokenizer(TokenizerConfig(kind, path))  # type: ignore[arg-type]
-    for text, told in zip(("def f(x):\n    return x", "今天 是一个好天气", ""), found["ids"], strict=True):
-        assert told == tokenizer.encode(text)
-    assert found["texts"] == [tokenizer.decode(told) for told in found["ids"]]
-    assert found["eos"] == 9
-    back = convert("huggingface", "pangu", folder, tmp_path / "back")
-    data = build(RunConfig, yaml.safe_load((back / "config.yaml").read_text())).data
-    assert data.tokenizer == TokenizerConfig(kind, str(back / "tokenizer.model"))  # type: ignore[union-attr,arg-type]
+    for kind, folder, (told, decoded, eos) in zip(kinds, folders, found["tokenizers"], strict=True):
+        tokenizer = load_tokenizer(TokenizerConfig(kind, path))  # type: ignore[arg-type]
+        assert told == [tokenizer.encode(text) for text in ("def f(x):\n    return x", "今天 是一个好天气", "")]
+        assert decoded == [tokenizer.decode(ids) for ids in told]
+        assert eos == 9
+        back = convert("huggingface", "pangu", folder, tmp_path / f"back_{kind}")
+        data = build(RunConfig, yaml.safe_load((back / "config.yaml").read_text())).data
+        assert data.tokenizer == TokenizerConfig(kind, str(back / "tokenizer.model"))  # type: ignore[union-attr,arg-type]

@@ -124,3 +124,12 @@ def test_nothing_that_a_terminal_obeys_is_printed(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"error: {shown}\n"
     record = logging.LogRecord("pangu", logging.INFO, "", 0, "%s is there", (hostile,), None)
     assert PrintableFormatter("%(message)s").format(record) == f"{shown} is there"
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes into, and a link to a device."""
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "device.json").symlink_to("/dev/zero")
+    for name in ("pipe.json", "device.json"):
+        with pytest.raises(UserError, match=f"{name}: is no regular file"):
+            read_json(tmp_path / name)

@@ -78,9 +78,10 @@ def test_with_a_cache_every_variant_computes_what_it_does_without(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2, "positions": "relative"}, {"window": 5}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2, "positions": "relative", "window": 5}], ids=str)
 def test_a_kernel_that_wants_as_many_queries_as_keys_reads_the_prompts_only(changes: dict[str, object]) -> None:
-    texts = [generate(loaded(variant(**changes), kernel), PROMPTS, Sampling(9, 0.0)) for kernel in ("flex", "sdpa")]
+    model = variant(layers=1, **changes)
+    texts = [generate(loaded(model, kernel), PROMPTS, Sampling(9, 0.0)) for kernel in ("flex", "sdpa")]
     assert texts[0] == texts[1]
 
 

@@ -11,7 +11,7 @@ from pangu.evaluation.scoring import Score, Span, huggingface_windows, score, wi
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
 from tests.evaluation.models import random_model
-from tests.spawn import Pool
+from tests.threads import Ranks
 from tests.weights import whole_logits
 
 LAYOUTS = [
@@ -63,11 +63,11 @@ def test_scores_are_those_of_whole_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
-def test_every_layout_gives_the_same_scores(pool: Pool, kind: str) -> None:
+def test_every_layout_gives_the_same_scores(kind: str) -> None:
     """To rounding in fp64, on every rank."""
     one = scores(0, 1, Layout(), kind)
     for layout in LAYOUTS:
-        for found in pool.run(layout.world, scores, layout, kind):
+        for found in Ranks().run(layout.world, scores, layout, kind):
             assert [(s.greedy, s.tokens) for s in found] == [(s.greedy, s.tokens) for s in one]
             assert [s.loss for s in found] == pytest.approx([s.loss for s in one], rel=1e-12), layout
 

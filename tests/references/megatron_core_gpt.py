@@ -1,6 +1,6 @@
 """Started by torchrun: Megatron-Core's own GPT model saves or loads a checkpoint, and its logits, on CPUs.
 
-torchrun --nproc-per-node=RANKS megatron_core_gpt.py save|load VARIANT FOLDER IDS LOGITS
+torchrun --nproc-per-node=RANKS megatron_core_gpt.py save|load torch|torch_dist VARIANT FOLDER IDS LOGITS
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -77,31 +78,50 @@ def build(variant: str, ranks: int) -> torch.nn.Module:
     )
 
 
-def main(action: str, variant: str, folder: str, ids: str, logits: str) -> None:
-    """Save or load one rank's file; the first rank writes the logits."""
+def save(model: torch.nn.Module, how: str, variant: str, folder: Path) -> None:
+    """Write the folder of an iteration with random norms and biases, as one rank."""
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # norms and row-parallel biases are the same on all ranks
+            if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
+                parameter += 0.1 * torch.randn(parameter.shape, generator=noise)
+    arguments = argparse.Namespace(num_layers=3, hidden_size=32, max_position_embeddings=LENGTH, **OPTIONS[variant])
+    facts = {"args": arguments, "iteration": 5, "checkpoint_version": 3.0}
+    path = folder / "iter_0000005"
+    if how == "torch_dist":
+        path.mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save({**model.sharded_state_dict(), **facts}, str(path))
+    else:
+        file = path / f"mp_rank_{dist.get_rank():02d}/model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        torch.save({**facts, "model": model.state_dict_for_save_checkpoint()}, file)
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+
+
+def load(model: torch.nn.Module, how: str, variant: str, folder: Path) -> None:
+    """Read the folder of a release, as one rank."""
+    path = folder / "release"
+    if how == "torch_dist":
+        wanted = model.sharded_state_dict()
+        state = dist_checkpointing.load(dict(wanted), str(path))
+        arguments, weights = state["args"], {name: state[name] for name in wanted}
+    else:
+        state = torch.load(path / f"mp_rank_{dist.get_rank():02d}/model_optim_rng.pt", weights_only=False)
+        arguments, weights = state["args"], state["model"]
+    assert arguments.num_attention_heads == OPTIONS[variant]["num_attention_heads"]
+    model.load_state_dict(weights)
+
+
+def main(action: str, how: str, variant: str, folder: str, ids: str, logits: str) -> None:
+    """Save or load one rank's part; the first rank writes the logits."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parallel_state.initialize_model_parallel(ranks)
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # nothing is dropped
     torch.manual_seed(1)
     model = build(variant, ranks).eval()
-    file = Path(folder) / ("iter_0000005" if action == "save" else "release") / f"mp_rank_{rank:02d}/model_optim_rng.pt"
-    if action == "save":
-        noise = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # norms and row-parallel biases are the same on all ranks
-                if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
-                    parameter += 0.1 * torch.randn(parameter.shape, generator=noise)
-        arguments = argparse.Namespace(num_layers=3, hidden_size=32, max_position_embeddings=LENGTH, **OPTIONS[variant])
-        file.parent.mkdir(parents=True)
-        state = model.state_dict_for_save_checkpoint()
-        torch.save({"args": arguments, "iteration": 5, "checkpoint_version": 3.0, "model": state}, file)
-        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("5")
-    else:
-        state = torch.load(file, weights_only=False)
-        assert state["args"].num_attention_heads == OPTIONS[variant]["num_attention_heads"]
-        model.load_state_dict(state["model"])
+    (save if action == "save" else load)(model, how, variant, Path(folder))
     with torch.no_grad():
         tokens = torch.load(ids)
         places = torch.arange(LENGTH).expand_as(tokens)

@@ -66,6 +66,10 @@ _SHAPING = (
 wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
 
 
+MOST_LINES = 100
+"""Differences between files and a model that a message lists."""
+
+
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
     """The model of some files.
 
@@ -178,6 +182,8 @@ def require_fit(source: Source, table: list[Stored]) -> dict[str, Tensor]:
         if name in found and not _fits(tuple(found[name].shape), stored):
             problems.append(f"{name}: {list(found[name].shape)} in the files, {list(stored.shape)} in the model")
     if problems:
+        if len(problems) > MOST_LINES:
+            problems[MOST_LINES:] = [f"and {len(problems) - MOST_LINES} more"]
         lines = "\n".join(f"  {line}" for line in problems)
         raise UserError(f"the files do not hold this model; nothing is written:\n{lines}")
     return found

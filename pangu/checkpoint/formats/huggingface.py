@@ -21,7 +21,7 @@ from pangu.checkpoint.run_tokenizer import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.config.files import read_json
+from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -37,19 +37,29 @@ class HuggingFaceSource(Source):
     """A local folder with config.json and weights in safetensors files or, failing those, in pickles."""
 
     def __init__(self, path: Path) -> None:
-        config = _read_json(path / "config.json")
+        config = read_json_object(path / "config.json")
         self.known = read_model(config, path / "config.json")
         self.packing = _read_ids(path, config)
+        if (path / "adapter_config.json").exists():
+            raise UserError(
+                f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
+            )
         self._trunk = kind_in(config, path).trunk
-        self._files = {self._full(name): (file, name) for name, file in _weight_map(path).items()}
-        if self.known["layers"] > len(self._files):
-            told = f"{len(self._files)} tensors for {self.known['layers']} layers"
+        self._found: dict[str, tuple[Path, str, Tensor]] = {}
+        """Tensors by their full names: the file, the name there, and the tensor on the meta device."""
+        for file in _weight_files(path):
+            for name, tensor in _tensors_in(file).items():
+                if (full := self._full(name)) in self._found:
+                    raise UserError(f"{file}: {shown(name)} is in {self._found[full][0]} as well")
+                self._found[full] = (file, name, tensor)
+        if self.known["layers"] > len(self._found):
+            told = f"{len(self._found)} tensors for {self.known['layers']} layers"
             raise UserError(f"{path}: the files do not hold the model of config.json: {told}")
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
             require_inside(path, path / "vocab.model")
             facts = path / "tokenizer_config.json"
-            jieba = not facts.is_file() or _read_json(facts).get("jieba", True)
+            jieba = not facts.is_file() or read_json_object(facts).get("jieba", True)
             self.tokenizer = TokenizerConfig("pangu" if jieba else "sentencepiece", str(path / "vocab.model"))
         elif any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
             tokenizer_files(path)
@@ -66,60 +76,56 @@ class HuggingFaceSource(Source):
         # causal masks that older versions stored, and the copy of a tied head
         tied = r"|lm_head\.weight" if self.known["tied_head"] else ""
         buffers = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
-        return {name: self._tensor(name, meta=True) for name in self._files if not buffers.fullmatch(name)}
+        return {name: tensor for name, (_, _, tensor) in self._found.items() if not buffers.fullmatch(name)}
 
     def read(self, stored: Stored) -> Tensor:
-        return self._tensor(stored.name, meta=False)
-
-    def _tensor(self, name: str, meta: bool) -> Tensor:
-        file, key = self._files[name]
+        file, name, _ = self._found[stored.name]
         if file.suffix != ".safetensors":
             if file not in self._pickles:
                 self._pickles[file] = load_pickle(file)
-            tensor = self._pickles[file][key]
-            return tensor.to("meta") if meta else tensor
+            tensor: Tensor = self._pickles[file][name]
+            return tensor
         with safe_open(file, framework="pt") as opened:
-            if not meta:
-                return opened.get_tensor(key)
-            part = opened.get_slice(key)
-            # one element tells the format
-            shape = part.get_shape()
-            return torch.empty(shape, dtype=part[(slice(0, 1),) * len(shape)].dtype, device="meta")
+            return opened.get_tensor(name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """An object of a JSON file. Raises UserError."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is no JSON object")
-    return found
-
-
-def _weight_map(path: Path) -> dict[str, Path]:
-    """Names of all tensors of a folder, and the files that hold them."""
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold the tensors of a folder: those that transformers would take."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
+        if whole.is_file():
+            return [whole]
         if index.is_file():
-            named = _read_json(index).get("weight_map")
+            named = read_json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
                 raise UserError(f"{index}: weight_map must be a JSON object of tensors and their files")
-            files = sorted({path / Path(file).name for file in named.values()})
-            if wrong := [file.name for file in files if not file.name.isprintable() or not file.is_file()]:
+            here = {file.name: file for file in path.iterdir() if file.is_file()}
+            names = sorted({Path(file).name for file in named.values()})
+            if wrong := [name for name in names if name not in here or not name.isprintable()]:
                 raise UserError(f"{index}: weight_map names {shown(wrong[0])}, which is no file of the folder")
-            return {name: file for file in files for name in _names_in(file)}
-        if whole.is_file():
-            return dict.fromkeys(_names_in(whole), whole)
+            return [here[name] for name in names]
     raise UserError(f"{path}: neither model.safetensors nor pytorch_model.bin nor an index of several is here")
 
 
-def _names_in(file: Path) -> list[str]:
+def _tensors_in(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file on the meta device."""
     if file.suffix != ".safetensors":
-        return [name for name, value in load_pickle(file).items() if isinstance(value, Tensor)]
+        pickled = load_pickle(file).items()
+        return {str(name): value.to("meta") for name, value in pickled if isinstance(value, Tensor)}
+    formats: dict[str, torch.dtype] = {}
+    described = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                shape, code = part.get_shape(), part.get_dtype()
+                if code not in formats:
+                    # one element tells the format
+                    formats[code] = part[(slice(0, 1),) * len(shape)].dtype
+                described[name] = torch.empty(shape, dtype=formats[code], device="meta")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: is not a safetensors file ({error})") from error
+    return described
 
 
 def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     generation_config.json; the first id is taken for the one between documents."""
     file = path / "generation_config.json"
     ends: list[int] = []
-    for source, values in ((path / "config.json", config), (file, _read_json(file) if file.is_file() else {})):
+    for source, values in ((path / "config.json", config), (file, read_json_object(file) if file.is_file() else {})):
         told = values.get("eos_token_id")
         ids = told if isinstance(told, list) else [] if told is None else [told]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

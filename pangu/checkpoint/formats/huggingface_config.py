@@ -15,10 +15,8 @@ from pangu.config.model import ModelConfig, RopeScaling
 
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "fast_gelu": "quick_gelu", "swiglu": "silu"}
 """Their names of our activations."""
-LARGEST = 2**24
-"""No size in a configuration is larger."""
-HUGE = 1e30
-"""No other number is as large."""
+LARGEST, HUGE = 2**24, 1e30
+"""No size in a configuration is larger than the one, and no other number as large as the other."""
 CODE = Path(__file__).parent / "modeling_pangu.py"
 
 
@@ -65,6 +63,20 @@ def _gpt2_fields(config: Mapping[str, Any], told: dict[str, Any], path: Path) ->
             raise _WrongError(other, config[other], f"must be {theirs} = {shown(told[ours])}: they are one number here")
 
 
+def _pangu_positions(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
+    kind, base = config.get("position_embedding_type", "absolute"), config.get("rope_theta", 1e4)
+    if kind not in ("absolute", "rotary"):
+        raise _WrongError("position_embedding_type", kind, "is not computed here", "absolute or rotary is")
+    if not _is_number(base) or not 0 < base < HUGE:
+        raise _WrongError("rope_theta", base, "must be a number above 0")
+    told["positions"], told["rope_base"] = ("rope", float(base)) if kind == "rotary" else ("learned", None)
+
+
+def _tell_pangu(model: ModelConfig) -> dict[str, Any]:
+    turns = {"position_embedding_type": "rotary", "rope_theta": model.rotary_base} if model.positions == "rope" else {}
+    return {"embd_pdrop": model.dropout, **turns}
+
+
 def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     """transformers 5 has all in `rope_parameters`, earlier ones in `rope_scaling` and `rope_theta`."""
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
@@ -86,6 +98,8 @@ def _rope(config: Mapping[str, Any], told: dict[str, Any], path: Path) -> None:
     for name, value in values.items():
         if not _is_number(value) or not 0 < value < HUGE:
             raise _WrongError(name if name in config else f"{key}.{name}", value, "must be a number above 0")
+        if name == numbers[-1] and value != int(value):
+            raise _WrongError(f"{key}.{name}", value, "must be an integer")
     told["rope_base"] = float(values.pop("rope_theta"))
     told["rope_scaling"] = None
     if wanted:
@@ -232,7 +246,7 @@ KINDS = {
         PANGU_NAMES,
         "transformer.",
         _LIKE_GPT2 | _SIZES | {"layers": "num_layers", "heads": "num_heads"},
-        PANGU,
+        {key: value for key, value in PANGU.items() if key != "positions"},
         {**_DEFAULTS, "activation": "gelu"},
         {
             "architectures": ["PanguForCausalLM"],
@@ -242,9 +256,10 @@ KINDS = {
             },
         },
         only=_GPT2_ONLY,
-        derives=(_gpt2_fields,),
-        derived=("embd_pdrop",),
-        tells=lambda model: {"embd_pdrop": model.dropout},
+        choices={"positions": ("learned", "rope")},
+        derives=(_gpt2_fields, _pangu_positions),
+        derived=("embd_pdrop", "position_embedding_type", "rope_theta"),
+        tells=_tell_pangu,
     ),
     "llama": Kind(
         LLAMA_NAMES,

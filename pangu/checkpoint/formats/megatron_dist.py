@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats.fields import shown
+from pangu.checkpoint.formats.fields import check_fields, shown
 from pangu.checkpoint.formats.megatron_names import fused_name, plain_name, table
 from pangu.checkpoint.formats.megatron_options import ROWS, read_model, write_options
 from pangu.checkpoint.formats.megatron_ranks import options_of
@@ -29,7 +29,8 @@ from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.formats.torch_dist import Folder, Part, write_folder
 from pangu.config.errors import UserError
-from pangu.config.model import ModelConfig
+from pangu.config.files import read_json_object
+from pangu.config.model import MOST_LAYERS, ModelConfig
 
 _FACTS = {
     "sharded_backend": "torch_dist",
@@ -37,12 +38,14 @@ _FACTS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""metadata.json."""
+"""metadata.json: the only values that are read. Newer versions of Megatron leave out the last two."""
 _EXTRA = (
     *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 """Modules of which Megatron insists on reading Transformer Engine's state, which may be empty."""
+_TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
+"""What the names of tensors begin with that are no weights."""
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 
 
@@ -50,23 +53,28 @@ class DistSource(Source):
     """The folder with `.metadata` in it."""
 
     def __init__(self, path: Path) -> None:
-        _require_format(path / "metadata.json")
-        options = options_of(load_pickle(path / "common.pt")) if (path / "common.pt").is_file() else {}
-        self._folder = Folder(
-            path, lambda name: re.match(r"(model\.|module\.)?(embedding|decoder|output_layer)\.", name) is not None
-        )
+        common, facts = path / "common.pt", path / "metadata.json"
+        if facts.is_file():
+            check_fields(read_json_object(facts), facts, (), (), {key: [value] for key, value in _FACTS.items()})
+        options = options_of(load_pickle(common), common) if common.is_file() else {}
+        self._folder = Folder(path, lambda name: not _TRAINING.match(name))
         self._where: dict[str, list[tuple[str, int | None]]] = {}
         """Tensors by the names of the other format: what is stored of each, and at which index of dimension 0."""
         for name, entry in sorted(self._folder.entries.items()):
             short = plain_name(re.sub(r"^(model|module)\.", "", name))
             # gate and up, one below the other, may be two tensors
             short = re.sub(r"(linear_fc1\.weight|linear_fc1\.bias)_[vw]$", r"\1", short)
-            for layer in range(entry.shape[0]) if (stacked := _STACKED.fullmatch(short)) else (None,):
+            stacked = _STACKED.fullmatch(short)
+            if stacked and entry.shape[0] > MOST_LAYERS:
+                raise UserError(f"{path}: {shown(name)} is of {entry.shape[0]} layers; at most {MOST_LAYERS} are read")
+            for layer in range(entry.shape[0]) if stacked else (None,):
                 full = short if stacked is None else f"{stacked[1]}{layer}.{stacked[2]}"
                 self._where.setdefault(full, []).append((name, layer))
-        for places in self._where.values():
+        for full, places in self._where.items():
             # the gate, `_w`, comes first
             places.sort(key=lambda place: place[0], reverse=True)
+            if len(places) > 1 and [name[-2:] for name, _ in places] != ["_w", "_v"]:
+                raise UserError(f"{path}: {shown(full)} is in the files more than once")
         self._tensor = options.get("tensor_model_parallel_size")
         shapes = {name: tuple(self._meta(name).shape) for name in self._where}
         self.known = read_model(options, shapes, 1, {}, path)
@@ -78,8 +86,8 @@ class DistSource(Source):
             torch.empty(entry.shape if layer is None else entry.shape[1:], dtype=entry.dtype, device="meta")
             for entry, layer in entries
         ]
-        if len({(part.shape[1:], part.dtype) for part in whole}) > 1 or len(whole) > 2:
-            raise UserError(f"{shown(name)}: is in the files more than once")
+        if len({(part.shape[1:], part.dtype) for part in whole}) > 1:
+            raise UserError(f"{shown(name)}: its two halves have other shapes or formats")
         return torch.cat(whole) if len(whole) > 1 else whole[0]
 
     def table(self, model: ModelConfig) -> list[Stored]:
@@ -98,19 +106,6 @@ class DistSource(Source):
     def read(self, stored: Stored) -> Tensor:
         parts = [self._folder.read(name, layer) for name, layer in self._where[stored.name]]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _require_format(path: Path) -> None:
-    """Raise UserError if metadata.json names another format."""
-    if not path.is_file():
-        return
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
-    found = facts.get("sharded_backend") if isinstance(facts, dict) else None
-    if found != "torch_dist":
-        raise UserError(f"{path}: sharded_backend = {shown(found)}: is not read here; torch_dist is")
 
 
 def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:

@@ -21,16 +21,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.megatron_names import plain_name, table
 from pangu.checkpoint.formats.megatron_options import read_model, write_options
-from pangu.checkpoint.formats.pickles import load_pickle, tensors_of
+from pangu.checkpoint.formats.pickles import Record, load_pickle, tensors_of
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 
 
-def options_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's options, as far as a file has them."""
+def options_of(found: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Megatron's options, as far as a file has them. Raises UserError if they are in any other object than its own."""
     options = found.get("args")
-    return vars(options) if isinstance(options, argparse.Namespace) else {}
+    if options is None:
+        return {}
+    if not isinstance(options, argparse.Namespace):
+        kind = repr(options) if isinstance(options, Record) else type(options).__name__
+        raise UserError(f"{where}: args = {shown(kind)}: is not read here; Megatron's argparse.Namespace is")
+    return vars(options)
 
 
 class RankSource(Source):
@@ -40,7 +45,7 @@ class RankSource(Source):
         files = _rank_files(path)
         self._paths = [stages[0] for stages in files]
         loaded = [[load_pickle(file) for file in stages] for stages in files]
-        options = options_of(loaded[0][0])
+        options = options_of(loaded[0][0], files[0][0])
         tied = options.get("untie_embeddings_and_output_weights") is False
         self._ranks = [_join_stages(stages, found, tied) for stages, found in zip(files, loaded, strict=True)]
         shapes = {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items()}
@@ -111,7 +116,7 @@ def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tie
     """Tensors of all stages of a rank. Each stage counts its layers from 0, and so does each of its virtual stages, of
     which all stages have the first before any has the second."""
     joined: dict[str, Tensor] = {}
-    chunks = [_models(found) for found in loaded]
+    chunks = [_models(found, file) for found, file in zip(loaded, files, strict=True)]
     if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
         raise UserError(f"{wrong[0]}: has not as many virtual stages as {files[0]}")
     layers = 0
@@ -134,14 +139,19 @@ def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tie
 _LAYER = re.compile(r"layers\.(\d{1,6})\.", re.ASCII)
 
 
-def _models(found: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def _models(found: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
     """The tensors of a file, those of each virtual stage (`model0`, `model1`, ...) apart."""
     keys = [key for key in found if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
     models = [found[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
-    return [
-        {plain_name(name): tensor for name, tensor in tensors_of(model) if not name.endswith("_extra_state")}
-        for model in models or [found.get("model", found.get("module", found))]
-    ]
+    made: list[dict[str, Tensor]] = []
+    for model in models or [found.get("model", found.get("module", found))]:
+        made.append({})
+        for name, tensor in tensors_of(model):
+            if (plain := plain_name(name)) in made[-1]:
+                raise UserError(f"{where}: {shown(plain)} is in the file more than once")
+            if not plain.endswith("_extra_state"):
+                made[-1][plain] = tensor
+    return made
 
 
 def write(path: Path, job: Job) -> None:

@@ -19,7 +19,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class PanguConfig(PretrainedConfig):
-    """The architecture; `num_layers` counts the query layer."""
+    """The architecture; `num_layers` counts the query layer.
+
+    `position_embedding_type`: `absolute`, a table of position vectors, or `rotary`: queries and keys turn, pair i of a
+    head by position x `rope_theta`^(-2i / head size). The query layer keeps its own table either way.
+    """
 
     model_type = "gpt_pangu"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -41,8 +45,12 @@ class PanguConfig(PretrainedConfig):
         initializer_range: float = 0.02,
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
+        position_embedding_type: str = "absolute",
+        rope_theta: float = 10000.0,
         **others: Any,
     ) -> None:
+        if position_embedding_type not in ("absolute", "rotary"):
+            raise ValueError(f"position_embedding_type = {position_embedding_type!r}: must be absolute or rotary")
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.hidden_size = hidden_size
@@ -56,7 +64,27 @@ class PanguConfig(PretrainedConfig):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.initializer_range = initializer_range
         self.use_cache = use_cache
+        self.position_embedding_type = position_embedding_type
+        self.rope_theta = rope_theta
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
+
+
+class PanguRotation:
+    """The turn of every position (Su et al. 2021, section 3.2), in fp32 at least; element i of a head is paired with
+    i + size / 2."""
+
+    def __init__(self, positions: Tensor, size: int, base: float, dtype: torch.dtype) -> None:
+        """positions: [batch, new]; size: width of a head; dtype: of the model."""
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        exponents = torch.arange(0, size, 2, dtype=self.dtype, device=positions.device) / size
+        angles = positions[:, None, :, None] * base**-exponents
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[batch, heads, new, size] -> the same."""
+        first, second = heads.to(self.dtype).chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
 class PanguAttention(nn.Module):
@@ -69,12 +97,16 @@ class PanguAttention(nn.Module):
         self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
         self.v_proj, self.c_proj = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, x: Tensor, asked: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, asked: Tensor, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
+    ) -> Tensor:
         """x, asked: [batch, new, hidden]; mask: bool [batch, 1, new, all] -> [batch, new, hidden]."""
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projected in (self.q_proj(asked), self.k_proj(x), self.v_proj(x))
         )
+        if turn is not None:
+            query, key = turn(query), turn(key)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         drop = self.drop if self.training else 0.0
@@ -107,10 +139,12 @@ class PanguBlock(nn.Module):
         self.mlp = PanguMLP(config)
         self.drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, x: Tensor, asked: Tensor | None, mask: Tensor, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, asked: Tensor | None, mask: Tensor, cache: Cache | None, turn: PanguRotation | None
+    ) -> Tensor:
         """`asked`: the query layer's position vectors, which are not normed; None in all others."""
         normed = self.ln_1(x)
-        x = x + self.drop(self.attn(normed, normed if asked is None else asked, mask, cache))
+        x = x + self.drop(self.attn(normed, normed if asked is None else asked, mask, cache, turn))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
@@ -120,7 +154,10 @@ class PanguTrunk(nn.Module):
     def __init__(self, config: PanguConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.turns, self.rope_theta = config.position_embedding_type == "rotary", config.rope_theta
+        self.head_size = config.hidden_size // config.num_heads
+        if not self.turns:
+            self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.wqe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(PanguBlock(config, layer) for layer in range(config.num_layers))
@@ -130,12 +167,17 @@ class PanguTrunk(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
         """Tokens and positions [batch, new] -> [batch, new, hidden], for the head as it is."""
-        x = self.drop(self.wte(tokens) + self.wpe(positions))
+        x, turn = self.wte(tokens), None
+        if self.turns:
+            turn = PanguRotation(positions, self.head_size, self.rope_theta, x.dtype)
+        else:
+            x = x + self.wpe(positions)
+        x = self.drop(x)
         *blocks, query_layer = self.h
         for block in blocks:
-            x = self._layer(block, x, None, mask, cache)
+            x = self._layer(block, x, None, mask, cache, turn)
         # the final norm stands before the query layer, and nothing is normed after it
-        return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache)
+        return self._layer(query_layer, self.ln_f(x), self.wqe(positions), mask, cache, turn)
 
     def _layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
         """A layer, computed again in backward if gradient checkpointing is on; transformers sets it."""

@@ -135,7 +135,10 @@ def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
             entries = archive.infolist()
     except Exception as error:  # whatever damaged bytes bring about
         raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
+    end = file.seek(0, io.SEEK_END)
     for entry in entries:
+        if entry.header_offset + entry.file_size > end:
+            raise UserError(f"{where}: the entry {shown(entry.filename)} is longer than the file")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise UserError(
                 f"{where}: the entry {shown(entry.filename)} is compressed, and torch.save compresses nothing; zip the "

@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import IO, Any, cast
@@ -69,6 +70,11 @@ class Folder:
             raise UserError(
                 f"{self._path}: is not the metadata of torch.distributed.checkpoint ({type(error).__name__})"
             ) from error
+
+        chunks = sorted((chunk for entry in self.entries.values() for chunk in entry.chunks), key=_place_of)
+        for one, other in pairwise(chunks):
+            if one.file == other.file and one.start + one.length > other.start:
+                raise UserError(f"{one.file}: two chunks of tensors share the bytes from {other.start} on")
 
     def _entry(self, name: str, found: dict[str, Any], places: dict[Any, dict[str, Any]]) -> Entry:
         dtype, shape = found["properties"].state[0], _whole_numbers(found["size"])
@@ -138,6 +144,10 @@ class Folder:
                 del self._maps[next(iter(self._maps))]
             self._maps[file] = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
         return self._maps[file]
+
+
+def _place_of(chunk: Chunk) -> tuple[Path, int]:
+    return chunk.file, chunk.start
 
 
 def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...], dim: int = 0) -> bool:

@@ -20,7 +20,7 @@ from pangu.evaluation.tasks.prompts import Setup
 from pangu.topology.layout import Layout
 from tests.evaluation.models import Characters, random_model
 from tests.evaluation.tasks.files import write_benchmarks
-from tests.spawn import Pool
+from tests.threads import Ranks
 
 COSTS = {"甲": 1.0, "乙": 2.0, "丙": 3.0, "丁": 4.0}
 """Nats of a character; others cost half a nat."""
@@ -178,12 +178,12 @@ def measure(rank: int, world: int, layout: Layout, folder: Path, names: Sequence
     return {name: [answer for some in ask(model, found[name]) for answer in some] for name in names}
 
 
-def test_every_layout_gives_the_same_answers(pool: Pool, tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_answers(tmp_path: Path) -> None:
     """Chosen, written and scored, on every rank; losses to rounding in fp64."""
     names = list(TASKS)
     one = measure(0, 1, Layout(), write_benchmarks(tmp_path), names)
     for layout in (Layout(tensor=2), Layout(pipeline=2), Layout(data=2)):
-        for found in pool.run(2, measure, layout, tmp_path, names):
+        for found in Ranks().run(2, measure, layout, tmp_path, names):
             for name in names:
                 assert [(a.id, a.said) for a in found[name]] == [(a.id, a.said) for a in one[name]]
                 for ours, theirs in zip(found[name], one[name], strict=True):
