@@ -151,7 +151,7 @@ class Reader:
         self._model = model
         # sequence parallelism deals tokens to ranks: what they do not divide is filled up behind the text, where a
         # causal model does not look, and what the cache has of that is replaced by the next token
-        self._slices = model.runner.model.region.num_slices
+        self._slices = model.runner.region.num_slices
         self._cache = Cache(self.longest + more + self._slices)
         self._begins = torch.tensor([self.longest - length for length in lengths], device=model.mesh.device)[:, None]
         self._forward = forward_only(model.schedule, 1)

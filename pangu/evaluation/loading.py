@@ -91,6 +91,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
         Channels(mesh, forward_only(schedule, 1).lanes) if mesh.layout.pipeline > 1 else None,
         DTYPES[compute],
         WeightGradients(),
+        region=region,
     )
     return LoadedModel(
         runner, schedule, mesh, config, found.tokenizer, found.packing["eod"], rows, found.packing["stop"]

@@ -7,8 +7,7 @@ from torch import Tensor
 
 class Gate:
     """Stands before and behind every region of a model: `position_bias`, `embedding`, `layers.NUMBER`, and `head` for
-    all behind the layers, the query layer inside it included. This one lets everything pass: the parameters are always
-    there."""
+    all behind the layers. They follow one another. This one lets everything pass: the parameters are always there."""
 
     def before(self, region: str, x: Tensor) -> Tensor:
         """The region's input, about to be used; its gradient, in backward, says that the region is done."""

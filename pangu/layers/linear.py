@@ -53,16 +53,13 @@ class ColumnParallelLinear(nn.Module):
         self.region = TensorRegion() if from_table else build.region
         self.later = build.later
         self.widths = [projection.local_shape[0] for projection in projections]
+        """Of each projection in the result."""
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
         return column_product(x, self.weight, self.bias, self.region, self.later)
-
-    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The same result split into the logical projections: [sequence, ..., outputs / ranks] of each."""
-        return self(x).split(self.widths, dim=-1)
 
 
 class RowParallelLinear(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from pangu.layers.cache import Cache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.kernels import Heads, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
-from pangu.layers.recompute import Result, SavedTensors, checkpointed
+from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.rotary import Rotation
 
 
@@ -101,13 +100,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """GELU with its tanh and sigmoid approximations (Hendrycks & Gimpel 2016, section 2) and the gated SwiGLU."""
 
 
-class Attention(nn.Module, ABC):
-    """Attention behind its projections: norms of the heads, the turn by position, the kernel, the output product."""
+class Attention(nn.Module):
+    """Projections, norms of the heads, the turn by position, the kernel, the output product.
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+    In PanGu-α's query layer (report, section 2.2.2) the queries come from position vectors.
+    """
+
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self._make_projections(build)
+        if query_layer:
+            self.query = ColumnParallelLinear(build, "query", from_table=True)
+            self.key_value = ColumnParallelLinear(build, "key_value")
+        else:
+            self.qkv = ColumnParallelLinear(build, "qkv")
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
@@ -119,44 +125,20 @@ class Attention(nn.Module, ABC):
         again = "attention" in options.recompute_parts
         self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
-    @abstractmethod
-    def _make_projections(self, build: Builder) -> None:
-        """Queries, keys and values."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """query, key, value: [sequence, batch, their heads x head size]; below: scores of the layer below, if they are
-        passed on."""
-        query, key, value = (split_heads(part, self.head_size) for part in (query, key, value))
+    def forward(self, x: Tensor, run: Pass, below: Tensor | None, queries: Tensor | None) -> Carried:
+        """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on; queries: position
+        vectors (of all positions) [sequence, batch, hidden], for the query layer."""
+        if queries is None:
+            parts = self.qkv(x).split(self.qkv.widths, dim=-1)
+        else:
+            key_value = self.key_value(x).split(self.key_value.widths, dim=-1)
+            parts = (self.query(queries), *key_value)
+        query, key, value = (split_heads(part, self.head_size) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         heads = run.with_cached(self, Heads(run.turned(query), run.turned(key), value))
         context, scores = self.core(heads, run.kernel, run.keys, below)
         return Carried(self.output(merge_heads(context)), scores)
-
-
-class SelfAttention(Attention):
-    """Queries, keys and values all come from the layer's input."""
-
-    def _make_projections(self, build: Builder) -> None:
-        self.qkv = ColumnParallelLinear(build, "qkv")
-
-    def forward(self, x: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """x: [sequence, batch, hidden]; below: as for `attend`."""
-        query, key, value = self.qkv.projections(x)
-        return self.attend(query, key, value, run, below)
-
-
-class QueryAttention(Attention):
-    """Keys and values come from the layer's input, queries from position vectors (PanGu-α report, section 2.2.2)."""
-
-    def _make_projections(self, build: Builder) -> None:
-        self.query = ColumnParallelLinear(build, "query", from_table=True)
-        self.key_value = ColumnParallelLinear(build, "key_value")
-
-    def forward(self, x: Tensor, position_vectors: Tensor, run: Pass, below: Tensor | None) -> Carried:
-        """x, position_vectors (of all positions): [sequence, batch, hidden]; below: as for `attend`."""
-        key, value = self.key_value.projections(x)
-        return self.attend(self.query(position_vectors), key, value, run, below)
 
 
 class FeedForward(nn.Module):
@@ -179,14 +161,17 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm (Radford et al. 2019): x + Attention(LN(x)), then x + FFN(LN(x)). Post-norm (Vaswani et al. 2017):
-    LN(x + Attention(x)), then LN(x + FFN(x))."""
+    LN(x + Attention(x)), then LN(x + FFN(x)).
 
-    attention: nn.Module
+    In PanGu-α's query layer the queries are position vectors, neither normed nor dropped; the residual stream is still
+    the layer's input (PanGu-α's released code). Position bias, mask and residual scores are those of the other layers
+    (ours: the released models have none of the three options).
+    """
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
-        self.attention = self._make_attention(config, build.at("attention"), options)
+        self.attention = Attention(config, build.at("attention"), options, query_layer)
         self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"), options)
         self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
@@ -194,45 +179,22 @@ class Block(nn.Module):
         self.post_norm = config.norm_placement == "post"
         self.recompute_norm = "norm" in options.recompute_parts
 
-    def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
-        return SelfAttention(config, build, options)
-
-    def forward(self, carried: Carried, run: Pass) -> Carried:
-        """What the layer below hands over -> what this one does."""
-        return self._both(carried, lambda x: self.attention(x, run, carried.scores), run)
-
-    def _both(self, carried: Carried, attend: Callable[[Tensor], Carried], run: Pass) -> Carried:
-        x = carried.hidden
+    def forward(self, carried: Carried, run: Pass, queries: Tensor | None) -> Carried:
+        """What the layer below hands over -> what this one does; `queries` as in `Attention`."""
+        x, below = carried
         if self.post_norm:
-            attended, scores = attend(x)
+            attended, scores = self.attention(x, run, below, queries)
             x = x + self.attention_dropout(attended, run.keys)
+            normed = self.attention_norm(x)
             # the other norm's output is the layer's, which full recompute keeps as well
-            normed, change = self._normed(x, self.attention_norm, self.mlp, run)
+            with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+                change = self.mlp(normed)
             return Carried(self.mlp_norm(normed + self.mlp_dropout(change, run.keys)), scores)
-        _, (attended, scores) = self._normed(x, self.attention_norm, attend, run)
+        normed = self.attention_norm(x)
+        with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+            attended, scores = self.attention(normed, run, below, queries)
         x = x + self.attention_dropout(attended, run.keys)
-        _, change = self._normed(x, self.mlp_norm, self.mlp, run)
+        normed = self.mlp_norm(x)
+        with run.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
+            change = self.mlp(normed)
         return Carried(x + self.mlp_dropout(change, run.keys), scores)
-
-    def _normed(
-        self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Result], run: Pass
-    ) -> tuple[Tensor, Result]:
-        """norm(x), and what `sublayer` makes of it."""
-        normed = norm(x)
-        with run.saved.discarding(normed, norm, x, self.recompute_norm):
-            return normed, sublayer(normed)
-
-
-class QueryBlock(Block):
-    """PanGu-α's top layer: a block whose queries are position vectors, neither normed nor dropped.
-
-    The residual stream is still the layer's input, not the query (PanGu-α's released code). Position bias, mask and
-    residual scores are those of the other layers (ours: the released models have none of the three options).
-    """
-
-    def _make_attention(self, config: ModelConfig, build: Builder, options: Options) -> nn.Module:
-        return QueryAttention(config, build, options)
-
-    def forward(self, carried: Carried, position_vectors: Tensor, run: Pass) -> Carried:  # type: ignore[override]
-        """position_vectors (of all positions): [sequence, batch, hidden]; otherwise as `Block`."""
-        return self._both(carried, lambda x: self.attention(x, position_vectors, run, carried.scores), run)

@@ -51,28 +51,20 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def regions(config: ModelConfig, table: PlacementTable, part: Part) -> dict[str, list[str]]:
     """Regions of a part (see `layers.gate`) in the order in which forward enters them, and the module parameters that
     each uses; `table` may hold other parts too."""
-    names = [*(f"layers.{number}" for number in part.layers), *["head"] * part.last]
-    uses: dict[str, list[str]] = {name: [] for name in ["position_bias", *["embedding"] * part.first, *names]}
+    layers = [f"layers.{number}" for number in part.layers]
+    names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
+    uses: dict[str, list[str]] = {name: [] for name in names}
+    top = f"layers.{config.layers - 1}"
+    before_query = config.kind == "pangu" and config.final_norm == "before_query"
+    used_in = {"query_embedding": top, "final_norm": top if before_query else "head"}
     for parameter in table.shapes:
-        first, rest = parameter.split(".", 1)
-        region = f"layers.{rest.split('.')[0]}" if first == "layers" else first
-        region = region if first in ("layers", "embedding", "position_bias") else "head"
+        first, second, *_ = parameter.split(".")
+        region = f"layers.{second}" if first == "layers" else used_in.get(first, first)
         if region in uses:
             uses[region].append(parameter)
     if part.last and "head.weight" not in table.shapes:
         uses["head"].append("embedding.word.weight")
-    if part.last and config.kind == "pangu":
-        # the query layer lies inside the head
-        top = f"layers.{config.layers - 1}"
-        uses[top] = uses.pop(top)
     return {name: parameters for name, parameters in uses.items() if parameters}
-
-
-def carried_shapes(config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that one part hands to the next for `batch` sequences, of whose `seen` tokens the last
-    `length` are computed."""
-    hidden = (length // rank.num_slices, batch, config.hidden)
-    return [hidden, (batch, config.heads // rank.size, length, seen)] if config.residual_scores else [hidden]
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -24,6 +24,8 @@ from pangu.models.parts import Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event
+from pangu.pipeline.stages import carried_shapes
+from pangu.topology.placement import TensorRank
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -104,6 +106,8 @@ class Runner:
     hooks: Hooks = field(default_factory=Hooks)
     events: list[Event] | None = None
     """Filled with what was done and when, if it is a list."""
+    region: TensorRank = field(default_factory=TensorRank)
+    """This rank's place among those that share this stage's matrices."""
     _live: dict[Key, _Live] = field(init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(init=False, repr=False)
     """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
@@ -201,7 +205,7 @@ class Runner:
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
             received = Carried(*(tensor.requires_grad_(training) for tensor in tensors))
-        carried = self.model.hidden(part, received, batch, keys, cache)
+        carried: Carried = self.model(part, received, batch, keys, cache)
         gradients: list[Tensor] = []
         if part.last:
             root = end(carried.hidden, batch)
@@ -265,7 +269,10 @@ class Runner:
         kind, (chunk, micro) = KINDS[action.kind], _key(action)
         assert self.channels is not None
         assert action.peer is not None
-        shapes = self.model.carried_shapes(batches[micro])
+        rows, length = batches[micro].tokens.shape
+        documents = batches[micro].documents
+        seen = length if documents is None else documents.shape[1]
+        shapes = carried_shapes(self.model.config, self.region, rows, length, seen)
         with self._meeting(action):
             message = self.channels.receive(kind, shapes, self.dtype, action.peer)
         self._arriving[kind, chunk, micro] = action, message

@@ -15,6 +15,7 @@ from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import Durations
 from pangu.topology.layout import Layout
+from pangu.topology.placement import TensorRank
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ def _costs(model: ModelConfig) -> list[float]:
     costs = [layer_flops(model)] * model.layers
     costs[-1] += head_flops(model)
     return costs
+
+
+def carried_shapes(config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that one part hands to the next for `batch` sequences, of whose `seen` tokens the last
+    `length` are computed."""
+    hidden = (length // rank.num_slices, batch, config.hidden)
+    return [hidden, (batch, config.heads // rank.size, length, seen)] if config.residual_scores else [hidden]
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:

@@ -188,8 +188,8 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
 
     Under sequence parallelism a rank saw a part of the tokens only, so its gradients of what it holds whole (norms,
     biases behind a sum, position vectors) are partial sums. Those of PanGu-α's query vectors and of norms of heads
-    always are: a rank used them for its own heads. The clip norm, and LAMB's trust ratios (You et al. 2020), need the
-    squares of whole tensors: one number each, and two.
+    always are: a rank used them for its own heads. The clip norm is one sum of squares, with which the loss goes;
+    LAMB's trust ratios (You et al. 2020) need the squares of whole tensors, two numbers each.
     """
     if ranks == 1:
         return []
@@ -198,13 +198,13 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     partial = sum(math.prod(weight.shape) for weight in weights if weight.partial)
     # of those that LAMB does not scale as well: every sum of squares has a place for each tensor
     squares = 2 * len(weights) if isinstance(config.optimizer, LambConfig) else 0
+    wide = _wide(config)
     sent = [
-        ("gradients", partial, "sum of the gradients of what every rank holds whole"),
-        ("clip norm", len(weights), "squared gradient norm of each tensor"),
-        ("LAMB", squares, "squared norms of each weight and of its update"),
+        ("gradients", partial, wide, "sum of the gradients of what every rank holds whole"),
+        ("clip norm", 2, 8, "squared norm of the gradient, and the loss"),
+        ("LAMB", squares, wide, "squared norms of each weight and of its update"),
     ]
-    width = _wide(config)
-    return [Message(place, ALL_REDUCE, STEP, why, 1, numbers, width) for place, numbers, why in sent if numbers]
+    return [Message(place, ALL_REDUCE, STEP, why, 1, numbers, width) for place, numbers, width, why in sent if numbers]
 
 
 def _wide(config: RunConfig) -> int:

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pangu.config.schema import RunConfig
-from pangu.models.parts import Part, carried_shapes, place_tensors
+from pangu.models.parts import Part, place_tensors
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.stages import Stages
+from pangu.pipeline.stages import Stages, carried_shapes
 from pangu.planning.states import BYTES
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank

@@ -21,7 +21,7 @@ from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import TensorRank
-from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, group_parameters, trained_regions
+from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, group_parameters, trained_regions
 
 if TYPE_CHECKING:  # a plan is made without torch
     from torch import Tensor
@@ -32,6 +32,16 @@ if TYPE_CHECKING:  # a plan is made without torch
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in each compute format."""
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
+PURPOSES = {
+    "weights": PARAMETERS,
+    "share": PARAMETERS,
+    "total": GRADIENTS,
+    "grad": GRADIENTS,
+    "host_grad": GRADIENTS,
+    "rounded": MASTERS,
+    "master": MASTERS,
+}
+"""What each of a unit's buffers is for."""
 HOST = " on the host"
 GATHERED, UNDER_WAY = "gathered weights", "whole gradients"
 
@@ -160,29 +170,14 @@ def _plan_units(
 def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
     narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
     moment = 2 if config.optimizer.moments == "bf16" else wide
-    stage, masters_away = sharding.stage, "optimizer" in sharding.offload
-    share_away = stage == 3 and "parameters" in sharding.offload
-    total: dict[str, int] = {}
-
-    def add(name: str, count: int, away: bool = False) -> None:
-        if count:
-            total[name + HOST * away] = total.get(name + HOST * away, 0) + count
-
+    total: Counter[str] = Counter()
     for unit in units:
-        share = unit.padded // sharding.size
-        add(PARAMETERS, (share if stage == 3 else unit.padded) * narrow, share_away)
-        if not unit.trained:
-            continue
-        add(GRADIENTS, (share if stage >= 2 and sharding.size > 1 else unit.padded) * wide)
-        if masters_away:
-            add(GRADIENTS, share * wide, True)
-        same_place = masters_away == share_away
-        if narrow < wide or not same_place:
-            add(MASTERS, share * wide, masters_away)
-        if masters_away and not share_away and narrow < wide:
-            add(MASTERS, share * narrow, True)  # rounded there before they are sent
-        add(MOMENTS, 2 * unit.kept * moment, masters_away)
-    return total
+        for row in buffer_table(unit.padded, narrow < wide, sharding, unit.trained):
+            if row.alias is None and row.lasting:
+                total[PURPOSES[row.name] + HOST * row.away] += row.numel * (wide if row.wide else narrow)
+        if unit.trained and unit.kept:
+            total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unit.kept * moment
+    return dict(total)
 
 
 def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitPlan]:
@@ -190,25 +185,17 @@ def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitP
     before it used it too. The head stays gathered between forward and backward."""
     found: list[UnitPlan] = []
     here: list[UnitPlan] = []
-    staying: list[UnitPlan] = []
-    for region, units in names.items():
-        found += [unit for unit in units if unit not in here]
-        staying = units if region == "head" else staying
-        here = [*units, *staying]
-    here = staying
-    for region in back:
-        if region != "head":
+    for order in (list(names), back):
+        here = here if "head" in order else []
+        for region in order:
             found += [unit for unit in names[region] if unit not in here]
-            # a query layer lies inside the head
-            here = [*names[region], *(staying if region == back[1] and list(names)[-1] != "head" else [])]
+            here = names[region]
     return found
 
 
 def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
     """Elements of the units that are whole while a region computes and the next one is gathered."""
-    windows: list[tuple[str, ...]] = [*pairwise(names), *pairwise(back)]
-    if "head" in back and list(names)[-1] != "head":
-        windows.append(tuple(back[:3]))
+    windows = [*((name,) for name in names), *pairwise(names), *pairwise(back)]
     sets = [{unit for region in window for unit in names[region]} for window in windows]
     return max(sum(unit.padded for unit in units) for units in sets)
 
@@ -225,10 +212,8 @@ def held_bytes(units: Iterable[Unit], optimizer: Optimizer) -> dict[str, int]:
                 total[name + HOST * away] = total.get(name + HOST * away, 0) + storage.nbytes()
 
     for unit in units:
-        add(PARAMETERS, unit.share_away, unit.weights, unit.share)
-        add(GRADIENTS, False, unit.total, unit.grad)
-        add(GRADIENTS, True, unit.host_grad)
-        add(MASTERS, unit.master_away, unit.rounded, unit.master)
+        for row in unit.table:
+            add(PURPOSES[row.name], row.away, getattr(unit, row.name))
         for piece in unit.pieces:
             state = optimizer.state.get(piece.master, {})
             add(MOMENTS, unit.master_away, state.get("exp_avg"), state.get("exp_avg_sq"))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.messages import Channels
-from pangu.collectives.reduce import all_reduce, gather_objects, sum_of
+from pangu.collectives.reduce import gather_objects, sum_of
+from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.deferred import WeightGradients
@@ -114,6 +115,7 @@ class Trainer:
             policy.dtype,
             later or WeightGradients(),
             Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
+            region=TensorRegion.of(mesh),
         )
 
     @property
@@ -140,10 +142,10 @@ class Trainer:
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
-        self.doing = "adding up losses"
-        loss_sum = self._over_replicas(torch.stack(losses).double().sum() if losses else None)
+        self.doing = "adding up the loss"
+        norm, loss = self.parameters.norm_and_loss(torch.stack(losses).double().sum() if losses else None)
         self.doing = "updating weights"
-        return self._update(loss_sum * per_token)
+        return self._update(loss * per_token, norm / self.loss_scale.scale)
 
     def trust_ratios(self) -> dict[str, float]:
         """LAMB's ratio of each tensor in the last update, of all ranks on all ranks; none with Adam."""
@@ -152,15 +154,9 @@ class Trainer:
         parts = gather_objects(own, self.mesh.group("world"))
         return {name: ratio for part in parts for name, ratio in part.items()}
 
-    def _over_replicas(self, loss: Tensor | None) -> float:
-        """Sum over replicas of what their last stage has, on every rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if loss is None else loss
-        return float(all_reduce(all_reduce(total, self.mesh.group("data")), self.mesh.group("pipeline")))
-
-    def _update(self, loss: float) -> StepResult:
-        """Unscale, clip, step, then adjust the scale; skip the step if the gradient is not finite."""
+    def _update(self, loss: float, norm: float) -> StepResult:
+        """Unscale, clip, step, then adjust the scale; skip the step if the gradient's norm is not finite."""
         scale = self.loss_scale.scale
-        norm = float(self.parameters.gradient_norm()) / scale
         rate = learning_rate(
             self.config.lr_schedule, self.config.optimizer.lr, self.config.train.steps, self.step - self.skipped
         )

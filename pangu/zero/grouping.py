@@ -52,6 +52,43 @@ class Sharding:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A row of the table of a unit's buffers."""
+
+    name: str
+    """Attribute of `Unit`, where it is described."""
+    numel: int
+    wide: bool = False
+    """Its format: fp32 (fp64 in fp64) rather than the one that the model computes in."""
+    away: bool = False
+    """It lies in host memory."""
+    alias: str | None = None
+    """The buffer that it is, or whose own share it is; None: it has memory of its own."""
+    lasting: bool = True
+    """False: its memory comes and goes."""
+
+
+def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
+    """The buffers of a unit of `padded` elements; `narrow`: the model computes in a format narrower than fp32."""
+    stage, share = sharding.stage, padded // sharding.size
+    share_away = stage == 3 and "parameters" in sharding.offload
+    master_away = trained and "optimizer" in sharding.offload
+    rounded_away = share_away or master_away
+    whole = stage < 2 or sharding.size == 1
+    beside = trained and (narrow or master_away != rounded_away)  # masters are no copy of what is computed with
+    rows = [
+        Buffer("weights", padded, lasting=stage < 3),
+        Buffer("share", share, away=share_away, alias="weights" if stage < 3 else None),
+        Buffer("total", padded * (trained and whole), wide=True),
+        Buffer("grad", share * trained, wide=True, alias="total" if whole else None),
+        Buffer("host_grad", share * master_away, wide=True, away=True),
+        Buffer("rounded", share, away=rounded_away, alias="share" if share_away == rounded_away else None),
+        Buffer("master", share, wide=beside, away=master_away, alias=None if beside else "rounded"),
+    ]
+    return [row for row in rows if row.numel]
+
+
 Regions = Mapping[int, Mapping[str, Sequence[str]]]
 """Chunk -> region -> the parameters that it uses."""
 
@@ -76,11 +113,7 @@ def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
     found: set[str] = set()
     for uses in regions.values():
         biased = any(name not in frozen for name in uses.get("position_bias", ()))
-        trained = [biased or any(name not in frozen for name in names) for names in uses.values()]
-        for place, region in enumerate(uses):
-            # what follows the head in this order lies inside it
-            if any(trained[place:] if region == "head" else trained[place : place + 1]):
-                found.add(region)
+        found |= {region for region, names in uses.items() if biased or any(name not in frozen for name in names)}
     return found
 
 
@@ -116,11 +149,9 @@ def _group(table: PlacementTable, regions: Regions, bucket: float) -> list[tuple
 
 
 def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward opens a chunk's regions, given in the order of forward: the last first, but the head
-    before the query layer, which lies inside it. Tables are not opened: their gradient does not depend on what is in
-    them. Nor is what is frozen at the bottom of the model."""
-    returning = [name for name in reversed(names) if name != "head" and name not in TABLES]
-    returning = ["head", *returning] if "head" in names else returning
+    """In which order backward opens a chunk's regions, given in the order of forward. Tables are not opened: their
+    gradient does not depend on what is in them. Nor is what is frozen at the bottom of the model."""
+    returning = [name for name in reversed(names) if name not in TABLES]
     while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
         returning.pop()
     return returning

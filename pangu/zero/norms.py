@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce
+from pangu.topology.layout import Coordinates, Layout
+from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.zero.gradients import Groups
-from pangu.zero.units import Piece
 
 
 class Squares:
@@ -32,8 +33,8 @@ class Squares:
         self._place = {placement.name: place for place, placement in enumerate(placements)}
         self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=device)
 
-    def whole(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
-        """[..., parts] of this rank's parts -> [..., all tensors of the stage], of the whole tensors.
+    def same(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
+        """[..., parts] of this rank's parts -> the same of the whole tensors.
 
         Parts are added up over the replicas that share a tensor, and over the tensor-parallel ranks where it is cut.
         """
@@ -41,27 +42,35 @@ class Squares:
         total = squares.new_zeros((*squares.shape[:-1], len(self._place)), dtype=self._dtype)
         total[..., places] = squares.to(self._dtype)
         all_reduce(total, self._groups.shard)
-        if self._groups.tensor is None:
-            return total
-        return torch.where(self._cut, all_reduce(total.clone(), self._groups.tensor), total)
-
-    def same(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
-        """As `whole`, but of the given tensors only."""
-        return self.whole(placements, squares)[..., [self._place[placement.name] for placement in placements]]
+        if self._groups.tensor is not None:
+            total = torch.where(self._cut, all_reduce(total.clone(), self._groups.tensor), total)
+        return total[..., places]
 
 
-def global_norm(
-    pieces: Sequence[Piece], squares: Squares, counted: Tensor, pipeline: dist.ProcessGroup | None
-) -> Tensor:
-    """Euclidean norm of the gradient over all elements of the model, a scalar; not finite if any element is not.
+def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
+    """Whether a rank's piece of a tensor counts in a sum over all ranks: the first of those that hold it does."""
+    return (
+        at.data < layout.shards
+        and (placement.cut_dim is not None or at.tensor == 0)
+        and (placement.shared is None or at.pipeline == 0)
+    )
+
+
+def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
+    """Euclidean norm of the gradient over all elements of the model, and the sum of the losses; one message for both.
 
     Args:
-        pieces: what this rank updates.
-        squares: of the stage.
-        counted: for every tensor of the stage, whether this stage counts it.
-        pipeline: the stages.
+        gradients: of the pieces that count (see `counts`).
+        loss: fp64 scalar, the sum of this replica's token losses; None: another stage has it.
+        mesh: all ranks, which get the same numbers.
+
+    Returns:
+        The norm, not finite if any element is not, and the loss.
     """
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    own = torch.stack(torch._foreach_norm(gradients)).square() if gradients else torch.zeros(0, device=counted.device)
-    whole = squares.whole([piece.placement for piece in pieces], own)
-    return all_reduce(whole.where(counted, 0.0).sum(), pipeline).sqrt()
+    both = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if gradients:
+        both[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()
+    if loss is not None and mesh.at.tensor == 0:
+        both[1] = loss
+    squares, total = all_reduce(both, mesh.group("world")).tolist()
+    return math.sqrt(squares), total

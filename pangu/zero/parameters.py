@@ -40,12 +40,10 @@ class _After(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
-        if region in TABLES:
-            weights.close(region, weights.forward)
-            ctx.open = lambda: None
-            return x.view_as(x)
         stays = region == "head" and ctx.needs_input_grad[0]
         ctx.open = lambda: weights.open(region, weights.backward, already=stays)
+        if region in TABLES:
+            ctx.open = lambda: None
         if not stays:
             weights.close(region, weights.forward)
         return x.view_as(x)
@@ -167,10 +165,7 @@ class Weights(Gate):
 
     def close(self, region: str, following: Mapping[str, str]) -> None:
         """Release what a region used, unless the next one needs it."""
-        coming = following.get(region)
-        if region == "head" and "head" in self.forward:  # what follows it lies inside it, and is closed already
-            coming = following.get(coming or "")
-        soon = self.regions[coming] if coming else []
+        soon = self.regions[following[region]] if region in following else []
         for unit in self.regions.get(region, ()):
             self._users[unit] -= 1
             if unit not in soon:

@@ -15,7 +15,7 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import GradientSum, Groups
 from pangu.zero.grouping import Sharding, group_parameters, trained_regions
-from pangu.zero.norms import Squares, global_norm
+from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.parameters import Weights
 from pangu.zero.units import Piece, Unit
 
@@ -90,9 +90,12 @@ class ShardedParameters:
         self.publish()
         wide = torch.promote_types(policy.dtype, torch.float32)
         self.squares = Squares(list(table), self.groups, mesh.device, wide)
-        self._pipeline = mesh.group("pipeline")
-        here = mesh.at.pipeline == 0
-        self._counted = torch.tensor([here or placement.shared is None for placement in table], device=mesh.device)
+        self._mesh = mesh
+        self._counted = [
+            piece.grad
+            for piece in self.trained_pieces
+            if piece.grad is not None and counts(piece.placement, mesh.layout, mesh.at)
+        ]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -142,9 +145,9 @@ class ShardedParameters:
                 unit.lend_gradients(False)
             self.weights.publish(units)
 
-    def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole model's gradient, the same on every rank, a scalar."""
-        return global_norm(self.trained_pieces, self.squares, self._counted, self._pipeline)
+    def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
+        """See `norms.norm_and_loss`: of the whole model's gradient, and of all replicas."""
+        return norm_and_loss(self._counted, loss, self._mesh)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""

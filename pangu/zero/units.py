@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pangu.layers.initial import fill, replace_parameter
 from pangu.layers.offload import host_memory
 from pangu.topology.placement import Placement, PlacementTable
-from pangu.zero.grouping import Sharding
+from pangu.zero.grouping import Sharding, buffer_table
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,12 @@ class Unit:
         self.padded = sharding.padded(self.numel)
         self.own = sharding.own(self.padded)
         """This rank's share of the buffer."""
-        self._allocate(dtype, device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.table = buffer_table(self.padded, wide != dtype, sharding, trained)
+        away = {row.name: row.away for row in self.table}
+        self.share_away, self.master_away = away["share"], away["master"]
+        """Whether the own share of the weights, and whether the masters lie on the host."""
+        self._allocate(dtype, wide, device)
         self.pieces: list[Piece] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
         """Each parameter of the model with its place in the buffer."""
@@ -120,35 +125,30 @@ class Unit:
         if sharding.stage == 3:
             self.release()
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """The buffers: weights in `dtype`, all else in fp32 (fp64 in fp64)."""
-        sharding, trained, share = self.sharding, self.trained, self.padded // self.sharding.size
-        wide = torch.promote_types(dtype, torch.float32)
-        self.share_away = sharding.stage == 3 and "parameters" in sharding.offload
-        """Whether the own share of the weights lies on the host."""
-        self.master_away = trained and "optimizer" in sharding.offload
-        """Whether the master weights do."""
-
-        def new(dtype: torch.dtype, away: bool) -> Tensor:
-            return host_memory(share, dtype, device).zero_() if away else torch.zeros(share, dtype=dtype, device=device)
-
-        self.weights = torch.zeros(self.padded, dtype=dtype, device=device)
+    def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
+        """The buffers that the table says."""
+        made: dict[str, Tensor] = {}
+        for row in self.table:
+            if row.alias is not None:
+                base = made[row.alias]
+                made[row.name] = base if base.numel() == row.numel else base[self.own]
+            elif row.away:
+                made[row.name] = host_memory(row.numel, wide if row.wide else dtype, device).zero_()
+            else:
+                made[row.name] = torch.zeros(row.numel, dtype=wide if row.wide else dtype, device=device)
+        self.weights = made["weights"]
         """What the model computes with; at stage 3 its storage is empty but for gathered units."""
-        self.share = self.weights[self.own] if sharding.stage < 3 else new(dtype, self.share_away)
+        self.share = made["share"]
         """Weights of the own share, in the compute format."""
-        self.rounded = new(dtype, True) if self.master_away and not self.share_away else self.share
+        self.rounded = made["rounded"]
         """The same where masters on the host are rounded to."""
-        beside = not trained or (dtype == wide and self.master_away == (self.share_away or self.master_away))
-        self.master = self.rounded if beside else new(wide, self.master_away)
-        self.total: Tensor | None = None
+        self.master = made["master"]
+        """Weights of the own share that the optimizer updates."""
+        self.total = made.get("total")
         """Sum of this rank's own gradients of the whole buffer; None while there is none."""
-        if trained and (sharding.stage < 2 or sharding.size == 1):
-            self.total = torch.zeros(self.padded, dtype=wide, device=device)
-        self.grad = torch.empty(0, device=device)
-        if trained:
-            self.grad = new(wide, False) if self.total is None else self.total[self.own]
+        self.grad = made.get("grad", torch.empty(0, device=device))
         """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
-        self.host_grad = new(wide, True) if self.master_away else None
+        self.host_grad = made.get("host_grad")
         """Where they go for the update, if the masters lie on the host."""
 
     def _add_piece(self, placement: Placement, begin: int, seed: int) -> None:

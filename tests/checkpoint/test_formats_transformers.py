@@ -20,12 +20,11 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.model import RopeScaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
-from pangu.layers.masks import AttentionMask
 from tests.checkpoint.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
 from tests.models.helpers import make
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_forward
-from tests.weights import logical_view
+from tests.weights import logical_view, whole_logits
 
 pytest.importorskip("transformers")
 
@@ -55,7 +54,7 @@ def our_logits(run: Path, ids: Tensor) -> Tensor:
     with torch.no_grad():
         for placement in table:
             logical_view(parameters[placement.stored_in], placement).copy_(found[placement.name])
-        return model.logits(ids, torch.arange(ids.shape[1]).expand_as(ids), AttentionMask(None)).transpose(0, 1)
+        return whole_logits(model, ids, torch.arange(ids.shape[1]).expand_as(ids)).transpose(0, 1)
 
 
 def there_and_back(theirs: torch.nn.Module, tmp_path: Path, vocab: int, sequence: int) -> None:

@@ -41,13 +41,13 @@ def run_changed(folder: Path, code: list[str], *words: str) -> Program:
     return run_ranks(2, run_script, str(script), *QUIET, *words, f"train.output={folder / 'run'}", timeout=200)
 
 
-@pytest.mark.parametrize(("sleeps", "doing"), [("step", "counting target tokens"), ("loss", "adding up losses")])
+@pytest.mark.parametrize(("sleeps", "doing"), [("step", "counting target tokens"), ("loss", "adding up the loss")])
 def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(tmp_path: Path, sleeps: str, doing: str) -> None:
     code = ["if RANK == 1 and trainer.step == 2:"]
     if sleeps == "step":
         code += ["    hang()"]
     else:
-        code += ["    trainer._over_replicas = lambda loss: hang()"]
+        code += ["    trainer.parameters.norm_and_loss = lambda loss: hang()"]
     began = time.monotonic()
     done = run_changed(
         tmp_path, [*code, "return train_step(trainer, batches)"], "parallel.timeout_s=5", "train.steps=9"

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.evaluation.scoring import Score, Span, huggingface_windows, score, windows
-from pangu.layers.masks import AttentionMask
 from pangu.topology.layout import Layout
 from pangu.topology.random import generator
 from tests.evaluation.models import random_model
 from tests.threads import Ranks
+from tests.weights import whole_logits
 
 LAYOUTS = [
     Layout(tensor=2),
@@ -49,7 +49,7 @@ def test_scores_are_those_of_whole_logits() -> None:
         tokens = torch.tensor([span.ids[:-1]])
         with torch.no_grad():
             positions = torch.arange(tokens.shape[1])[None]
-            logits = model.runner.model.logits(tokens, positions, AttentionMask(None))[:, 0]
+            logits = whole_logits(model.runner.model, tokens, positions)[:, 0]
         labels = torch.tensor(span.ids[1:])
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")[span.start - 1 :]
         assert found.loss == pytest.approx(float(losses.sum()), rel=1e-12)
@@ -100,7 +100,7 @@ def test_the_recipe_of_hugging_face(length: int, stride: int) -> None:
         labels[:, : -(end - seen)] = -100
         positions = torch.arange(tokens.shape[1])[None]
         with torch.no_grad():
-            logits = model.runner.model.logits(tokens, positions, AttentionMask(None))[:-1, 0]
+            logits = whole_logits(model.runner.model, tokens, positions)[:-1, 0]
         if end - seen > 1:
             total += float(torch.nn.functional.cross_entropy(logits, labels[0, 1:])) * (end - seen - 1)
             count += end - seen - 1

@@ -10,12 +10,13 @@ from pangu.data.batch import make_batch
 from pangu.evaluation.generation import Sampling, generate
 from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.deferred import WeightGradients
-from pangu.layers.masks import AttentionMask
+from pangu.models.parts import Part
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
+from tests.weights import whole_logits, whole_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,11 +92,11 @@ def test_logits_loss_and_every_gradient_equal_to_1e5_in_fp32(activation: str) ->
     ours, table, theirs = pair(activation=activation)
     tokens, labels = TOKENS[:, :-1], TOKENS[:, 1:]
     positions = torch.arange(GPT.sequence).expand_as(tokens)
-    logits = ours.logits(tokens, positions, AttentionMask(None)).transpose(0, 1)
+    logits = whole_logits(ours, tokens, positions).transpose(0, 1)
     expected = theirs(tokens).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
-    loss = ours.loss(make_batch(TOKENS.numpy(), range(3), PLAIN)) / labels.numel()
+    loss = whole_loss(ours, make_batch(TOKENS.numpy(), range(3), PLAIN)) / labels.numel()
     expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=1e-5)
 
@@ -115,7 +116,7 @@ def test_kernels_agree_in_fp64(kernel: str) -> None:
     other, _ = make(GPT, kernel, torch.float64)
     other.load_state_dict(ours.state_dict())
     positions = torch.arange(GPT.sequence).expand(3, -1)
-    logits = other.logits(TOKENS[:, :-1], positions, AttentionMask(None)).transpose(0, 1)
+    logits = whole_logits(other, TOKENS[:, :-1], positions).transpose(0, 1)
     torch.testing.assert_close(logits, theirs(TOKENS[:, :-1]).logits, atol=1e-12, rtol=1e-12)
 
 
@@ -123,7 +124,7 @@ def test_kernels_agree_in_fp64(kernel: str) -> None:
 def test_greedy_decoding_gives_its_tokens(penalty: float) -> None:
     """A batch of prompts of several lengths, with transformers' own cache; fp64, so that no two scores are close."""
     ours, _, theirs = pair(torch.float64)
-    runner = Runner(ours, {0: ours.parts[0]}, 0, "rank 0", None, torch.float64, WeightGradients())
+    runner = Runner(ours, {0: Part.whole(ours.config)}, 0, "rank 0", None, torch.float64, WeightGradients())
     model = LoadedModel(runner, make_schedule("1f1b", 1, 1, 1), Mesh(Layout(), 0, torch.device("cpu")), GPT, None, None)
     prompts = [TOKENS[0, :2].tolist(), TOKENS[1, :9].tolist(), TOKENS[2, :5].tolist()]
     texts = generate(model, prompts, Sampling(12, temperature=0.0, repetition_penalty=penalty))

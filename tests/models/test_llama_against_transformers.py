@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.layers.masks import AttentionMask
 from tests.models.helpers import logical_weights, make, variant
+from tests.weights import whole_logits
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,6 +67,6 @@ def test_logits() -> None:
     theirs.load_state_dict(weights)
     tokens = torch.randint(0, config.vocab, (2, config.sequence), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        mine = ours.logits(tokens, torch.arange(config.sequence).expand_as(tokens), AttentionMask(None)).transpose(0, 1)
+        mine = whole_logits(ours, tokens, torch.arange(config.sequence).expand_as(tokens)).transpose(0, 1)
         expected = theirs(tokens).logits
     torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)

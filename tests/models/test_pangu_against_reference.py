@@ -13,11 +13,11 @@ import torch
 from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig
 from pangu.data.batch import make_batch
-from pangu.layers.masks import AttentionMask
 from pangu.models.language_model import Options, build_model
 from tests.memory import LiveBytes
 from tests.models.helpers import TINY, logical_gradients, logical_weights, make, variant
 from tests.references.pangu_reference import pangu_loss, pangu_shapes
+from tests.weights import whole_logits, whole_loss
 
 EOD, PAD = 9, 6
 
@@ -53,7 +53,7 @@ def test_loss_and_every_gradient(activation: str, final_norm: str, resets: tuple
     rows = samples()
     packing = PackingConfig(eod=EOD, pad=PAD, reset_mask=mask, reset_positions=positions)
     batch = make_batch(rows.numpy(), range(2), packing)
-    loss = model.loss(batch) / batch.weights.sum()
+    loss = whole_loss(model, batch) / batch.weights.sum()
     expected = pangu_loss(
         weights,
         rows[:, :-1],
@@ -82,9 +82,7 @@ def test_the_number_of_heads_matters() -> None:
     other.load_state_dict(model.state_dict())
     tokens = samples()[:, :-1]
     positions = torch.arange(TINY.sequence).expand_as(tokens)
-    difference = model.logits(tokens, positions, AttentionMask(None)) - other.logits(
-        tokens, positions, AttentionMask(None)
-    )
+    difference = whole_logits(model, tokens, positions) - whole_logits(other, tokens, positions)
     assert difference.abs().max() > 1e-3
 
 
@@ -124,10 +122,10 @@ def test_recompute_and_offload_change_nothing_with_dropout(changes: dict[str, An
             for parameter in model.parameters():
                 parameter.requires_grad_()
                 parameter.grad = None
-            loss = model.loss(batch, keys)
+            loss = whole_loss(model, batch, keys)
             loss.backward()
             losses.append((loss, logical_gradients(model, table)))
-        assert losses[0][0] != kept.loss(batch)  # dropout did something
+        assert losses[0][0] != whole_loss(kept, batch)  # dropout did something
         assert torch.equal(losses[0][0], losses[1][0])
         assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in losses[0][1])
 
@@ -141,7 +139,7 @@ def kept_bytes(config: ModelConfig = TINY, after_backward: bool = False, **optio
     for parameter in model.parameters():
         parameter.requires_grad_()
     with LiveBytes(*model.parameters()) as live:
-        loss = model.loss(batch)
+        loss = whole_loss(model, batch)
         if after_backward:
             loss.backward()
         gc.collect()

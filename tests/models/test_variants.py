@@ -16,14 +16,15 @@ from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
+from pangu.layers.gate import Gate
 from pangu.layers.linear import RMSNorm
-from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import Rotation
 from pangu.models.language_model import Options, build_model
-from pangu.models.parts import Part
+from pangu.models.parts import Part, regions
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
+from tests.weights import whole_logits, whole_loss
 
 EOD = 9
 VARIANTS: list[dict[str, object]] = [
@@ -219,7 +220,7 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
     model, table = make(config, kernel)
     weights = {name: weight.requires_grad_() for name, weight in logical_weights(model, table).items()}
     batch = batch_of(config, resets)
-    loss, expected = model.loss(batch) / 48, Plain(weights, config).loss(batch) / 48
+    loss, expected = whole_loss(model, batch) / 48, Plain(weights, config).loss(batch) / 48
     torch.testing.assert_close(loss, expected, atol=1e-11, rtol=1e-11)
     loss.backward()
     expected.backward()
@@ -235,10 +236,47 @@ def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
     halves, _ = build_model(config, Options(), parts=parts)
     halves.load_state_dict(whole.state_dict(), assign=True)
     batch = batch_of(config)
-    received = halves.hidden(parts[0], None, batch)
+    received = halves(parts[0], None, batch)
     assert received.scores is not None
-    loss = halves.loss_of(halves.hidden(parts[1], received, batch).hidden, batch)
-    assert torch.equal(loss, whole.loss(batch))
+    loss = halves.loss_of(halves(parts[1], received, batch).hidden, batch)
+    assert torch.equal(loss, whole_loss(whole, batch))
+
+
+class Listed(Gate):
+    """A gate that keeps a list."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def before(self, region: str, x: Tensor) -> Tensor:
+        self.events.append(f"{region} begins")
+        return x
+
+    def after(self, region: str, x: Tensor) -> Tensor:
+        self.events.append(f"{region} ends")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("gpt", "before_query"), ("pangu", "before_query"), ("pangu", "after_query")]
+)
+def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str) -> None:
+    config = variant(kind=kind, final_norm=order, positions="relative")
+    model, table = make(config)
+    model.gate = listed = Listed()
+    whole_loss(model, batch_of(config))
+    uses = regions(config, table, Part.whole(config))
+    assert list(uses) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert listed.events == [f"{name} {event}" for name in uses for event in ("begins", "ends")]
+    home = {
+        "final_norm.weight": "layers.2" if kind == "pangu" and order == "before_query" else "head",
+        "query_embedding.weight": "layers.2",
+        "layers.1.mlp.up.weight": "layers.1",
+        "embedding.word.weight": "embedding, head",
+    }
+    for name, _ in model.named_parameters():
+        using = ", ".join(region for region, names in uses.items() if name in names)
+        assert using == home.get(name, using) != ""
 
 
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
@@ -283,7 +321,7 @@ def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dic
     model, _ = make(config, "reference")
     tokens = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model.logits(tokens, torch.arange(24).expand_as(tokens), AttentionMask(None)).sum().backward()
+        whole_logits(model, tokens, torch.arange(24).expand_as(tokens)).sum().backward()
     assert counter.get_total_flops() == training_flops_per_token(config) * tokens.numel()
 
 

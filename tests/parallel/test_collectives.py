@@ -33,7 +33,7 @@ from pangu.training.assemble import assemble
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.threads import Ranks
-from tests.weights import materialise
+from tests.weights import materialise, whole_loss
 
 Counts = dict[str, Traffic]
 HIDDEN = 4 * 16 * 2 * 32
@@ -61,7 +61,7 @@ def micro_batch(rank: int, world: int, *overrides: str) -> tuple[Counts, Counts]
     tokens = np.arange(2 * 17, dtype=np.int64).reshape(2, 17)
     batch = make_batch(tokens, (0, 1), config.data.packing)
     with counted() as forward:
-        loss = model.loss(batch, DropoutKeys(1, 0, batch.samples))
+        loss = whole_loss(model, batch, DropoutKeys(1, 0, batch.samples))
     with counted() as backward:
         loss.backward()
     return forward, backward

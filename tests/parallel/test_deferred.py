@@ -24,6 +24,7 @@ from pangu.zero import gradients
 from pangu.zero.sharded import Policy, ShardedParameters
 from tests.configs import tiny
 from tests.threads import Ranks
+from tests.weights import whole_loss
 
 MICRO_BATCHES = 3
 
@@ -49,7 +50,7 @@ class Run:
     def backward(self, number: int) -> None:
         """Forward and backward of a micro-batch."""
         batch = self.batches[number]
-        self.model.loss(batch, DropoutKeys(1, 0, batch.samples)).backward()
+        whole_loss(self.model, batch, DropoutKeys(1, 0, batch.samples)).backward()
 
     def sums(self) -> dict[str, Tensor]:
         """Gradients summed over all ranks and micro-batches."""

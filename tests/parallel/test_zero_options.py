@@ -61,10 +61,10 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
 
     update = Trainer._update
 
-    def looked_at(trainer: Trainer, loss: float) -> Any:
+    def looked_at(trainer: Trainer, loss: float, norm: float) -> Any:
         weights = trainer.parameters.weights
         found.append((len(weights._whole), len(weights._works)))
-        return update(trainer, loss)
+        return update(trainer, loss, norm)
 
     with replaced_here(Trainer, _update=looked_at):
         train_layout(rank, world, layout, 3, *overrides)

@@ -84,8 +84,8 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         assert found["gathered"] == plan.buffers.get(GATHERED, 0)
         sent = plan.sent_gradients + plan.sent_weights
         if zero == 0 and data == 2:
-            # ... and the number of targets and the loss, as doubles
-            assert found["sent"] == {"all-reduce": sent + 16}
+            # ... and the number of targets, the loss and the norm's square, as doubles
+            assert found["sent"] == {"all-reduce": sent + 24}
         elif zero > 0:
             assert found["sent"][REDUCE_SCATTER] * (data - 1) // data == plan.sent_gradients
             assert found["sent"].get(ALL_GATHER, 0) * (data - 1) // data == plan.sent_weights
@@ -113,6 +113,8 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(data=2, zero=2), ("train.frozen=[layers.1.*]", "precision.reduce=bf16")),
         (Layout(data=2, zero=3), ("train.frozen=[embedding.*,layers.0.*]",)),
         (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
+        (Layout(pipeline=3, data=2, zero=3), ("parallel.schedule=1f1b", "model.layers=3")),  # one layer on each stage
+        (Layout(data=2, zero=3), ("model.final_norm=after_query", "model.tied_head=false")),
         (Layout(tensor=2, data=2, zero=2), ()),
     ],
     ids=str,
@@ -142,7 +144,7 @@ def test_what_the_log_says() -> None:
     layout = Layout(data=4, zero=3)
     plan = plan_of(config, layout, 0)
     memory, buffers, sent = states.tell_states(plan, plan.bytes, layout)
-    kept = ("parameters 20.9 KiB", "gradients 41.9 KiB", "master weights 41.9 KiB", "moments 83.8 KiB")
+    kept = ("parameters 20.9 KiB", "gradients 41.8 KiB", "master weights 41.8 KiB", "moments 83.5 KiB")
     assert all(part in memory for part in kept)
     assert "0.2 MiB: " in memory
     assert memory.endswith("; measured 0.2 MiB")

@@ -14,7 +14,8 @@ from pangu.data.batch import Batch
 from pangu.evaluation.perplexity import mean_loss
 from pangu.layers.deferred import WeightGradients
 from pangu.models.block import Carried
-from pangu.models.language_model import LanguageModel, Part
+from pangu.models.language_model import LanguageModel
+from pangu.models.parts import Part
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.runner import Key
 from pangu.pipeline.schedule import forward_only
@@ -49,11 +50,11 @@ class Recorder:
         """Input, output, and gradient of the output of each chunk and micro-batch; kept, so that no other tensor has
         the address of one of them."""
 
-    def hidden(self, model: LanguageModel, part: Part, received: Carried | None, batch: Batch, *more: Any) -> Carried:
+    def forward(self, model: LanguageModel, part: Part, received: Carried | None, batch: Batch, *more: Any) -> Carried:
         chunk = {here: chunk for chunk, here in self.trainer.runner.parts.items()}[part]
         self.key = chunk, [each.samples for each in self.batches].index(batch.samples)
         self.actions.append(Action(Kind.FORWARD, *self.key))
-        carried = LanguageModel.hidden(model, part, received, batch, *more)
+        carried = LanguageModel.forward(model, part, received, batch, *more)
         if received is not None:
             self.tensors["input", self.key] = received.hidden
         if not part.last:
@@ -136,7 +137,7 @@ def record(rank: int, world: int, layout: Layout, *overrides: str) -> None:
     """A step, and a loss on held-out batches, against the tables."""
     recorder = Recorder()
     with (
-        replaced_here(LanguageModel, hidden=recorder.hidden, loss_of=recorder.loss_of),
+        replaced_here(LanguageModel, forward=recorder.forward, loss_of=recorder.loss_of),
         replaced_here(WeightGradients, compute=recorder.compute),
         replaced_here(Weights, hold=recorder.hold, let_go=recorder.let_go),
         replaced_here(GradientSum, _start=recorder.start),

@@ -27,7 +27,7 @@ from pangu.topology.placement import PlacementTable
 from tests.configs import tiny
 from tests.memory import LiveBytes
 from tests.spawn import Pool
-from tests.weights import materialise
+from tests.weights import materialise, whole_loss
 
 USUAL = ("model.kind=gpt", "model.ffn=80", "model.dropout=0.1", "model.attention_dropout=0.1", "precision=bf16")
 SELECTIVE = "memory.recompute=selective"
@@ -72,7 +72,7 @@ def kept_by_one(config: RunConfig, kernel: str, mesh: Mesh) -> tuple[int, int]:
 
     inputs = (batch.tokens, batch.positions, batch.labels, batch.weights)
     with LiveBytes(*model.parameters(), *inputs) as live, saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model.loss(batch, DropoutKeys(1, 0, batch.samples))
+        loss = whole_loss(model, batch, DropoutKeys(1, 0, batch.samples))
         if mesh.layout.tensor > 1:
             time.sleep(0.05)  # until gloo's threads have let go of what they sent
         gc.collect()

@@ -1,16 +1,19 @@
-"""What the loop says of its steps."""
+"""What the loop says of its steps, and how far it is from it to the model."""
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.nn import functional as F
 
 from pangu.training import loop
 from pangu.training.step import Trainer
 from tests.end_to_end.commands import metrics
+from tests.spawn import repository
 from tests.training.test_resume import train
 
 
@@ -33,3 +36,23 @@ def test_the_time_of_a_step_reaches_from_one_end_to_the_next(tmp_path: Path, mon
     monkeypatch.setattr(loop, "find_difference", taking(100, lambda trainer: None))
     train(tmp_path, 3, "train.check_replicas=2", "checkpoint.every=0")
     assert [line["step_time_s"] for line in metrics(tmp_path)] == [1, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "pangu"])
+def test_few_calls_lead_from_a_step_to_the_first_product(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of this package, the step of the loop and the one that multiplies among them; torch's own not."""
+    paths: list[list[str]] = []
+    product, package = F.linear, str(repository() / "pangu")
+
+    def noting(*given: Any, **named: Any) -> Any:
+        names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+        if "_make_step" in names:
+            paths.append(names[names.index("_make_step") :])
+        return product(*given, **named)
+
+    monkeypatch.setattr(F, "linear", noting)
+    train(tmp_path, 1, f"model.kind={kind}", "checkpoint.every=0")
+    assert paths[0][-1] == "column_product"
+    assert len(paths[0]) <= 12, paths[0]
