@@ -26,14 +26,14 @@ def test_two_stages_by_hand() -> None:
     assert timeline.bubble == pytest.approx((9.5 + 5) / 27)
     activation, gradient = (Kind.RECV_ACTIVATION, 1, 0), (Kind.RECV_GRADIENT, 0, 0)
     assert timeline.gaps(measured=False) == (
-        Gap(0, 1, 10.5, Action(Kind.BACKWARD, 0, 0), gradient),
+        Gap(0, 1, 10.5, Action(Kind.BACKWARD, 0, 0, reduce=True), gradient),
         Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
         Gap(1, 10, 13.5, None, None),
     )
     # were these times measured, the first stage would have sent until 1.5
     assert timeline.gaps(measured=True) == (
-        Gap(0, 1, 1.5, Action(Kind.BACKWARD, 0, 0), None),
-        Gap(0, 1.5, 10.5, Action(Kind.BACKWARD, 0, 0), gradient),
+        Gap(0, 1, 1.5, Action(Kind.BACKWARD, 0, 0, reduce=True), None),
+        Gap(0, 1.5, 10.5, Action(Kind.BACKWARD, 0, 0, reduce=True), gradient),
         Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
         Gap(1, 10, 13.5, None, None),
     )
