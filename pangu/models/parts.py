@@ -26,7 +26,7 @@ class Part:
     first: bool = False
     """Begins with the embedding."""
     last: bool = False
-    """Ends with the final norm, PanGu-α's query table and the head."""
+    """Holds the final norm, PanGu-α's query table and the head."""
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Part:

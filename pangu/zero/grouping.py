@@ -149,8 +149,8 @@ def _group(table: PlacementTable, regions: Regions, bucket: float) -> list[tuple
 
 
 def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward opens a chunk's regions, given in the order of forward: the last first. Tables are not opened:
-    their gradient does not depend on what is in them. Nor is what is frozen at the bottom of the model."""
+    """In which order backward opens a chunk's regions, given in the order of forward: the last first, without tables,
+    whose gradient does not depend on what is in them, and without what is frozen at the bottom of the model."""
     returning = [name for name in reversed(names) if name not in TABLES]
     while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
         returning.pop()
