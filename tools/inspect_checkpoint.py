@@ -24,7 +24,7 @@ from pangu.metrics.text import size
 SHOWN = ("step", "samples", "skipped", "layout", "identity")
 """Facts of a run that are told."""
 _EXAMPLE = """example:
-  python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step-00001800 --verify
+  python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step-00001850 --verify
   python tools/inspect_checkpoint.py runs/a/checkpoints/step-00000100 --diff runs/b/checkpoints/step-00000100 --json
 """
 

@@ -21,8 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         if not path.exists():
             (path / "benchmarks").mkdir(parents=True)
             write_benchmarks(path / "benchmarks")
-            words = (*SMALL, "model.vocab=1024", "train.steps=2", "validation.every=0", "lr_schedule.warmup_steps=1")
-            measured = ("evaluate.every=2", "evaluate.tasks=[afqmc,lambada]", f"evaluate.data={path}/benchmarks")
+            words = (*SMALL, "model.vocab=1024", "train.steps=20", "validation.every=0", "lr_schedule.warmup_steps=1")
+            measured = ("evaluate.every=20", "evaluate.tasks=[afqmc,lambada]", f"evaluate.data={path}/benchmarks")
             done = pretrain(path, "+config=quickstart", *words, *measured, "sample.tokens=4")
             assert done.returncode == 0, done.stderr
             assert "lambada/word_perplexity" in done.stderr + done.stdout

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.commands import (
-    SAME_KERNELS,
+    SAME_ATTENTION,
+    SAME_PRODUCTS,
     SMALL,
     kill,
     kill_all,
@@ -29,7 +30,8 @@ from tests.spawn import repository
 
 WORDS = (
     *SMALL,
-    *SAME_KERNELS,
+    SAME_ATTENTION,
+    SAME_PRODUCTS,
     "data=synthetic",
     "model.vocab=64",
     "model.dropout=0.1",

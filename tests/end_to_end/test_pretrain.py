@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import SAME_KERNELS, SMALL, called, command, metrics, pretrain
+from tests.end_to_end.commands import SAME_ATTENTION, SMALL, called, command, metrics, pretrain
 from tests.spawn import repository
 
 SYNTHETIC = (
     *SMALL,
-    *SAME_KERNELS,
+    SAME_ATTENTION,
     "data=synthetic",
     "model.vocab=128",
     "validation.every=0",
@@ -30,6 +30,7 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
         "train.steps=20",
         "model.layers=2",
         "model.hidden=64",
+        "model.heads=4",
         "model.vocab=1024",
         "metrics.every=5",
     ]

@@ -59,7 +59,14 @@ def test_the_run_folder_can_be_trained_from(tmp_path: Path) -> None:
     assert (model.activation, model.ffn_size, model.sequence) == ("gelu_tanh", 128, 24)
     assert (config.data.packing.eod, config.data.packing.pad) == (9, 6)
     checkpoint = run / "checkpoints" / "step-00000000"
-    shape = ("model.layers=3", "model.heads=8", "model.vocab=67", "model.sequence=24", "optimizer.lr=1e-30")
+    shape = (
+        "model.layers=3",
+        "model.heads=8",
+        "model.positions=learned",
+        "model.vocab=67",
+        "model.sequence=24",
+        "optimizer.lr=1e-30",
+    )
     settings = (*SMALL, *shape, "data=synthetic", "train.steps=1", "validation.every=0", "lr_schedule=constant")
     done = pretrain(tmp_path / "trained", *settings, f"checkpoint.init_from={checkpoint}", "optimizer.weight_decay=0")
     assert done.returncode == 0, done.stderr

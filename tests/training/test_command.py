@@ -41,12 +41,13 @@ def test_one_message(word: str, expected: str) -> None:
 
 
 def test_a_mistyped_key_is_told_with_all_other_problems() -> None:
-    text = said("model.layer=3", "model.heads=7", "+train.step=9", "parallel.schedule=zb_v")
+    words = ("model.layer=3", "model.heads=7", "model.positions=learned", "+train.step=9", "parallel.schedule=zb_v")
+    text = said(*words)
     assert text.splitlines() == [
         "4 problems in the configuration:",
         "  model.layer = 3: there is no such key; did you mean model.layers?",
         "  train.step = 9: there is no such key; did you mean train.steps?",
-        "  model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8",
+        "  model.heads = 7: must divide model.hidden = 96; nearest that work: 4, 6, 8",
         "  parallel.virtual = 1: zb_v needs exactly 2 chunks per stage; 2 works",
     ]
 
