@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
+from pangu.data.stdlib import StdlibPaths
+from tests.library import prepare_library
 from tests.spawn import Pool
 from tests.threads import Ranks
 
@@ -35,7 +40,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = _spread([item for item in items if item not in left_out])
+
+
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The slow tests evenly among the others: no process gets several in a row, and none begins at the end."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    places = [number * len(others) // max(len(slow), 1) for number in range(len(slow) + 1)]
+    parts = [others[begin:end] for begin, end in pairwise(places)]
+    return [item for one, part in zip(slow, parts, strict=True) for item in (one, *part)] or others
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder that pytest-xdist's processes share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
+@pytest.fixture(scope="session")
+def prepared(session_folder: Path) -> StdlibPaths:
+    """The real standard library, prepared once for the session. Not to be changed."""
+    with FileLock(session_folder / "library.lock"):
+        return prepare_library(session_folder / "library")
 
 
 @pytest.fixture(scope="session")

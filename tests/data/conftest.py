@@ -8,24 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.data import PackingConfig
 from pangu.data.indexed import IndexedTokens, IndexedWriter, open_indexed
-from pangu.data.stdlib import StdlibPaths, prepare_stdlib
-
-PACKING = PackingConfig(eod=9, pad=6, reset_mask=True, reset_positions=True)
-VOCAB = 600
-FRACTION = 0.2
 
 
 def library_files(*names: str) -> list[Path]:
     """Files of the running Python's standard library."""
     return [Path(sysconfig.get_paths()["stdlib"]) / name for name in names]
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> StdlibPaths:
-    """The real standard library, prepared once for the session. Not to be changed."""
-    return prepare_stdlib(tmp_path_factory.mktemp("stdlib"), VOCAB, FRACTION, PACKING)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pangu.data.indexed import IndexedTokens
 from pangu.data.sources import open_sources, prepare, tokenizer_of
 from pangu.data.stdlib import StdlibPaths
 from tests.configs import tiny
-from tests.data.conftest import FRACTION, PACKING, VOCAB
+from tests.library import FRACTION, PACKING, VOCAB
 
 WriteTokens = Callable[[str, int, Sequence[Sequence[int]]], IndexedTokens]
 

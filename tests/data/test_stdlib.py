@@ -22,7 +22,8 @@ from pangu.data import stdlib
 from pangu.data.indexed import open_indexed
 from pangu.data.stdlib import Source, StdlibPaths, held_out, is_prepared, prepare_stdlib
 from pangu.data.tokenizers import load_tokenizer
-from tests.data.conftest import FRACTION, PACKING, VOCAB, library_files
+from tests.data.conftest import library_files
+from tests.library import FRACTION, PACKING, VOCAB
 
 SMALL_VOCAB = 400
 
@@ -51,7 +52,7 @@ def test_real_library(prepared: StdlibPaths) -> None:
         text = path.read_text(encoding="utf-8")
         side = train if text in train else validation
         assert side[side.index(text) + 1] == stdlib.docstrings(text)
-    assert 0.1 < len(validation) / len(train + validation) < 0.3
+    assert 0.5 * FRACTION < len(validation) / len(train + validation) < 1.5 * FRACTION
     opened = open_indexed(prepared.train)
     assert len(opened.tokens) > 1_000_000
     assert opened.tokens.max() < VOCAB
