@@ -118,6 +118,10 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
         (Layout(pipeline=3, data=2, zero=3), ("parallel.schedule=1f1b", "model.layers=3")),  # one layer on each stage
         (Layout(pipeline=2, virtual=2, data=2, zero=3), ("parallel.schedule=breadth_first", "model.layers=4")),
+        (
+            Layout(pipeline=2, virtual=2, data=2, zero=3),
+            ("parallel.schedule=interleaved", "model.layers=8", "model.positions=relative"),
+        ),
         (Layout(pipeline=2, data=2, zero=2), ("parallel.layers=[1,2]", "train.frozen=[embedding.*,layers.0.*]")),
         (Layout(data=2, zero=3), ("model.final_norm=after_query", "model.tied_head=false")),
         (Layout(tensor=2, data=2, zero=2), ()),
