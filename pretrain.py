@@ -11,7 +11,7 @@ from pangu.config.help import show_help
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 if __name__ == "__main__" and not show_help(sys.argv[1:], CONFIGS):
-    # after help, which is there at once: this imports torch
+    # after help, which is there at once: this imports Hydra and, to train, torch
     from pangu.training.command import pretrain
 
     pretrain(CONFIGS)

@@ -141,6 +141,16 @@ class ModelConfig:
         """Distance of the last bucket with T5's default filled in."""
         return self.relative_distance if self.relative_distance is not None else 128
 
+    @property
+    def query_layer(self) -> int | None:
+        """Number of PanGu-α's query layer, the last one; None: GPT has none."""
+        return self.layers - 1 if self.kind == "pangu" else None
+
+    @property
+    def norms_before_query(self) -> bool:
+        """Whether the final norm belongs to the query layer, whose input it norms, rather than to the head."""
+        return self.query_layer is not None and self.final_norm == "before_query"
+
     def has_biases(self, where: Literal["qkv", "output", "mlp"]) -> bool:
         """Whether queries, keys and values, the attention's output, or the feed-forward layer add a bias."""
         return self.biases is True or (self.biases, where) in {

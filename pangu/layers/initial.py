@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, tensor name, tile), never of the layout (DESIGN, idea 6)."""
+"""Initial weights as a function of (seed, tensor name, tile), never of the layout."""
 
 from __future__ import annotations
 

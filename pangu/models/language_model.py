@@ -71,13 +71,11 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.gate = Gate()
-        self.query_layer = config.layers - 1 if config.kind == "pangu" else None
-        self.norms_before_query = config.kind == "pangu" and config.final_norm == "before_query"
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
         self.position_bias = _make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(config, build.at(f"layers.{number}"), options, number == self.query_layer)
+                str(number): Block(config, build.at(f"layers.{number}"), options, number == config.query_layer)
                 for part in parts
                 for number in part.layers
             }
@@ -86,7 +84,7 @@ class LanguageModel(nn.Module):
         if any(part.last for part in parts):
             self.final_norm = make_norm(build, "final_norm", config.norm_eps, config.norm)
             self.head = Head(build, config.vocab, options.loss_chunk)
-            if self.query_layer is not None:
+            if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = KERNELS[options.kernel]
         self.recomputed_layers = options.recompute
@@ -126,8 +124,8 @@ class LanguageModel(nn.Module):
             queries: Tensor | None = None
             with run.saved.layer():
                 hidden = gate.before(region, hidden)
-                if layer == self.query_layer:
-                    hidden = self.final_norm(hidden) if self.norms_before_query else hidden
+                if layer == self.config.query_layer:
+                    hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
                     # the row of a token's own position asks for the token after it; no shift of the index
                     queries = self.query_embedding(batch.positions)
                 block, below = self.layers[str(layer)], Carried(hidden, scores)
@@ -136,7 +134,7 @@ class LanguageModel(nn.Module):
         if not part.last:
             return Carried(hidden, scores)
         hidden = gate.before("head", hidden)
-        return Carried(hidden if self.norms_before_query else self.final_norm(hidden))
+        return Carried(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by

@@ -54,9 +54,8 @@ def regions(config: ModelConfig, table: PlacementTable, part: Part) -> dict[str,
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
-    top = f"layers.{config.layers - 1}"
-    before_query = config.kind == "pangu" and config.final_norm == "before_query"
-    used_in = {"query_embedding": top, "final_norm": top if before_query else "head"}
+    query_layer = f"layers.{config.query_layer}"
+    used_in = {"query_embedding": query_layer, "final_norm": query_layer if config.norms_before_query else "head"}
     for parameter in table.shapes:
         first, second, *_ = parameter.split(".")
         region = f"layers.{second}" if first == "layers" else used_in.get(first, first)
@@ -87,13 +86,13 @@ def _tensors(config: ModelConfig, parts: Sequence[Part]) -> Stored:
         yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "stages")
     for part in parts:
         for number in part.layers:
-            yield from _layer(config, f"layers.{number}", config.kind == "pangu" and number == config.layers - 1)
+            yield from _layer(config, f"layers.{number}", number == config.query_layer)
     if ends:
         yield from _norm(config, "final_norm", width)
         if not (config.tied_head and begins):
             name = "embedding.word.weight" if config.tied_head else "head.weight"
             yield "head.weight", [NewTensor(name, (config.vocab, width), std, cut_dim=0, shared=shared)]
-        if config.kind == "pangu":
+        if config.query_layer is not None:
             # every rank looks all positions up, for its own heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
 

@@ -21,12 +21,11 @@ from matplotlib.patches import Patch
 
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
-from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.actions import COMPUTE, SENDS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event, Gap, Timeline
 from pangu.pipeline.theory import bubble
 
-SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 LOOKS = {
     Kind.FORWARD: ("forward", 0.35, ""),
     Kind.BACKWARD: ("backward", 0.95, ""),

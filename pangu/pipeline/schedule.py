@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import SENDS, Action, Kind
 from pangu.pipeline.orders import SCHEDULES, Order, Step
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
@@ -41,7 +41,7 @@ class Schedule:
             ("activation" if action.kind is Kind.SEND_ACTIVATION else "gradient", stage, action.peer)
             for stage, actions in enumerate(self.actions)
             for action in actions
-            if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) and action.peer is not None
+            if action.kind in SENDS and action.peer is not None
         }
         return sorted(found)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pangu.config.schema import RunConfig
 from pangu.models.parts import Part, place_tensors
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import SENDS, Action
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages, carried_shapes
 from pangu.planning.states import BYTES
@@ -61,8 +61,7 @@ def _sent(
     size, length = BYTES[config.precision.compute], config.model.sequence
     shapes = carried_shapes(config.model, rank, config.batch.micro_size, length, length)
     message = size * sum(math.prod(shape) for shape in shapes)
-    sending = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-    peers = Counter(action.peer for action in actions if action.kind in sending and action.micro == 0)
+    peers = Counter(action.peer for action in actions if action.kind in SENDS and action.micro == 0)
     wide = max(4, size)
     shared = {entry.name: wide * math.prod(entry.local_shape) for entry in table if entry.shared is not None}
     return {peer: count * message for peer, count in peers.items() if peer is not None}, shared

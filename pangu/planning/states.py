@@ -97,8 +97,11 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
             if chunk in holds:
-                held = sum(unit.padded for unit in {unit for each_of in using.values() for unit in each_of})
-                weights += holds[chunk] * held
+                held, again = (
+                    sum(unit.padded for unit in {unit for name in names for unit in using[name]})
+                    for names in (using, back)
+                )
+                weights += held + (holds[chunk] - 1) * again
                 gathered = max(gathered, held)
             else:
                 weights += accumulation * sum(unit.padded for unit in _gathers(using, back))
@@ -106,10 +109,11 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     others = (layout.shards - 1) / layout.shards
     ring = (layout.data - 1) / layout.data
     whole = [unit.padded for unit in learned]
+    # of the unit in backward, of those that are being reduced, and what these receive; a stage may be frozen
+    at_once = (2 * IN_FLIGHT + 1) * max(whole, default=0) if each else sum(whole)
     buffers = {
         GATHERED: gathered * narrow,
-        # of the unit in backward, of those that are being reduced, and what these receive
-        UNDER_WAY: 0 if sharding.stage < 2 else wide * (sum(whole) if not each else (2 * IN_FLIGHT + 1) * max(whole)),
+        UNDER_WAY: wide * at_once if sharding.stage >= 2 and sharding.size > 1 else 0,
     }
     return StatePlan(
         bytes=_kept(config, units, sharding),

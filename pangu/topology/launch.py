@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from pangu.config.errors import UserError
+
+if TYPE_CHECKING:  # a command that only composes asks for its rank, and does without torch
+    import torch
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def choose_device(requested: str, launch: Launch) -> torch.device:
     Raises:
         UserError: if the requested kind is not on this machine, or has fewer devices than local processes.
     """
+    import torch
+
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = requested if requested != "auto" else (accelerator.type if accelerator else "cpu")
     if kind == "cpu":

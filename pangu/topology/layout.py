@@ -1,4 +1,4 @@
-"""A layout is numbers: how many devices share what. Pure functions, no process, no torch (DESIGN, idea 1)."""
+"""A layout is numbers: how many devices share what. Pure functions, no process, no torch."""
 
 from __future__ import annotations
 

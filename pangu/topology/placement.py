@@ -1,4 +1,4 @@
-"""A parameter knows how it is cut: one record for every logical tensor, all in one table (DESIGN, idea 2).
+"""A parameter knows how it is cut: one record for every logical tensor, all in one table.
 
 A *logical* tensor is what a paper would name (the query projection of layer 3). A *stored* parameter is what a kernel
 wants: query, key and value projections stand in one matrix, one below the other, and a rank of a tensor-parallel group

@@ -1,6 +1,6 @@
 """Counter-based random numbers: every draw is a function of named keys, never of what was drawn before.
 
-A layout therefore cannot change what is drawn (DESIGN, idea 6): initial weights are keyed by (seed, name, tile), the
+A layout therefore cannot change what is drawn: initial weights are keyed by (seed, name, tile), the
 data order by (seed, epoch, sample), dropout by (seed, step, layer, place, sample). There is no state to save.
 """
 

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pangu.config.build import build
 from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
 from pangu.config.schema import RunConfig
+from pangu.topology.launch import Launch
 
 
 def pretrain(configs: Path) -> None:
@@ -53,8 +54,6 @@ def _show(values: Mapping[str, Any]) -> None:
 
 def _end(action: Callable[[], None]) -> None:
     """Do what the command is for; ends the process unless it succeeds."""
-    from pangu.topology.launch import Launch  # torch, which those who only compose do without
-
     first = Launch.from_environment().rank == 0
     status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED and first:

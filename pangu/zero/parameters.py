@@ -100,8 +100,9 @@ class Weights(Gate):
         self.ways = ways or Ways()
         self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
         self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
-        self.forward = {a: b for names in order.values() for a, b in pairwise(names)}
-        """Region -> the one that opens after it in forward."""
+        alone = len(order) == 1
+        self.forward = {a: b for names in order.values() for a, b in pairwise(names) if alone or a != "position_bias"}
+        """Region -> the one that opens after it in forward; behind the bias that all chunks have there are several."""
         self.backward = {a: b for names in order.values() for a, b in pairwise(backward_order(names, trained))}
         """The same for backward."""
         self._works: dict[Unit, Waitable | None] = {}

@@ -2,8 +2,8 @@
 
 A unit is what is communicated at once. Its buffer is padded to equal shares, one for each rank that the optimizer's
 state is sharded over, and its table of pieces (logical tensor, first and last element) says what of a share is whose:
-optimizer, clipping, LAMB, checkpoints and offload all read that table (DESIGN, idea 4). The ZeRO stages (Rajbhandari et
-al. 2020, section 5) are switches of it: what is not sharded has one share, the whole buffer.
+optimizer, clipping, LAMB, checkpoints and offload all read that table. The ZeRO stages (Rajbhandari et al. 2020,
+section 5) are switches of it: what is not sharded has one share, the whole buffer.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ SMALL = ("model.attention=reference", "batch.micro_size=1", "parallel.bucket_mib
 
 
 class Gathered:
-    """Most bytes of weights that are whole or on their way at a time at stage 3."""
+    """Most bytes of weights that are whole or on their way at a time at stage 3, and those of all gathers."""
 
     def __init__(self, weights: Weights) -> None:
-        self.most = 0
+        self.most, self.total = 0, 0
         self.weights = weights
         for unit in weights.units:
             unit.hold = self.watching(unit.hold)  # type: ignore[method-assign]
@@ -42,6 +42,7 @@ class Gathered:
             whole = hold()
             now = sum(unit.weights.untyped_storage().nbytes() for unit in self.weights.units)
             self.most = max(self.most, now)
+            self.total += whole.nbytes
             return whole
 
         return held
@@ -60,12 +61,14 @@ def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str,
     with Loader(RaggedStream(), config.data.packing, size, config.batch.micro_size, at.data, layout.data) as loader:
         batches = loader.micro_batches(0)
     trainer.train_step(batches)
+    watched.total = 0
     with counted() if layout.pipeline == 1 else nullcontext({}) as totals:
         trainer.train_step(batches)
     return {
         "plan": plan_of(config, layout, rank),
         "held": held_bytes(trainer.parameters.units, trainer.optimizer),
         "gathered": watched.most,
+        "gathers": watched.total,
         "sent": {kind: traffic.bytes for kind, traffic in totals.items()},
         "numel": sum(unit.numel for unit in trainer.parameters.units),
     }
@@ -114,6 +117,12 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(data=2, zero=3), ("train.frozen=[embedding.*,layers.0.*]",)),
         (Layout(pipeline=2, data=2, zero=3), ("parallel.schedule=1f1b",)),
         (Layout(pipeline=3, data=2, zero=3), ("parallel.schedule=1f1b", "model.layers=3")),  # one layer on each stage
+        (Layout(pipeline=2, virtual=2, data=2, zero=3), ("parallel.schedule=breadth_first", "model.layers=4")),
+        (
+            Layout(pipeline=2, virtual=2, data=2, zero=3),
+            ("parallel.schedule=interleaved", "model.layers=8", "model.positions=relative"),
+        ),
+        (Layout(pipeline=2, data=2, zero=2), ("parallel.layers=[1,2]", "train.frozen=[embedding.*,layers.0.*]")),
         (Layout(data=2, zero=3), ("model.final_norm=after_query", "model.tied_head=false")),
         (Layout(tensor=2, data=2, zero=2), ()),
     ],
@@ -125,6 +134,8 @@ def test_plan_and_buffers_agree_with_options(ranks: Ranks, layout: Layout, overr
         plan: StatePlan = found["plan"]
         assert found["held"] == plan.bytes
         assert found["gathered"] == plan.buffers.get(GATHERED, 0)
+        if layout.zero == 3:
+            assert found["gathers"] // 2 == plan.sent_weights
         if layout.pipeline == 1:
             assert found["sent"][REDUCE_SCATTER] // 2 == plan.sent_gradients
             assert found["sent"].get(ALL_GATHER, 0) // 2 == plan.sent_weights
@@ -151,3 +162,9 @@ def test_what_the_log_says() -> None:
     assert "gathered weights" in buffers
     assert "whole gradients" in buffers
     assert "a step" in sent
+
+
+def test_a_rank_that_shares_with_nobody_keeps_its_gradients() -> None:
+    plan = plan_of(tiny("memory.offload=[parameters]"), Layout(zero=3), 0)
+    assert list(plan.buffers) == [GATHERED]
+    assert plan.bytes["gradients"] == plan.buffers[GATHERED]

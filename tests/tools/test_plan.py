@@ -44,18 +44,23 @@ def test_the_stages_of_a_pipeline() -> None:
     assert "1 layers 4-7 7.4% 15 32.0 MiB to stage 2; 32.0 MiB to stage 0" in lines
 
 
-def test_a_plan_does_without_torch() -> None:
-    """Importing it takes longer than a plan; `None` in `sys.modules` is what refuses an import."""
+def test_plans_and_composed_configurations_do_without_torch() -> None:
+    """Importing it takes longer than both; `None` in `sys.modules` is what refuses an import."""
     script = """
 import sys
 
 sys.modules["torch"] = None
+from pathlib import Path
+from pangu.training.command import pretrain
 from tools.plan import main
 
+sys.argv[1:] = ["+config=quickstart", "--cfg", "job"]
+pretrain(Path("configs").resolve())
 sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "parallel.zero=3"]))
 """
     done = command("-c", script)
     assert done.returncode == 0, done.stderr
+    assert "output: runs/quickstart" in done.stdout
     assert "tensor 8 x pipeline 2 x data 2 = 32 devices, ZeRO stage 3" in done.stdout
 
 
