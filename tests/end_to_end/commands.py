@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from pangu.training.command import pretrain as pretraining
 from tests.spawn import Program, fork_server, redirect, repository, run_ranks
@@ -87,8 +88,16 @@ def _torchrun(path: list[str], log: Path, line: list[str]) -> None:
     os.chdir(repository())
     for name in VARIABLES:
         os.environ.pop(name, None)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     redirect(log, 1, 2)
+    close = MultiprocessContext._close
+
+    def let_go(context: MultiprocessContext, *arguments: Any, **keywords: Any) -> None:
+        """A forked worker that returns waits until its launcher has read that, which one that ends it never does."""
+        context._worker_finished_event.set()
+        close(context, *arguments, **keywords)
+
+    MultiprocessContext._close = let_go
     torch.distributed.run.main(line)
 
 

@@ -9,19 +9,19 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pangu.data.indexed import IndexedWriter
-from tests.end_to_end.commands import kill_all, metrics, pretrain, wait_until, workers
+from tests.end_to_end.commands import kill_all, metrics, pretrain, torchrun, wait_until, workers
 from tests.spawn import repository
 
 SAMPLES = 12
@@ -59,21 +59,11 @@ class Phase:
     """0: not yet known."""
 
 
-@contextmanager
-def agent(log: Path, port: int, words: tuple[str, ...], is_host: bool) -> Iterator[subprocess.Popen[str]]:
+def agent(log: Path, port: int, words: Sequence[str], is_host: bool) -> AbstractContextManager[ForkServerProcess]:
     """One of torchrun's agents with one process, as if it were a node; killed at the end."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9"]
-    line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=elastic"]
-    line += [f"--rdzv-conf=is_host={int(is_host)},{CONF}", str(repository() / "pretrain.py"), *words]
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    with (
-        log.open("w", encoding="utf-8") as said,
-        subprocess.Popen(line, cwd=repository(), env=environment, stdout=said, stderr=said, text=True) as process,
-    ):
-        try:
-            yield process
-        finally:
-            kill_all(process)
+    options = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-id=elastic", "--rdzv-backend=c10d"]
+    options += [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf=is_host={int(is_host)},{CONF}"]
+    return torchrun(log, options, repository() / "pretrain.py", *words)
 
 
 def phases(log: Path) -> list[Phase]:
@@ -121,7 +111,8 @@ def run(folder: Path, min_steps: int) -> list[Phase]:
         wait_until(lambda: made(3))
         os.kill(workers(agents[0])[0], signal.SIGTERM)
         for each in agents[:3]:
-            if each.wait(timeout=120) != 0:
+            each.join(timeout=120)
+            if each.exitcode != 0:
                 raise RuntimeError(log.read_text(encoding="utf-8"))
     done = pretrain(folder / "whole", *words, f"train.steps={len(metrics(output))}")
     if done.returncode != 0:
