@@ -40,8 +40,9 @@ from scripts.generate import read_prompts
 from tests.checkpoint.test_index import FACTS
 from tests.configs import composed
 from tests.damage import crafted, damaged
-from tests.data.conftest import PACKING, library_files
+from tests.data.conftest import library_files
 from tests.end_to_end.commands import SMALL
+from tests.library import PACKING
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_shapes, random_weights
 from tools.inspect_checkpoint import main as inspect
