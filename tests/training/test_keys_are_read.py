@@ -14,6 +14,7 @@ from pangu.config.build import keys_of
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.indexed import IndexedWriter
+from pangu.data.stdlib import StdlibPaths
 from pangu.training.run import run
 from tests.configs import composed
 
@@ -96,7 +97,7 @@ def all_fields() -> set[str]:
     return {f"{cls}.{name}" for cls, name in fields if name in leaves}
 
 
-def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
+def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: StdlibPaths) -> None:
     with IndexedWriter(tmp_path / "corpus", 600) as writer:
         writer.add(list(range(10, 500)))
     scaling = "model.rope_scaling={factor:2,low_freq_factor:1,high_freq_factor:4,original_sequence:8}"
@@ -106,8 +107,9 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path) -> None:
     (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "one two three"}\n', encoding="utf-8")
     evaluate = ("evaluate.every=1", "evaluate.tasks=[lambada]", f"evaluate.data={tmp_path}")
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
+    library = ("model.vocab=1024", f"data.folder={prepared.folder}")
     runs = [
-        ("validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline", *evaluate),
+        (*library, "validation.every=1", "sample.tokens=2", "sample.prompts=[x]", "metrics.wandb=offline", *evaluate),
         (
             "data=indexed",
             f"data.train=[{tmp_path}/corpus]",
