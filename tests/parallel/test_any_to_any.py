@@ -6,7 +6,7 @@ The default is a covering array: every pair of values of two options, one before
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -192,25 +192,31 @@ def words(layout: Layout, optimizer: str) -> tuple[str, ...]:
     return (*MODEL, "precision=fp64", *more)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, str], Path]:
+    """A layout's checkpoint, made once."""
+
+    @cache
+    def made(layout: Layout, optimizer: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        Ranks().run(layout.world, save, layout, str(folder), 1, *words(layout, optimizer))
+        return folder / CHECKPOINT
+
+    return made
+
+
 @pytest.mark.all_pairs
 @pytest.mark.parametrize("after", LAYOUTS, ids=str)
 def test_every_layout_continues_every_other(
-    after: Layout, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+    after: Layout, ranks: Ranks, saved: Callable[[Layout, str], Path], tmp_path: Path
 ) -> None:
     """fp64, both optimizers by turns."""
     for number, before in enumerate(LAYOUTS):
         optimizer = ("adam", "lamb")[number % 2]
-        checkpoint, expected = saved_once(before, optimizer, tmp_path_factory), unbroken(optimizer)
-        job = (resume, after, checkpoint, str(tmp_path_factory.mktemp("aside")), *words(after, optimizer))
+        checkpoint, expected = saved(before, optimizer), unbroken(optimizer)
+        job = (resume, after, checkpoint, str(tmp_path / str(number)), *words(after, optimizer))
         weights = ranks.run(after.world, *job)[0].second
         assert max(float((weights[name] - weight).abs().max()) for name, weight in expected.items()) <= 1e-12
-
-
-@cache
-def saved_once(layout: Layout, optimizer: str, folders: pytest.TempPathFactory) -> Path:
-    folder = folders.mktemp("saved")
-    Ranks().run(layout.world, save, layout, str(folder), 1, *words(layout, optimizer))
-    return folder / CHECKPOINT
 
 
 @cache
