@@ -93,6 +93,8 @@ def writing(target: Path) -> Iterator[None]:
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of any command that SIGINT ends."""
+_OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
+"""Errors of a path that cannot even be asked about, which a user gave. All others of the system are faults of ours."""
 PATIENCE_SECONDS = 30.0
 """The launcher ends all processes as soon as one has failed, so the others give the first one time to say why."""
 
@@ -108,12 +110,11 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
     try:
         action()
     except (UserError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and (error.filename is None or error.errno not in _OF_A_PATH):
             raise
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(PATIENCE_SECONDS)
-        # a path that cannot even be asked about: a name that is too long, a folder that is closed to this user
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"{says}: {printable(text)}", file=sys.stderr, flush=True)
         return 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pangu.collectives.reduce import all_reduce
+from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.config.errors import UserError
 from pangu.data.batch import Batch
 from pangu.evaluation.loaded import LoadedModel
@@ -205,3 +205,13 @@ def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> T
     places = torch.searchsorted(totals, chances[:, None] * totals[:, -1:], right=True)
     # scores that are not finite have no place
     return ids.gather(1, places.clamp(max=totals.shape[1] - 1))[:, 0]
+
+
+def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+    """As `generate`, called by all ranks of all replicas together, with the same prompts; all get all texts."""
+    mesh = model.mesh
+    # with sharded weights (in training) replicas compute in step: each draws everything
+    replicas = 1 if mesh.layout.zero == 3 else mesh.layout.data
+    mine = generate(model, prompts[mesh.at.data % replicas :: replicas], sampling)
+    shares = gather_objects(mine, mesh.group("data"))
+    return [shares[place % replicas][place // replicas] for place in range(len(prompts))]

@@ -22,11 +22,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pangu.config.errors import UserError, exit_status
-from pangu.evaluation.generation import Sampling
+from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.loaded import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import Span, score
-from pangu.evaluation.sharing import generate_shared
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -19,7 +19,6 @@ from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import newest_checkpoint, trained_model
 from pangu.checkpoint.run_tokenizer import kept_tokenizer
 from pangu.checkpoint.weights import load_weights
-from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.config.architecture import find_problems
@@ -29,7 +28,6 @@ from pangu.config.model import ModelConfig
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.builder import Builder
-from pangu.layers.deferred import WeightGradients
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernels import attention_kernels
@@ -83,16 +81,7 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
     model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
     found.fill(_slices(model, table, DTYPES[compute], mesh.device))
-    runner = Runner(
-        model,
-        chunks,
-        mesh.at.pipeline,
-        f"rank {mesh.rank}, stage {mesh.at.pipeline}",
-        Channels(mesh, forward_only(schedule, 1).lanes) if mesh.layout.pipeline > 1 else None,
-        DTYPES[compute],
-        WeightGradients(),
-        region=region,
-    )
+    runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
     return LoadedModel(
         runner, schedule, mesh, config, found.tokenizer, found.packing["eod"], rows, found.packing["stop"]
     )

@@ -28,7 +28,14 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
-MESSAGES = SENDS | {Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT}
+CONTENTS = {
+    Kind.SEND_ACTIVATION: "activation",
+    Kind.RECV_ACTIVATION: "activation",
+    Kind.SEND_GRADIENT: "gradient",
+    Kind.RECV_GRADIENT: "gradient",
+}
+"""What each message holds."""
+MESSAGES = frozenset(CONTENTS)
 
 
 class Action(NamedTuple):

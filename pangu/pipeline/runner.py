@@ -21,21 +21,15 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.models.block import Carried
 from pangu.models.language_model import LanguageModel
 from pangu.models.parts import Part
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event
 from pangu.pipeline.stages import carried_shapes
+from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
-KINDS = {
-    Kind.SEND_ACTIVATION: "activation",
-    Kind.RECV_ACTIVATION: "activation",
-    Kind.SEND_GRADIENT: "gradient",
-    Kind.RECV_GRADIENT: "gradient",
-}
-"""What a message holds."""
 
 
 class StageError(LocalError):
@@ -101,13 +95,13 @@ class Runner:
     """None with one stage."""
     dtype: torch.dtype
     """Format of the hidden states between chunks."""
-    later: WeightGradients
+    region: TensorRank
+    """This rank's place among those that share this stage's matrices."""
+    later: WeightGradients = field(default_factory=WeightGradients)
     """Where the model's linear layers put weight gradients aside that a schedule computes later."""
     hooks: Hooks = field(default_factory=Hooks)
     events: list[Event] | None = None
     """Filled with what was done and when, if it is a list."""
-    region: TensorRank = field(default_factory=TensorRank)
-    """This rank's place among those that share this stage's matrices."""
     _live: dict[Key, _Live] = field(init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(init=False, repr=False)
     """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
@@ -116,6 +110,15 @@ class Runner:
     _leaving: list[tuple[Action, Message]] = field(init=False, repr=False)
     _began: float = field(init=False, repr=False)
     """When the action that is carried out began to compute."""
+
+    @classmethod
+    def on(
+        cls, mesh: Mesh, model: LanguageModel, parts: Mapping[int, Part], schedule: Schedule, **fields: Any
+    ) -> Runner:
+        """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
+        name = f"rank {mesh.rank}, stage {mesh.at.pipeline}"
+        channels = Channels(mesh, schedule.lanes) if mesh.layout.pipeline > 1 else None
+        return cls(model, parts, mesh.at.pipeline, name, channels, **fields)
 
     def run(
         self,
@@ -258,7 +261,7 @@ class Runner:
         self._leaving = [(sent, message) for sent, message in self._leaving if not message.is_done]
 
     def _send(self, action: Action) -> None:
-        kind = KINDS[action.kind]
+        kind = CONTENTS[action.kind]
         tensors = self._made.pop((kind, *_key(action)))
         assert self.channels is not None
         assert action.peer is not None
@@ -266,7 +269,7 @@ class Runner:
             self._leaving.append((action, self.channels.send(kind, tensors, action.peer)))
 
     def _receive(self, action: Action, batches: Sequence[Batch]) -> None:
-        kind, (chunk, micro) = KINDS[action.kind], _key(action)
+        kind, (chunk, micro) = CONTENTS[action.kind], _key(action)
         assert self.channels is not None
         assert action.peer is not None
         rows, length = batches[micro].tokens.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pangu.pipeline.actions import SENDS, Action, Kind
+from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
 from pangu.pipeline.orders import SCHEDULES, Order, Step
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
@@ -38,7 +38,7 @@ class Schedule:
     def lanes(self) -> list[tuple[str, int, int]]:
         """Kind, source and target stage of all messages of a step, each once."""
         found = {
-            ("activation" if action.kind is Kind.SEND_ACTIVATION else "gradient", stage, action.peer)
+            (CONTENTS[action.kind], stage, action.peer)
             for stage, actions in enumerate(self.actions)
             for action in actions
             if action.kind in SENDS and action.peer is not None

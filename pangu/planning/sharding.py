@@ -30,7 +30,7 @@ from pangu.layers.linear import (
     VocabParallelEmbedding,
 )
 from pangu.models.language_model import LanguageModel, build_model
-from pangu.planning.states import BYTES
+from pangu.planning.states import BYTES, sum_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import Placement
 
@@ -198,18 +198,13 @@ def step_messages(config: RunConfig, parts: Sequence[Part], ranks: int) -> list[
     partial = sum(math.prod(weight.shape) for weight in weights if weight.partial)
     # of those that LAMB does not scale as well: every sum of squares has a place for each tensor
     squares = 2 * len(weights) if isinstance(config.optimizer, LambConfig) else 0
-    wide = _wide(config)
+    wide = sum_bytes(config)
     sent = [
         ("gradients", partial, wide, "sum of the gradients of what every rank holds whole"),
-        ("clip norm", 2, 8, "squared norm of the gradient, and the loss"),
+        ("clip norm", 2, 8, "squared norm of the gradient, and the loss, over all ranks of the run"),
         ("LAMB", squares, wide, "squared norms of each weight and of its update"),
     ]
     return [Message(place, ALL_REDUCE, STEP, why, 1, numbers, width) for place, numbers, width, why in sent if numbers]
-
-
-def _wide(config: RunConfig) -> int:
-    """Bytes of a number of the loss and of the gradient sums."""
-    return max(4, BYTES[config.precision.compute])
 
 
 def _part_name(name: str) -> str:
@@ -314,7 +309,7 @@ def _loss(config: RunConfig, region: TensorRegion) -> Iterator[Message]:
     # a chunk is computed again in backward, its messages included
     for phase in (FORWARD, RECOMPUTE) if config.loss.chunk else (FORWARD,):
         for numbers, why in ((1, "largest logit of each token"), (2, "label's logit and sum of exponentials")):
-            yield Message("loss", ALL_REDUCE, phase, why, chunks, numbers * tokens, _wide(config))
+            yield Message("loss", ALL_REDUCE, phase, why, chunks, numbers * tokens, sum_bytes(config))
 
 
 def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: TensorRegion, ranks: int) -> Weight:

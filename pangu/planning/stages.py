@@ -11,7 +11,7 @@ from pangu.models.parts import Part, place_tensors
 from pangu.pipeline.actions import SENDS, Action
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages, carried_shapes
-from pangu.planning.states import BYTES
+from pangu.planning.states import BYTES, sum_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 
@@ -62,6 +62,6 @@ def _sent(
     shapes = carried_shapes(config.model, rank, config.batch.micro_size, length, length)
     message = size * sum(math.prod(shape) for shape in shapes)
     peers = Counter(action.peer for action in actions if action.kind in SENDS and action.micro == 0)
-    wide = max(4, size)
+    wide = sum_bytes(config)
     shared = {entry.name: wide * math.prod(entry.local_shape) for entry in table if entry.shared is not None}
     return {peer: count * message for peer, count in peers.items() if peer is not None}, shared

@@ -21,7 +21,7 @@ from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import TensorRank
-from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, group_parameters, trained_regions
+from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, divide, trained_regions
 
 if TYPE_CHECKING:  # a plan is made without torch
     from torch import Tensor
@@ -44,6 +44,11 @@ PURPOSES = {
 """What each of a unit's buffers is for."""
 HOST = " on the host"
 GATHERED, UNDER_WAY = "gathered weights", "whole gradients"
+
+
+def sum_bytes(config: RunConfig) -> int:
+    """Bytes of a number of the loss, of sums of gradients and of master weights: fp32, in fp64 fp64."""
+    return max(4, BYTES[config.precision.compute])
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +86,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     at = layout.coordinates(rank)
     sharding = Sharding.of(layout, at.data, config.memory.offload)
     units, uses, learning = _plan_units(config, layout, rank, stages, sharding)
-    narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
+    narrow, wide = BYTES[config.precision.compute], sum_bytes(config)
     message = 2 if config.precision.reduce == "bf16" else wide
     accumulation = config.batch.global_size // (config.batch.micro_size * layout.data)
     each = stages.schedule.reduce_each
@@ -152,9 +157,8 @@ def _plan_units(
     numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
     frozen = frozen_parameters(config.train.frozen, table)
     used = {chunk: regions(config.model, table, part) for chunk, part in parts.items()}
-    units: list[UnitPlan] = []
-    unit_of: dict[str, UnitPlan] = {}
-    for chunk, names, trained in group_parameters(table, used, config.parallel.bucket_bytes, frozen):
+
+    def make(chunk: int, names: list[str], trained: bool) -> UnitPlan:
         padded = sharding.padded(sum(numel[name] for name in names))
         own, begin, kept = sharding.own(padded), 0, 0
         for name in names:
@@ -162,17 +166,14 @@ def _plan_units(
                 start = begin + entry.offset
                 kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
             begin += numel[name]
-        units.append(UnitPlan(chunk, trained, padded, kept))
-        unit_of |= dict.fromkeys(names, units[-1])
-    uses = {
-        chunk: {name: list(dict.fromkeys(unit_of[p] for p in parameters)) for name, parameters in names.items()}
-        for chunk, names in used.items()
-    }
+        return UnitPlan(chunk, trained, padded, kept)
+
+    units, uses = divide(table, used, config.parallel.bucket_bytes, frozen, make)
     return units, uses, trained_regions(used, frozen)
 
 
 def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
-    narrow, wide = BYTES[config.precision.compute], max(4, BYTES[config.precision.compute])
+    narrow, wide = BYTES[config.precision.compute], sum_bytes(config)
     moment = 2 if config.optimizer.moments == "bf16" else wide
     total: Counter[str] = Counter()
     for unit in units:

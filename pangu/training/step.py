@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.collectives.messages import Channels
 from pangu.collectives.reduce import gather_objects, sum_of
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
@@ -106,16 +105,15 @@ class Trainer:
         self.doing = "starting"
         """What this rank is at, for messages."""
         weights, gradients = self.parameters.weights, self.parameters.gradients
-        self.runner = Runner(
+        self.runner = Runner.on(
+            mesh,
             model,
             chunks,
-            mesh.at.pipeline,
-            f"rank {mesh.rank}, stage {mesh.at.pipeline}",
-            Channels(mesh, stages.schedule.lanes) if mesh.layout.pipeline > 1 else None,
-            policy.dtype,
-            later or WeightGradients(),
-            Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
+            stages.schedule,
+            dtype=policy.dtype,
             region=TensorRegion.of(mesh),
+            later=later or WeightGradients(),
+            hooks=Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
         )
 
     @property
@@ -142,7 +140,7 @@ class Trainer:
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
-        self.doing = "adding up the loss"
+        self.doing = "adding up loss and norm"
         norm, loss = self.parameters.norm_and_loss(torch.stack(losses).double().sum() if losses else None)
         self.doing = "updating weights"
         return self._update(loss * per_token, norm / self.loss_scale.scale)

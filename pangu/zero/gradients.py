@@ -66,7 +66,7 @@ class GradientSum:
         self,
         chunks: Mapping[int, Sequence[Unit]],
         groups: Groups,
-        each_micro_batch: bool,
+        reduce_each: bool,
         overlap: bool = True,
         message: torch.dtype | None = None,
     ) -> None:
@@ -75,14 +75,14 @@ class GradientSum:
             chunks: units of each chunk of this stage, in the order of the forward pass. Those under -1 belong to
                 several chunks and are sent at the end of the step.
             groups: who takes part.
-            each_micro_batch: `reduce` is called after each micro-batch, so that no whole gradients are kept (ZeRO-2 and
+            reduce_each: `reduce` is called after each micro-batch, so that no whole gradients are kept (ZeRO-2 and
                 3), rather than once per step.
             overlap: false: wait for each reduction at once.
             message: format in which gradients are sent and added up over replicas; None: that of the sums.
         """
         self.units = {chunk: list(reversed(units)) for chunk, units in chunks.items()}
         self.groups = groups
-        self.each = each_micro_batch
+        self.reduce_each = reduce_each
         self.overlap = overlap
         self._message = message if groups.data is not None else None
         everything = [unit for units in self.units.values() for unit in units]
@@ -176,7 +176,7 @@ class GradientSum:
     def _send(self, chunk: int, stop: int) -> None:
         start = self._unsent.get(chunk, 0)
         for unit in self.units.get(chunk, [])[start:stop]:
-            if self.each:
+            if self.reduce_each:
                 self._reap(IN_FLIGHT - 1)
             self._sent.append(self._start(unit))
             if not self.overlap:
@@ -192,7 +192,7 @@ class GradientSum:
             part = unit.grad.to(message)
             return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data, groups.ways))
         total = unit.total.to(message)
-        in_place = not self.each and message == unit.grad.dtype
+        in_place = not self.reduce_each and message == unit.grad.dtype
         part = unit.grad if in_place else torch.empty_like(unit.grad, dtype=message)
         if unit.sharding.stage >= 2:
             unit.total = None
@@ -207,7 +207,7 @@ class GradientSum:
                 sent.work.wait()
             if unit.sharding.size > 1:
                 all_reduce(part, self.groups.copies)
-            if self.each:
+            if self.reduce_each:
                 unit.grad.add_(part)
             elif part is not unit.grad:
                 unit.grad.copy_(part)

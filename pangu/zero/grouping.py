@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
 
+U = TypeVar("U")
 ALIGNMENT = 32
 """Shares begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
 IN_FLIGHT = 2
@@ -91,6 +93,27 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -
 
 Regions = Mapping[int, Mapping[str, Sequence[str]]]
 """Chunk -> region -> the parameters that it uses."""
+
+
+def divide(
+    table: PlacementTable,
+    regions: Regions,
+    bucket: float,
+    frozen: Collection[str],
+    make: Callable[[int, list[str], bool], U],
+) -> tuple[list[U], dict[int, dict[str, list[U]]]]:
+    """A rank's units, each made of its chunk, its parameters and whether these are trained, and chunk -> region -> the
+    units that the region uses."""
+    units: list[U] = []
+    unit_of: dict[str, U] = {}
+    for chunk, names, trained in group_parameters(table, regions, bucket, frozen):
+        units.append(make(chunk, names, trained))
+        unit_of |= dict.fromkeys(names, units[-1])
+    uses = {
+        chunk: {region: list(dict.fromkeys(unit_of[name] for name in names)) for region, names in of_chunk.items()}
+        for chunk, of_chunk in regions.items()
+    }
+    return units, uses
 
 
 def group_parameters(

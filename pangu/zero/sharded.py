@@ -14,7 +14,7 @@ from pangu.models.parts import Part, regions
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.gradients import GradientSum, Groups
-from pangu.zero.grouping import Sharding, group_parameters, trained_regions
+from pangu.zero.grouping import Sharding, divide, trained_regions
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.parameters import Weights
 from pangu.zero.units import Piece, Unit
@@ -59,26 +59,23 @@ class ShardedParameters:
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
         uses = {chunk: regions(model.config, table, part) for chunk, part in chunks.items()}
-        units: dict[int, list[Unit]] = {}
-        unit_of: dict[str, Unit] = {}
-        for chunk, names, trained in group_parameters(table, uses, policy.bucket_bytes, policy.frozen):
+        trained_of: dict[int, list[Unit]] = {}
+
+        def make(chunk: int, names: list[str], trained: bool) -> Unit:
             unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
-            unit_of |= dict.fromkeys(names, unit)
             if trained:
-                units.setdefault(chunk, []).append(unit)
-        self.units = list(dict.fromkeys(unit_of.values()))
+                trained_of.setdefault(chunk, []).append(unit)
+            return unit
+
+        self.units, used = divide(table, uses, policy.bucket_bytes, policy.frozen, make)
         self.trained = [unit for unit in self.units if unit.trained]
-        self.gradients = GradientSum(units, self.groups, policy.reduce_each, policy.overlap, policy.message)
+        self.gradients = GradientSum(trained_of, self.groups, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
         self._lane = Lane(mesh.device if sharding.offload else torch.device("cpu"))
         self.offload = sharding.offload
         self.weights = Weights(
-            {
-                name: list(dict.fromkeys(unit_of[parameter] for parameter in parameters))
-                for used in uses.values()
-                for name, parameters in used.items()
-            },
-            {chunk: list(used) for chunk, used in uses.items()},
+            {name: units for of_chunk in used.values() for name, units in of_chunk.items()},
+            {chunk: list(names) for chunk, names in uses.items()},
             mesh.group("gather"),
             trained_regions(uses, policy.frozen),
             self._lane,

@@ -41,7 +41,7 @@ def run_changed(folder: Path, code: list[str], *words: str) -> Program:
     return run_ranks(2, run_script, str(script), *QUIET, *words, f"train.output={folder / 'run'}", timeout=200)
 
 
-@pytest.mark.parametrize(("sleeps", "doing"), [("step", "counting target tokens"), ("loss", "adding up the loss")])
+@pytest.mark.parametrize(("sleeps", "doing"), [("step", "counting target tokens"), ("loss", "adding up loss and norm")])
 def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(tmp_path: Path, sleeps: str, doing: str) -> None:
     code = ["if RANK == 1 and trainer.step == 2:"]
     if sleeps == "step":

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pangu.collectives.reduce import answered
 from pangu.config.errors import LocalError
 from pangu.pipeline import theory
-from pangu.pipeline.actions import Action
-from pangu.pipeline.runner import KINDS, Runner, StageError, _key
+from pangu.pipeline.actions import CONTENTS, Action
+from pangu.pipeline.runner import Runner, StageError, _key
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from tests.parallel.harness import small_trainer
@@ -60,7 +60,7 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
     send, take, let_go = Runner._send, Runner._take, Runner._let_go
 
     def recorded(self: Runner, action: Action) -> None:
-        key = KINDS[action.kind], *_key(action)
+        key = CONTENTS[action.kind], *_key(action)
         sent[key] = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._made[key]]
         send(self, action)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pangu.config.errors import UserError
-from pangu.evaluation.generation import Sampling
+from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.loaded import LoadedModel
 from pangu.evaluation.scoring import Score, score
-from pangu.evaluation.sharing import generate_shared
 from pangu.evaluation.tasks.prompts import Prompts, Setup, chosen
 from pangu.evaluation.tasks.readers import find, of_the_benchmark
 from pangu.evaluation.tasks.task import SLOT, Item, Task
