@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def pretrain(configs: Path) -> None:
         configs: absolute path of the folder with base.yaml.
     """
     words = sys.argv[1:]
-    shows = "--cfg job" in " ".join(words)
-    overrides = [word for word in words if not shows or word not in ("--cfg", "job")]
+    place = next((n for n, pair in enumerate(pairwise(words)) if pair in (("--cfg", "job"), ("-c", "job"))), None)
+    overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def task(composed: DictConfig) -> None:
         _end(lambda: _run(_plain(composed)))
@@ -36,7 +37,7 @@ def pretrain(configs: Path) -> None:
         # all other options are Hydra's: --info, --multirun
         hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
     else:
-        action = _show if shows else _run
+        action = _run if place is None else _show
         _end(lambda: action(compose(configs, overrides)))
 
 

@@ -58,6 +58,7 @@ def test_the_composed_configuration_is_shown_unless_it_has_keys_that_are_none() 
     values = yaml.safe_load(shown.stdout)
     assert values["model"]["layers"] == 3
     assert values["data"]["folder"] == values["train"]["output"]
+    assert "  output: job\n" in called("pretrain", "-c", "job", "train.output=job").stdout
     for word in ("model.layer=3", "+model.layer=3"):
         refused = called("pretrain", word, "--cfg", "job")
         assert (refused.returncode, refused.stdout) == (2, "")
