@@ -44,6 +44,7 @@ from pangu.training.closing import closing_words
 from pangu.training.heartbeat import Heartbeat
 from pangu.training.lock import only_run
 from pangu.training.loop import Loop
+from pangu.training.preflight import check_cluster, raise_open_files
 from pangu.training.profile import show
 from pangu.training.requests import Requests
 from pangu.training.saving import begin_with, find_checkpoint, load_checkpoint
@@ -80,12 +81,14 @@ def run(values: Mapping[str, Any]) -> None:
         return
     device = choose_device(config.train.device, launch)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
+    raise_open_files(launch.world)
     mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     try:
         output = Path(config.train.output)
         with ExitStack() as held:
             held.enter_context(answered(mesh, lambda: "before or after training"))
             together(mesh, lambda: make_run_folder(output), here=mesh.is_first)
+            check_cluster(config, mesh)
             together(mesh, lambda: held.enter_context(only_run(output)), here=mesh.is_first)
             requests = Requests(mesh, began, config.train.stop_after_s)
             _train(config, mesh, launch, stages, requests)

@@ -1,0 +1,158 @@
+"""What can be wrong with a cluster, found before a run takes memory: limits, unequal nodes, folders not shared."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import pangu
+from pangu.collectives.reduce import gather_objects
+from pangu.config.errors import LocalError, UserError, writing
+from pangu.config.schema import RunConfig
+from pangu.metrics.devices import device_name
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.together import together
+
+log = logging.getLogger("pangu")
+
+FILES_OF_ITS_OWN = 512
+"""Open files of a process besides its connections: libraries, data, checkpoints, pipes of its workers."""
+CONNECTIONS_PER_PEER = 4
+"""gloo connects each two processes of a group once; a rank meets another one in at most that many groups."""
+SHARED_WITHIN_SECONDS = 10.0
+"""A network file system may show a new file that late."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a rank tells the others about where it runs."""
+
+    host: str
+    device: str
+    versions: str
+    configuration: str
+    """Digest of all keys but the paths, which may differ between nodes."""
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device) -> Node:
+        """This process's."""
+        values = asdict(replace(config, train=replace(config.train, output="")))
+        del values["data"]
+        digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+        versions = f"pangu {pangu.__version__}, torch {torch.__version__}"
+        return cls(socket.gethostname(), device_name(device), versions, digest)
+
+
+def raise_open_files(num_ranks: int) -> None:
+    """Allow this process the files and connections that a run of `num_ranks` needs.
+
+    Raises:
+        LocalError: if the system does not allow as many.
+    """
+    needed = FILES_OF_ITS_OWN + CONNECTIONS_PER_PEER * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard < needed and hard != resource.RLIM_INFINITY:
+        raise LocalError(
+            f"open files on {socket.gethostname()}: at most {hard} are allowed, {num_ranks} processes need about "
+            f"{needed}; `ulimit -Hn {needed}` before the launcher (LimitNOFILE of its service, --ulimit of a "
+            "container) allows them"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def check_cluster(config: RunConfig, mesh: Mesh) -> None:
+    """Compare the nodes of a run. What only makes it slow is a warning.
+
+    Raises:
+        UserError: on every rank, if versions or configurations differ, or if the run folder is not one folder for all.
+    """
+    nodes = gather_objects(Node.of(config, mesh.device), mesh.group("world"))
+    require_equal(nodes)
+    for line in warnings(nodes, mesh.layout):
+        log.warning(line)
+    require_shared(Path(config.train.output), mesh, [node.host for node in nodes])
+
+
+def require_equal(nodes: Sequence[Node]) -> None:
+    """Raises UserError if ranks (`nodes` in rank order) run other versions or another configuration than rank 0."""
+    first = nodes[0]
+    for rank, node in enumerate(nodes):
+        if node.versions != first.versions:
+            raise UserError(
+                f"rank {rank} on {node.host} has {node.versions}, rank 0 on {first.host} has {first.versions}: "
+                "all nodes need the same versions"
+            )
+        if node.configuration != first.configuration:
+            raise UserError(
+                f"rank {rank} on {node.host} was started with another configuration than rank 0 on {first.host}: all "
+                "nodes need the same command and the same configs/ (paths of data and train.output may differ)"
+            )
+
+
+def warnings(nodes: Sequence[Node], layout: Layout) -> list[str]:
+    """What makes a run slow: unequal devices, tensor-parallel groups across nodes. `nodes` in rank order."""
+    lines = []
+    hosts_of: dict[str, str] = {}
+    for node in nodes:
+        hosts_of.setdefault(node.device, node.host)
+    if len(hosts_of) > 1:
+        kinds = ", ".join(f"{device} (on {host})" for device, host in hosts_of.items())
+        lines.append(f"devices differ: {kinds}; every step waits for the slowest")
+    for rank in range(0, layout.world, layout.tensor):
+        hosts = {nodes[peer].host for peer in layout.peers(rank, "tensor")}
+        if len(hosts) > 1:
+            fits = min(sum(node.host == host for node in nodes) for host in hosts)
+            lines.append(
+                f"parallel.tensor = {layout.tensor}: the group of rank {rank} lies on {len(hosts)} nodes "
+                f"({', '.join(sorted(hosts))}), and its messages, several in each layer, cross the network; "
+                f"parallel.tensor up to {fits} stays inside a node"
+            )
+            break
+    return lines
+
+
+def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
+    """Raises UserError on every rank, if a host does not see what rank 0 writes into the run folder."""
+    if len(set(hosts)) == 1:
+        return
+    name = gather_objects(f".shared-{secrets.token_hex(8)}", mesh.group("world"))[0]
+
+    def make() -> None:
+        with writing(output):
+            (output / name).touch()
+
+    together(mesh, make, here=mesh.is_first)
+    try:
+        first_of_host = hosts.index(hosts[mesh.rank]) == mesh.rank
+        seen = together(mesh, lambda: _appears(output / name), here=first_of_host)
+    finally:
+        if mesh.is_first:
+            (output / name).unlink(missing_ok=True)
+    blind = sorted({host for host, sees in zip(hosts, seen, strict=True) if sees is False})
+    if blind:
+        raise UserError(
+            f"train.output = {output}: {', '.join(blind)} does not see what {hosts[0]} writes there, so a checkpoint "
+            "would be in pieces on several nodes; take a folder of a file system that all nodes mount"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file that another node has written shows here in time."""
+    deadline = time.monotonic() + SHARED_WITHIN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
