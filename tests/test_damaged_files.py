@@ -34,7 +34,7 @@ from pangu.data.vocabulary import train_sentencepiece
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 from pangu.training.faults import Watch
 from scripts.generate import read_prompts
 from tests.checkpoint.test_index import FACTS

@@ -17,7 +17,7 @@ from pangu.config.files import open_regular, refuse_links, write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
 from pangu.config.schema import RunConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.config.errors import LocalError
-from pangu.topology.mesh import Mesh, Ways, is_silence
+from pangu.topology.mesh import Algorithms, Mesh, is_silence
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Wo
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
 
-class Waitable(Protocol):
+class Handle(Protocol):
     """Something that a collective is still filling; complete after `wait()`."""
 
     def wait(self) -> Any:
@@ -63,20 +63,24 @@ class _Exchanged:
         self.finish()
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
+def start_all_gather(
+    whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
+) -> Handle | None:
     """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`.
 
     gloo's own way goes round a ring; to exchange takes one step and a copy of the part for each rank.
     """
     if group is None:
         return None
-    if ways.gather == "exchange":
+    if algorithms.gather == "exchange":
         copies = part.expand(dist.get_world_size(group), -1).contiguous()
         return dist.all_to_all_single(whole, copies.view(-1), group=group, async_op=True)
     return _named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
+def start_reduce_scatter(
+    part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
+) -> Handle | None:
     """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
     it; valid after `wait()`.
 
@@ -85,7 +89,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup |
     """
     if group is None:
         return None
-    if ways.scatter == "own":
+    if algorithms.scatter == "own":
         return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
     received = torch.empty_like(whole)
     work = dist.all_to_all_single(received, whole, group=group, async_op=True)
@@ -99,17 +103,17 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup |
     return _Exchanged(work, add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, ways: Ways) -> Waitable | None:
+def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle | None:
     """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
-    if group is None or ways.scatter == "own" or dist.get_world_size(group) == 2:  # a + b = b + a
+    if group is None or algorithms.scatter == "own" or dist.get_world_size(group) == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
     part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
-    scattered = start_reduce_scatter(part, whole, group, ways)
+    scattered = start_reduce_scatter(part, whole, group, algorithms)
     assert isinstance(scattered, _Exchanged)
 
     def join() -> None:
         scattered.finish()
-        gathered = start_all_gather(whole, part, group, ways)
+        gathered = start_all_gather(whole, part, group, algorithms)
         assert gathered is not None
         gathered.wait()
 

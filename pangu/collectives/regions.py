@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import Waitable, start_all_gather, start_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Mesh, Ways
+from pangu.collectives.reduce import Handle, start_all_gather, start_all_reduce, start_reduce_scatter
+from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import TensorRank
 
 
@@ -27,14 +27,14 @@ class TensorRegion(TensorRank):
     chunks: int = 1
     """Parts that a product with a matrix is cut into, to hide the communication of one behind the product of another;
     fewer where the sequence is shorter."""
-    ways: Ways = field(default_factory=Ways)
+    algorithms: Algorithms = field(default_factory=Algorithms)
     """How the sequence is gathered and summed."""
 
     @classmethod
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
         """The region of a live mesh."""
         at, layout = mesh.at, mesh.layout
-        return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.ways)
+        return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.algorithms)
 
     def local_sequence(self, x: Tensor) -> Tensor:
         """The part of `x` [sequence, ...] that this rank holds under sequence parallelism; all of it otherwise. Not
@@ -47,7 +47,7 @@ class Pending:
     """A tensor that a collective is still filling."""
 
     tensor: Tensor
-    work: Waitable | None
+    work: Handle | None
     """None: the tensor is complete."""
 
     def wait(self) -> Tensor:
@@ -62,7 +62,7 @@ def start_gather(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, None)
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    return Pending(whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.ways))
+    return Pending(whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.algorithms))
 
 
 def start_sum(x: Tensor, region: TensorRegion) -> Pending:
@@ -71,7 +71,7 @@ def start_sum(x: Tensor, region: TensorRegion) -> Pending:
     if not region.slices_sequence:
         return Pending(x, start_all_reduce(x, region.group))
     part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-    return Pending(part, start_reduce_scatter(part.view(-1), x.view(-1), region.group, region.ways))
+    return Pending(part, start_reduce_scatter(part.view(-1), x.view(-1), region.group, region.algorithms))
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:

@@ -13,7 +13,7 @@ from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.config.errors import UserError
 from pangu.data.batch import Batch
 from pangu.evaluation.loaded import LoadedModel
-from pangu.layers.cache import Cache
+from pangu.layers.cache import KVCache
 from pangu.pipeline.schedule import forward_only
 from pangu.topology.random import generator, random_key
 
@@ -152,7 +152,7 @@ class Reader:
         # sequence parallelism deals tokens to ranks: what they do not divide is filled up behind the text, where a
         # causal model does not look, and what the cache has of that is replaced by the next token
         self._slices = model.runner.region.num_slices
-        self._cache = Cache(self.longest + more + self._slices)
+        self._cache = KVCache(self.longest + more + self._slices)
         self._begins = torch.tensor([self.longest - length for length in lengths], device=model.mesh.device)[:, None]
         self._forward = forward_only(model.schedule, 1)
         self._read = 0

@@ -32,7 +32,7 @@ from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import LanguageModel, Options, build_model
-from pangu.models.parts import Part, logical_shapes
+from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
 from pangu.pipeline.stages import cut
@@ -138,7 +138,7 @@ def _checkpoint(path: Path) -> Path:
     return newest
 
 
-def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[Part, ...]]:
+def _stages(config: ModelConfig, mesh: Mesh) -> tuple[Schedule, tuple[ModelPart, ...]]:
     """One chunk of layers for each stage. Raises ConfigError if the layout does not fit the model."""
     layout = mesh.layout
     problems = list(shared_matrices(config, layout.tensor))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import Heads, Kernel
+from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.recompute import checkpointed
 
 
@@ -34,13 +34,13 @@ class AttentionCore(nn.Module):
         self.dropout = Dropout(build, dropout_probability, "probabilities", batch_dim=0, shared_dim=shared)
 
     def forward(
-        self, heads: Heads, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
+        self, heads: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Arguments and results as of `Kernel`; scores are returned only if they are passed on."""
         return checkpointed(self._compute, heads, kernel, keys, below, on=self.recompute)
 
     def _compute(
-        self, heads: Heads, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         output, scores = kernel(heads, self.dropout, keys, below)
         assert scores is not None or not self.residual_scores

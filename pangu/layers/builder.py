@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
-from pangu.layers.deferred import WeightGradients
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.topology.placement import Placement, PlacementTable
 
 
@@ -24,7 +24,7 @@ class Builder:
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
     """The ranks that share the matrices. Layers read it; models only pass it on."""
-    later: WeightGradients | None = None
+    weight_gradients: WeightGradientStore | None = None
     """Where backward may put the gradients of matrices aside."""
 
     def at(self, name: object) -> Builder:

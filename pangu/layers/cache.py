@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pangu.layers.kernels import Heads
+from pangu.layers.kernels import QKV
 
 
-class Cache:
+class KVCache:
     """What the attention layers of one rank keep of the tokens of one micro-batch."""
 
     def __init__(self, room: int) -> None:
@@ -19,7 +19,7 @@ class Cache:
         self._kept: dict[nn.Module, list[Tensor]] = {}
         """By layer, keys and values: [batch, heads, room, head size]."""
 
-    def extended(self, layer: nn.Module, heads: Heads, first: int) -> Heads:
+    def append(self, layer: nn.Module, heads: QKV, first: int) -> QKV:
         """Keep the keys and values of some tokens of a layer.
 
         Args:
@@ -38,4 +38,4 @@ class Cache:
         for kept, part in zip(self._kept[layer], here, strict=True):
             kept[:, :, first:stop] = part
         key, value = (kept[:, :, :stop] for kept in self._kept[layer])
-        return Heads(heads.query, key, value)
+        return QKV(heads.query, key, value)

@@ -10,8 +10,8 @@ import torch
 from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.biases import Bias
 from pangu.layers.builder import Builder
-from pangu.layers.fp32_products import random
-from pangu.layers.kernels import KERNELS, Heads, Terms
+from pangu.layers.fp32_matmul import random
+from pangu.layers.kernels import KERNELS, QKV, MaskAndBias
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 
@@ -51,14 +51,14 @@ class AttentionShape:
         return smaller, self.work / smaller.work
 
 
-def attention_pass(
+def attention_trial(
     kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, backward: bool = True
 ) -> Callable[[], object]:
     """Forward, and backward unless it is not asked for, of one layer's attention, on numbers of its own."""
     length, size = shape.sequence, shape.head_size
     widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))
-    heads = Heads(*(split_heads(part, size) for part in joined.requires_grad_(backward).split(widths, -1)))
+    heads = QKV(*(split_heads(part, size) for part in joined.requires_grad_(backward).split(widths, -1)))
     documents = None
     if shape.documents:
         documents = torch.zeros(shape.rows, length, dtype=torch.int64, device=device)
@@ -68,7 +68,7 @@ def attention_pass(
         (distances,) = random(device, torch.promote_types(dtype, torch.float32), (length, shape.heads))
         bias = Bias(distances)
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    compute = KERNELS[kernel](Terms(AttentionMask(documents, shape.window), bias, length, dtype, device))
+    compute = KERNELS[kernel](MaskAndBias(AttentionMask(documents, shape.window), bias, length, dtype, device))
 
     def once() -> object:
         output, _ = core(heads, compute, None)

@@ -27,7 +27,7 @@ from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.masks import AttentionMask
 
 
-class Heads(NamedTuple):
+class QKV(NamedTuple):
     """What a layer attends with."""
 
     query: Tensor
@@ -43,16 +43,16 @@ class Heads(NamedTuple):
         """True if several query heads share a key head."""
         return self.query.shape[1] != self.key.shape[1]
 
-    def ungrouped(self) -> Heads:
+    def ungrouped(self) -> QKV:
         """The same with keys and values repeated, so that every query head has its own."""
         if not self.grouped:
             return self
         repeats = self.query.shape[1] // self.key.shape[1]
-        return Heads(self.query, *(part.repeat_interleave(repeats, dim=1) for part in (self.key, self.value)))
+        return QKV(self.query, *(part.repeat_interleave(repeats, dim=1) for part in (self.key, self.value)))
 
 
 @dataclass(frozen=True)
-class Terms:
+class MaskAndBias:
     """What the scores of one pass over a micro-batch are subject to."""
 
     mask: AttentionMask
@@ -78,11 +78,11 @@ class Terms:
 class Kernel(Protocol):
     """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         """Compute what all layers share."""
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -100,11 +100,11 @@ class Kernel(Protocol):
 class Reference:
     """Explicit scores and a softmax in fp32 (fp64 in fp64)."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.added = terms.added(torch.promote_types(terms.dtype, torch.float32))
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = heads.ungrouped()
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
@@ -117,7 +117,7 @@ class Reference:
 class Sdpa:
     """torch's scaled_dot_product_attention."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.mask: Tensor | None = None
         if terms.bias is not None:
             self.mask = terms.added(terms.dtype)
@@ -125,7 +125,7 @@ class Sdpa:
             self.mask = terms.allowed()
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         # with a mask, no fused kernel reads grouped heads as they are
         parts = heads if self.mask is None else heads.ungrouped()
@@ -144,12 +144,12 @@ class Blocked:
 
     fused_forward = False
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.causal = terms.mask.is_plain_causal
         self.forbidden = ~terms.allowed()
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return blocked_attention(
             *heads.ungrouped(), self.forbidden, causal=self.causal, fused_forward=self.fused_forward
@@ -168,7 +168,7 @@ class Flex:
     It cannot drop probabilities, and on a CPU it has no backward pass.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         mask, length = terms.mask, terms.length
         rows = None if mask.documents is None else mask.documents.shape[0]
         self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
@@ -176,7 +176,7 @@ class Flex:
         self.compute = _flex(compiled=terms.device.type != "cpu")
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.compute(*heads, self.score, self.blocks, enable_gqa=heads.grouped), None
 
@@ -192,7 +192,7 @@ def _flex(compiled: bool) -> Callable[..., Any]:
 class FlashAttn:
     """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of their own lengths."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.package = _flash_attn()
         self.segments = terms.mask.segments()
         # keys to the left and to the right of a query; -1: all
@@ -200,7 +200,7 @@ class FlashAttn:
         self.slopes = None if terms.bias is None else terms.bias.slopes
 
     def __call__(
-        self, heads: Heads, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         options = {
             "dropout_p": dropout.in_kernel(keys),

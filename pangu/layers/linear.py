@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, leave
 from pangu.layers.builder import Builder
-from pangu.layers.products import column_product, lookup, row_product
+from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
 
 
 class ColumnParallelLinear(nn.Module):
@@ -51,7 +51,7 @@ class ColumnParallelLinear(nn.Module):
         projections = build.held(f"{name}.weight")
         assert all(projection.shape[0] % build.region.size == 0 for projection in projections), projections
         self.region = TensorRegion() if from_table else build.region
-        self.later = build.later
+        self.weight_gradients = build.weight_gradients
         self.widths = [projection.local_shape[0] for projection in projections]
         """Of each projection in the result."""
         self.weight = build.parameter(f"{name}.weight")
@@ -59,7 +59,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
-        return column_product(x, self.weight, self.bias, self.region, self.later)
+        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.weight_gradients)
 
 
 class RowParallelLinear(nn.Module):
@@ -71,13 +71,13 @@ class RowParallelLinear(nn.Module):
         (matrix,) = build.held(f"{name}.weight")
         assert matrix.shape[1] % build.region.size == 0, matrix
         self.region = build.region
-        self.later = build.later
+        self.weight_gradients = build.weight_gradients
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
-        return row_product(x, self.weight, self.bias, self.region, self.later)
+        return row_parallel_matmul(x, self.weight, self.bias, self.region, self.weight_gradients)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -91,17 +91,17 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         (table,) = build.held(f"{name}.weight")
         self.region = build.region
-        self.later = build.later
+        self.weight_gradients = build.weight_gradients
         self.rows = table.shape[0]
         self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
         if self.region.size == 1:
-            return lookup(ids, self.weight, self.later)
+            return lookup(ids, self.weight, self.weight_gradients)
         start, stop = self.region.bounds(self.rows)
         elsewhere = (ids < start) | (ids >= stop)
-        found = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.later)
+        found = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.weight_gradients)
         return leave(found.masked_fill(elsewhere[..., None], 0.0), self.region)
 
 

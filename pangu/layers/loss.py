@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pangu.collectives.reduce import all_reduce, largest
 from pangu.collectives.regions import TensorRegion, enter, gather_last
 from pangu.layers.builder import Builder
-from pangu.layers.products import ALONE, column_product
 from pangu.layers.recompute import checkpointed
+from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 
 
 class _VocabParallelLoss(Function):
@@ -97,7 +97,7 @@ class Head(nn.Module):
         """
         super().__init__()
         self.region = build.region
-        self.later = build.later
+        self.weight_gradients = build.weight_gradients
         self.vocab = vocab
         self.chunk = chunk
         self.weight = build.optional("head.weight")
@@ -158,6 +158,6 @@ class Head(nn.Module):
     def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of weighted losses of some tokens: tokens [n, width], labels and weights [n]."""
         # the states are whole already
-        logits = column_product(tokens, table, None, ALONE, self.later)
+        logits = column_parallel_matmul(tokens, table, None, ALONE, self.weight_gradients)
         losses = _VocabParallelLoss.apply(logits, labels, self.region, self.vocab)
         return (losses * weights).sum()

@@ -39,7 +39,7 @@ class Offload:
             resident: addresses of memory that stays there anyway, that of the parameters.
         """
         self._resident = resident
-        self._lane = Lane(device)
+        self._lane = CopyStream(device)
         self._layer = _Layer(self._lane, None)
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -64,7 +64,7 @@ class Offload:
         self._layer = _Layer(self._lane, self._layer)
 
 
-class Lane:
+class CopyStream:
     """The stream of copies to and from the host; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class _Moved:
 class _Layer:
     """What one layer has moved."""
 
-    def __init__(self, lane: Lane, before: _Layer | None) -> None:
+    def __init__(self, lane: CopyStream, before: _Layer | None) -> None:
         self.before = before
         self.copied: torch.Event | None = None
         self._returned: torch.Event | None = None

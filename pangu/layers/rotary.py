@@ -10,7 +10,7 @@ from torch import Tensor
 from pangu.config.model import RopeScaling
 
 
-class Rotation:
+class RotaryEmbedding:
     """The turn of every position: made once for a micro-batch, applied in every layer.
 
     Element i is paired with i + size / 2, as in GPT-NeoX and transformers' Llama; the paper pairs neighbours, which is

@@ -18,7 +18,7 @@ SURE = 2
 HOPELESS = 2.0
 """A way is hopeless if it takes so many times as long as the fastest."""
 TIE = 1.03
-"""Ways whose times differ by no more than this factor are equally fast."""
+"""Algorithms whose times differ by no more than this factor are equally fast."""
 
 
 def time_ways(

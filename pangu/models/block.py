@@ -14,12 +14,12 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore, merge_heads, split_heads
 from pangu.layers.builder import Builder
-from pangu.layers.cache import Cache
+from pangu.layers.cache import KVCache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.kernels import Heads, Kernel
+from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed
-from pangu.layers.rotary import Rotation
+from pangu.layers.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardContext:
     """What one pass over a micro-batch carries beside the hidden states."""
 
     kernel: Kernel
@@ -59,9 +59,9 @@ class Pass:
     """Keys of the dropout masks; None in evaluation."""
     saved: SavedTensors
     """What becomes of what the layers save for backward."""
-    rotation: Rotation | None = None
+    rotation: RotaryEmbedding | None = None
     """Turns queries and keys by their positions; None if positions enter otherwise."""
-    cache: Cache | None = None
+    cache: KVCache | None = None
     """Keys and values of the tokens before these and, from now on, of these; None if a pass has all tokens."""
     first: int = 0
     """Tokens before these."""
@@ -70,12 +70,12 @@ class Pass:
         """Queries or keys [batch, heads, sequence, size], turned if the model does that."""
         return heads if self.rotation is None else self.rotation(heads)
 
-    def with_cached(self, layer: nn.Module, heads: Heads) -> Heads:
+    def with_cached(self, layer: nn.Module, heads: QKV) -> QKV:
         """The queries of these tokens with the keys and values of all tokens so far."""
-        return heads if self.cache is None else self.cache.extended(layer, heads, self.first)
+        return heads if self.cache is None else self.cache.append(layer, heads, self.first)
 
 
-class Carried(NamedTuple):
+class HiddenStates(NamedTuple):
     """All that one layer hands to the next."""
 
     hidden: Tensor
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         again = "attention" in options.recompute_parts
         self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
 
-    def forward(self, x: Tensor, run: Pass, below: Tensor | None, queries: Tensor | None) -> Carried:
+    def forward(self, x: Tensor, run: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
         """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on; queries: position
         vectors (of all positions) [sequence, batch, hidden], for the query layer."""
         if queries is None:
@@ -136,9 +136,9 @@ class Attention(nn.Module):
         query, key, value = (split_heads(part, self.head_size) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        heads = run.with_cached(self, Heads(run.turned(query), run.turned(key), value))
+        heads = run.with_cached(self, QKV(run.turned(query), run.turned(key), value))
         context, scores = self.core(heads, run.kernel, run.keys, below)
-        return Carried(self.output(merge_heads(context)), scores)
+        return HiddenStates(self.output(merge_heads(context)), scores)
 
 
 class FeedForward(nn.Module):
@@ -179,7 +179,7 @@ class Block(nn.Module):
         self.post_norm = config.norm_placement == "post"
         self.recompute_norm = "norm" in options.recompute_parts
 
-    def forward(self, carried: Carried, run: Pass, queries: Tensor | None) -> Carried:
+    def forward(self, carried: HiddenStates, run: ForwardContext, queries: Tensor | None) -> HiddenStates:
         """What the layer below hands over -> what this one does; `queries` as in `Attention`."""
         x, below = carried
         if self.post_norm:
@@ -189,7 +189,7 @@ class Block(nn.Module):
             # the other norm's output is the layer's, which full recompute keeps as well
             with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
                 change = self.mlp(normed)
-            return Carried(self.mlp_norm(normed + self.mlp_dropout(change, run.keys)), scores)
+            return HiddenStates(self.mlp_norm(normed + self.mlp_dropout(change, run.keys)), scores)
         normed = self.attention_norm(x)
         with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
             attended, scores = self.attention(normed, run, below, queries)
@@ -197,4 +197,4 @@ class Block(nn.Module):
         normed = self.mlp_norm(x)
         with run.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
             change = self.mlp(normed)
-        return Carried(x + self.mlp_dropout(change, run.keys), scores)
+        return HiddenStates(x + self.mlp_dropout(change, run.keys), scores)

@@ -12,18 +12,18 @@ from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.biases import Alibi, RelativeBias
 from pangu.layers.builder import Builder
-from pangu.layers.cache import Cache
+from pangu.layers.cache import KVCache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.gate import Gate
-from pangu.layers.kernels import KERNELS, Terms, over_cache
+from pangu.layers.kernels import KERNELS, MaskAndBias, over_cache
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
 from pangu.layers.offload import Offload, address
 from pangu.layers.recompute import SavedTensors, checkpointed
-from pangu.layers.rotary import Rotation
-from pangu.models.block import Block, Carried, Options, Pass
-from pangu.models.parts import Part, place_tensors
+from pangu.layers.rotary import RotaryEmbedding
+from pangu.models.block import Block, ForwardContext, HiddenStates, Options
+from pangu.models.parameters import ModelPart, place_tensors
 from pangu.topology.placement import PlacementTable
 
 
@@ -36,7 +36,7 @@ class TokenEmbedding(nn.Module):
         self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
-    def forward(self, tokens: Tensor, run: Pass) -> Tensor:
+    def forward(self, tokens: Tensor, run: ForwardContext) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
         words = self.word(tokens.t())
         return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
     `model.final_norm=after_query` is the order of the pipelined MindSpore build.
     """
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[Part]) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[ModelPart]) -> None:
         """
         Args:
             config: the architecture.
@@ -92,12 +92,12 @@ class LanguageModel(nn.Module):
 
     def forward(
         self,
-        part: Part,
-        received: Carried | None,
+        part: ModelPart,
+        received: HiddenStates | None,
         batch: Batch,
         keys: DropoutKeys | None = None,
-        cache: Cache | None = None,
-    ) -> Carried:
+        cache: KVCache | None = None,
+    ) -> HiddenStates:
         """What one part makes of a micro-batch.
 
         Args:
@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         if part.first:
             assert self.embedding is not None
             tokens = gate.before("embedding", batch.tokens)
-            carried = Carried(gate.after("embedding", self.embedding(tokens, run)))
+            carried = HiddenStates(gate.after("embedding", self.embedding(tokens, run)))
         assert carried is not None
         hidden, scores = carried
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
@@ -128,13 +128,13 @@ class LanguageModel(nn.Module):
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
                     # the row of a token's own position asks for the token after it; no shift of the index
                     queries = self.query_embedding(batch.positions)
-                block, below = self.layers[str(layer)], Carried(hidden, scores)
+                block, below = self.layers[str(layer)], HiddenStates(hidden, scores)
                 hidden, scores = checkpointed(block, below, run, queries, on=again)
                 hidden = gate.after(region, hidden)
         if not part.last:
-            return Carried(hidden, scores)
+            return HiddenStates(hidden, scores)
         hidden = gate.before("head", hidden)
-        return Carried(hidden if self.config.norms_before_query else self.final_norm(hidden))
+        return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word.weight
 
-    def _pass(self, batch: Batch, keys: DropoutKeys | None, cache: Cache | None) -> Pass:
+    def _pass(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> ForwardContext:
         """What all layers share, made outside of what is recomputed."""
         config, positions, documents = self.config, batch.positions, batch.documents
         dtype, device = next(self.parameters()).dtype, positions.device
@@ -175,21 +175,21 @@ class LanguageModel(nn.Module):
             bias = self.position_bias(length, dtype, device)
             self.gate.after("position_bias", positions)
         kind = over_cache(self.kernel) if first else self.kernel
-        kernel = kind(Terms(AttentionMask(documents, config.window), bias, length, dtype, device, first))
+        kernel = kind(MaskAndBias(AttentionMask(documents, config.window), bias, length, dtype, device, first))
         rotation = None
         if config.positions == "rope":
-            rotation = Rotation(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
+            rotation = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
         offload = None
         if self.offload:
             offload = Offload(device, {address(parameter) for parameter in self.parameters()})
-        return Pass(kernel, positions, keys, SavedTensors(offload), rotation, cache, first)
+        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotation, cache, first)
 
 
 def build_model(
     config: ModelConfig,
     options: Options | None = None,
     build: Builder | None = None,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[ModelPart] | None = None,
 ) -> tuple[LanguageModel, PlacementTable]:
     """A model on the meta device (it takes no memory) and the table of its logical tensors.
 
@@ -199,6 +199,6 @@ def build_model(
         build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
         parts: those that this rank holds; None: the whole model in one part.
     """
-    build, parts = build or Builder(), parts or [Part.whole(config)]
+    build, parts = build or Builder(), parts or [ModelPart.whole(config)]
     build = replace(build, table=place_tensors(config, parts, build.region))
     return LanguageModel(config, build, options or Options(), parts), build.table

@@ -19,8 +19,8 @@ class Kind(StrEnum):
     RECV_ACTIVATION = "RECV_ACTIVATION"
     SEND_GRADIENT = "SEND_GRADIENT"
     RECV_GRADIENT = "RECV_GRADIENT"
-    HOLD = "HOLD"
-    RELEASE = "RELEASE"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
 
     # that of enumerations is a call in Python, and plans look kinds up millions of times
     __hash__ = str.__hash__
@@ -44,15 +44,15 @@ class Action(NamedTuple):
     SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT the gradient of its input
     to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`, RECV_GRADIENT of the
     gradient of its output; the forward or backward that uses it waits for it. Sends never wait. Sharded parameters of
-    a chunk, which are gathered when its layers come to use them, stay whole from HOLD to RELEASE; a chunk that is not
-    held lets each go behind its use.
+    a chunk, which are gathered when its layers come to use them, stay whole from UNSHARD to RESHARD; without these each
+    is resharded behind its use.
     """
 
     kind: Kind
     chunk: int
     """Index of the model chunk in model order, 0 .. stages * virtual - 1."""
     micro: int | None = None
-    """Index of the micro-batch; None for HOLD and RELEASE."""
+    """Index of the micro-batch; None for UNSHARD and RESHARD."""
     peer: int | None = None
     """The other stage of a message; None for all else."""
     reduce: bool = False

@@ -43,9 +43,9 @@ def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk's gradients
-    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between HOLD
-    and RELEASE, and both ends of every channel (kind of message, from stage, to stage) name the same messages in the
-    same order.
+    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between
+    its UNSHARD and RESHARD, and both ends of every channel (kind of message, from stage, to stage) name
+    the same messages in the same order.
 
     Whether stages wait for each other in a circle shows only when the lists are carried out: see simulate.
     """
@@ -116,8 +116,8 @@ class _Stage:
         return self._wrong_compute(action, (action.chunk, action.micro))
 
     def _wrong_hold(self, action: Action) -> str | None:
-        if (action.kind is Kind.HOLD) == (action.chunk in self.held):
-            return "already held" if action.kind is Kind.HOLD else "not held"
+        if (action.kind is Kind.UNSHARD) == (action.chunk in self.held):
+            return "already held" if action.kind is Kind.UNSHARD else "not held"
         self.held ^= {action.chunk}
         return None
 
@@ -144,7 +144,7 @@ class _Stage:
     def _wrong_compute(self, action: Action, chunk: tuple[int, int]) -> str | None:
         done, kind = self.done, action.kind
         if self.schedule.two_phases and action.chunk not in self.held:
-            return "outside HOLD and RELEASE of its chunk"
+            return "outside UNSHARD and RESHARD of its chunk"
         if kind is Kind.BACKWARD_WEIGHT:
             return None if chunk in done[Kind.BACKWARD_INPUT] else "before its backward for the input"
         message = input_of(action, self.stage_of)
@@ -180,6 +180,6 @@ class _Stage:
         for chunk in self.chunks:
             missing = self._missing(chunk)
             if missing is None and chunk in self.held:
-                missing = str(Action(Kind.RELEASE, chunk))
+                missing = str(Action(Kind.RESHARD, chunk))
             if missing is not None:
                 raise ScheduleError(f"stage {self.stage}: {missing}: missing")

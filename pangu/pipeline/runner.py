@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.messages import Channels, Message
+from pangu.collectives.point_to_point import Channels, Message
 from pangu.config.errors import LocalError
 from pangu.data.batch import Batch
-from pangu.layers.cache import Cache
-from pangu.layers.deferred import WeightGradients
+from pangu.layers.cache import KVCache
 from pangu.layers.dropout import DropoutKeys
-from pangu.models.block import Carried
+from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.models.block import HiddenStates
 from pangu.models.language_model import LanguageModel
-from pangu.models.parts import Part
+from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Event
-from pangu.pipeline.stages import carried_shapes
+from pangu.pipeline.stages import hidden_state_shapes
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 
@@ -54,7 +54,7 @@ class _Leaving(Function):
 class _Live:
     """What is kept of a forward until its backward."""
 
-    received: Carried | None
+    received: HiddenStates | None
     """The chunk's input, leaves."""
     root: Tensor
     """Where backward begins, a scalar."""
@@ -86,7 +86,7 @@ class Runner:
     """
 
     model: LanguageModel
-    parts: Mapping[int, Part]
+    parts: Mapping[int, ModelPart]
     """Chunk -> the part of the model that it is, for the chunks of this stage."""
     stage: int
     name: str
@@ -97,7 +97,7 @@ class Runner:
     """Format of the hidden states between chunks."""
     region: TensorRank
     """This rank's place among those that share this stage's matrices."""
-    later: WeightGradients = field(default_factory=WeightGradients)
+    weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
     """Where the model's linear layers put weight gradients aside that a schedule computes later."""
     hooks: Hooks = field(default_factory=Hooks)
     events: list[Event] | None = None
@@ -113,11 +113,11 @@ class Runner:
 
     @classmethod
     def on(
-        cls, mesh: Mesh, model: LanguageModel, parts: Mapping[int, Part], schedule: Schedule, **fields: Any
+        cls, mesh: Mesh, model: LanguageModel, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any
     ) -> Runner:
         """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
         name = f"rank {mesh.rank}, stage {mesh.at.pipeline}"
-        channels = Channels(mesh, schedule.lanes) if mesh.layout.pipeline > 1 else None
+        channels = Channels(mesh, schedule.channels) if mesh.layout.pipeline > 1 else None
         return cls(model, parts, mesh.at.pipeline, name, channels, **fields)
 
     def run(
@@ -127,7 +127,7 @@ class Runner:
         end: Callable[[Tensor, Batch], Tensor],
         keys: Sequence[DropoutKeys] | None = None,
         scale: float = 1.0,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
     ) -> list[Tensor]:
         """Carry out this stage's list of actions.
 
@@ -165,9 +165,9 @@ class Runner:
                     self._send(action)
                 case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
                     self._receive(action, batches)
-                case Kind.HOLD:
+                case Kind.UNSHARD:
                     self.hooks.hold(action.chunk)
-                case Kind.RELEASE:
+                case Kind.RESHARD:
                     self.hooks.release(action.chunk)
             if self.events is not None:
                 self.events.append(Event(self.stage, action, self._began, self.now()))
@@ -182,7 +182,7 @@ class Runner:
         schedule: Schedule,
         batches: Sequence[Batch],
         end: Callable[[Tensor, Batch], Tensor],
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
     ) -> list[Tensor]:
         """`run` of a schedule of forwards only, without dropout; nothing is kept for backward."""
         assert cache is None or len(batches) == 1
@@ -200,15 +200,15 @@ class Runner:
         batch: Batch,
         keys: DropoutKeys | None,
         end: Callable[[Tensor, Batch], Tensor],
-        cache: Cache | None,
+        cache: KVCache | None,
     ) -> None:
         chunk, micro = _key(action)
         part, training = self.parts[chunk], torch.is_grad_enabled()
         received = None
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
-            received = Carried(*(tensor.requires_grad_(training) for tensor in tensors))
-        carried: Carried = self.model(part, received, batch, keys, cache)
+            received = HiddenStates(*(tensor.requires_grad_(training) for tensor in tensors))
+        carried: HiddenStates = self.model(part, received, batch, keys, cache)
         gradients: list[Tensor] = []
         if part.last:
             root = end(carried.hidden, batch)
@@ -226,10 +226,10 @@ class Runner:
                     self.hooks.expect(action.chunk)
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
-                with self.later.held(_key(action)):
+                with self.weight_gradients.open(_key(action)):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
-                self.later.compute(_key(action))
+                self.weight_gradients.flush(_key(action))
         if action.reduce:
             self.hooks.reduce(action.chunk)
 
@@ -275,7 +275,7 @@ class Runner:
         rows, length = batches[micro].tokens.shape
         documents = batches[micro].documents
         seen = length if documents is None else documents.shape[1]
-        shapes = carried_shapes(self.model.config, self.region, rows, length, seen)
+        shapes = hidden_state_shapes(self.model.config, self.region, rows, length, seen)
         with self._meeting(action):
             message = self.channels.receive(kind, shapes, self.dtype, action.peer)
         self._arriving[kind, chunk, micro] = action, message

@@ -35,7 +35,7 @@ class Schedule:
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
     @property
-    def lanes(self) -> list[tuple[str, int, int]]:
+    def channels(self) -> list[tuple[str, int, int]]:
         """Kind, source and target stage of all messages of a step, each once."""
         found = {
             (CONTENTS[action.kind], stage, action.peer)
@@ -86,12 +86,12 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
             yield from _receive(after, stage_of)
         kind, chunk, micro = step
         if two_phases and (before is None or before[1] != chunk):
-            yield Action(Kind.HOLD, chunk)
+            yield Action(Kind.UNSHARD, chunk)
         completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         yield Action(kind, chunk, micro, reduce=completes and (reduce_each or step == last[chunk]))
         yield from _send(step, stage_of)
         if two_phases and (after is None or after[1] != chunk):
-            yield Action(Kind.RELEASE, chunk)
+            yield Action(Kind.RESHARD, chunk)
 
 
 def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:

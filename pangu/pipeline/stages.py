@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.parts import Part
+from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
@@ -22,23 +22,23 @@ from pangu.topology.placement import TensorRank
 class Stages:
     """The model cut into chunks, and the schedule of a step."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     """Chunk -> its part of the model."""
     schedule: Schedule
     durations: Durations
     """Expected times of the chunks' forwards and backwards, in FLOPs for one token."""
 
-    def of(self, stage: int) -> dict[int, Part]:
+    def of(self, stage: int) -> dict[int, ModelPart]:
         """The chunks of one stage."""
         return {chunk: self.parts[chunk] for chunk, at in enumerate(self.schedule.stage_of) if at == stage}
 
 
-def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[Part, ...]:
+def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
     """The model in `chunks` parts that take equal time, or that have as many layers each as `explicit` says.
 
     Raises ValueError if the layers do not fit.
     """
-    parts = [Part(layers) for layers in split_layers(model.layers, chunks, explicit, _costs(model))]
+    parts = [ModelPart(layers) for layers in split_layers(model.layers, chunks, explicit, _costs(model))]
     parts[0] = replace(parts[0], first=True)
     parts[-1] = replace(parts[-1], last=True)
     return tuple(parts)
@@ -52,7 +52,9 @@ def _costs(model: ModelConfig) -> list[float]:
     return costs
 
 
-def carried_shapes(config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int) -> list[tuple[int, ...]]:
+def hidden_state_shapes(
+    config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int
+) -> list[tuple[int, ...]]:
     """Shapes of the tensors that one part hands to the next for `batch` sequences, of whose `seen` tokens the last
     `length` are computed."""
     hidden = (length // rank.num_slices, batch, config.hidden)

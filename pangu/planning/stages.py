@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pangu.config.schema import RunConfig
-from pangu.models.parts import Part, place_tensors
+from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.actions import SENDS, Action
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.stages import Stages, carried_shapes
+from pangu.pipeline.stages import Stages, hidden_state_shapes
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
@@ -47,19 +47,19 @@ def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[Stage
     ]
 
 
-def _named(part: Part) -> str:
+def _named(part: ModelPart) -> str:
     first, last = part.layers[0], part.layers[-1]
     layers = f"layer {first}" if first == last else f"layers {first}-{last}"
     return ", ".join(["embedding"] * part.first + [layers] + ["head"] * part.last)
 
 
 def _sent(
-    config: RunConfig, layout: Layout, parts: list[Part], actions: tuple[Action, ...]
+    config: RunConfig, layout: Layout, parts: list[ModelPart], actions: tuple[Action, ...]
 ) -> tuple[dict[int, int], dict[str, int]]:
     rank = TensorRank(0, layout.tensor, layout.sequence)
     table = place_tensors(config.model, parts, rank)
     size, length = BYTES[config.precision.compute], config.model.sequence
-    shapes = carried_shapes(config.model, rank, config.batch.micro_size, length, length)
+    shapes = hidden_state_shapes(config.model, rank, config.batch.micro_size, length, length)
     message = size * sum(math.prod(shape) for shape in shapes)
     peers = Counter(action.peer for action in actions if action.kind in SENDS and action.micro == 0)
     wide = sum_bytes(config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.frozen import frozen_parameters
-from pangu.models.parts import place_tensors, regions
+from pangu.models.parameters import place_tensors, regions
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
 from pangu.topology.layout import Coordinates, Layout
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a plan is made without torch
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from pangu.zero.units import Unit
+    from pangu.zero.flat_parameter import FlatParameter
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number in each compute format."""
@@ -39,7 +39,7 @@ PURPOSES = {
     "grad": GRADIENTS,
     "host_grad": GRADIENTS,
     "rounded": MASTERS,
-    "master": MASTERS,
+    "main": MASTERS,
 }
 """What each of a unit's buffers is for."""
 HOST = " on the host"
@@ -52,7 +52,7 @@ def sum_bytes(config: RunConfig) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class UnitPlan:
+class FlatParameterPlan:
     """A unit in numbers (see `zero.units`)."""
 
     chunk: int
@@ -98,7 +98,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     if sharding.stage in (1, 2):
         weights = sum(unit.padded for unit in learned)
     elif sharding.stage == 3:
-        holds = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.HOLD)
+        holds = Counter(action.chunk for action in stages.schedule.actions[at.pipeline] if action.kind is Kind.UNSHARD)
         for chunk, using in uses.items():
             back = backward_order(list(using), learning)
             if chunk in holds:
@@ -142,13 +142,13 @@ def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePl
     return max(plans, key=lambda plan: sum(plan.bytes.values()))
 
 
-Uses = Mapping[int, Mapping[str, list[UnitPlan]]]
+Uses = Mapping[int, Mapping[str, list[FlatParameterPlan]]]
 """Chunk -> region -> the units that it uses."""
 
 
 def _plan_units(
     config: RunConfig, layout: Layout, rank: int, stages: Stages, sharding: Sharding
-) -> tuple[list[UnitPlan], Uses, set[str]]:
+) -> tuple[list[FlatParameterPlan], Uses, set[str]]:
     """The units of a rank, which regions use them, and the regions from which gradients come."""
     at = layout.coordinates(rank)
     parts = stages.of(at.pipeline)
@@ -158,7 +158,7 @@ def _plan_units(
     frozen = frozen_parameters(config.train.frozen, table)
     used = {chunk: regions(config.model, table, part) for chunk, part in parts.items()}
 
-    def make(chunk: int, names: list[str], trained: bool) -> UnitPlan:
+    def make(chunk: int, names: list[str], trained: bool) -> FlatParameterPlan:
         padded = sharding.padded(sum(numel[name] for name in names))
         own, begin, kept = sharding.own(padded), 0, 0
         for name in names:
@@ -166,13 +166,13 @@ def _plan_units(
                 start = begin + entry.offset
                 kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
             begin += numel[name]
-        return UnitPlan(chunk, trained, padded, kept)
+        return FlatParameterPlan(chunk, trained, padded, kept)
 
     units, uses = divide(table, used, config.parallel.bucket_bytes, frozen, make)
     return units, uses, trained_regions(used, frozen)
 
 
-def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> dict[str, int]:
+def _kept(config: RunConfig, units: Iterable[FlatParameterPlan], sharding: Sharding) -> dict[str, int]:
     narrow, wide = BYTES[config.precision.compute], sum_bytes(config)
     moment = 2 if config.optimizer.moments == "bf16" else wide
     total: Counter[str] = Counter()
@@ -185,11 +185,11 @@ def _kept(config: RunConfig, units: Iterable[UnitPlan], sharding: Sharding) -> d
     return dict(total)
 
 
-def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitPlan]:
+def _gathers(names: Mapping[str, list[FlatParameterPlan]], back: list[str]) -> list[FlatParameterPlan]:
     """Units that are gathered for a micro-batch, in order, with repetitions: what a region needs is there if the region
     before it used it too. The head stays gathered between forward and backward."""
-    found: list[UnitPlan] = []
-    here: list[UnitPlan] = []
+    found: list[FlatParameterPlan] = []
+    here: list[FlatParameterPlan] = []
     for order in (list(names), back):
         here = here if "head" in order else []
         for region in order:
@@ -198,14 +198,14 @@ def _gathers(names: Mapping[str, list[UnitPlan]], back: list[str]) -> list[UnitP
     return found
 
 
-def _most_at_once(names: Mapping[str, list[UnitPlan]], back: list[str]) -> int:
+def _most_at_once(names: Mapping[str, list[FlatParameterPlan]], back: list[str]) -> int:
     """Elements of the units that are whole while a region computes and the next one is gathered."""
     windows = [*((name,) for name in names), *pairwise(names), *pairwise(back)]
     sets = [{unit for region in window for unit in names[region]} for window in windows]
     return max(sum(unit.padded for unit in units) for units in sets)
 
 
-def held_bytes(units: Iterable[Unit], optimizer: Optimizer) -> dict[str, int]:
+def held_bytes(units: Iterable[FlatParameter], optimizer: Optimizer) -> dict[str, int]:
     """The same as `StatePlan.bytes`, of the buffers that are there."""
     total: dict[str, int] = {}
     seen: set[int] = set()
@@ -219,9 +219,9 @@ def held_bytes(units: Iterable[Unit], optimizer: Optimizer) -> dict[str, int]:
     for unit in units:
         for row in unit.table:
             add(PURPOSES[row.name], row.away, getattr(unit, row.name))
-        for piece in unit.pieces:
-            state = optimizer.state.get(piece.master, {})
-            add(MOMENTS, unit.master_away, state.get("exp_avg"), state.get("exp_avg_sq"))
+        for shard in unit.shards:
+            state = optimizer.state.get(shard.main, {})
+            add(MOMENTS, unit.main_on_host, state.get("exp_avg"), state.get("exp_avg_sq"))
     return total
 
 

@@ -30,7 +30,7 @@ def is_silence(error: RuntimeError) -> bool:
 
 
 @dataclass(frozen=True)
-class Ways:
+class Algorithms:
     """How two collectives are carried out. `own`: the backend's own way. `exchange`: every rank sends its part to each,
     and adds up what it gets in the order of the ranks."""
 
@@ -55,7 +55,7 @@ class Mesh:
     """Where the processes met."""
     keeper: int | None = None
     """Rank of the process that keeps the store; None: the launcher keeps it."""
-    ways: Ways = field(default_factory=Ways)
+    algorithms: Algorithms = field(default_factory=Algorithms)
     """How collectives are carried out."""
 
     @classmethod
@@ -90,9 +90,9 @@ class Mesh:
                 ) from error
         assert dist.group.WORLD is not None
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        ways = Ways() if device.type == "cpu" else Ways("own", "own")
+        algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         groups = {"world": dist.group.WORLD}
-        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, ways)
+        mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, algorithms)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
             if len(set(ranks)) > 1:

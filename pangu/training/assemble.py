@@ -9,12 +9,12 @@ from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.loaded import LoadedModel
 from pangu.layers.builder import Builder
-from pangu.layers.deferred import WeightGradients
 from pangu.layers.kernels import attention_kernels
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import Options, build_model
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.topology.mesh import Mesh, Ways
+from pangu.topology.mesh import Algorithms, Mesh
 from pangu.training.choices import Choices
 from pangu.training.step import Trainer
 
@@ -35,13 +35,15 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choice
     if choices is None:
         kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
     else:
-        kernel, mesh = choices.attention, replace(mesh, ways=Ways(choices.gather, choices.scatter))
+        kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
     options = Options.of(config, kernel)
-    later = WeightGradients() if stages.schedule.splits_backward else None
-    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), later=later)
+    weight_gradients = WeightGradientStore() if stages.schedule.splits_backward else None
+    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), weight_gradients=weight_gradients)
     parts = list(stages.of(mesh.at.pipeline).values())
     model, table = build_model(config.model, options, build, parts)
-    trainer = Trainer(config, mesh, model, table, stages, later, frozen_parameters(config.train.frozen, table))
+    trainer = Trainer(
+        config, mesh, model, table, stages, weight_gradients, frozen_parameters(config.train.frozen, table)
+    )
     trainer.choices = None if choices is None else asdict(choices)
     return trainer
 

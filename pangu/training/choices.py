@@ -14,14 +14,20 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from pangu.collectives.algorithms import (
+    CollectiveShape,
+    gather_algorithms,
+    gather_trial,
+    scatter_algorithms,
+    scatter_trial,
+)
 from pangu.collectives.reduce import gather_objects, largest_of
-from pangu.collectives.ways import Message, gather_pass, gather_ways, scatter_pass, scatter_ways
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.layers.formats import DTYPES
-from pangu.layers.fp32_products import Product, product_pass, product_ways, products_by, work_limit
-from pangu.layers.kernel_timing import AttentionShape, attention_pass
+from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
+from pangu.layers.kernel_timing import AttentionShape, attention_trial
 from pangu.layers.kernels import attention_kernels
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import fastest, time_ways
@@ -49,9 +55,9 @@ class Choices:
     products: str
     """Way to fp32 products, in the words of `torch.set_float32_matmul_precision`."""
     gather: str
-    """`Ways.gather`."""
+    """`Algorithms.gather`."""
     scatter: str
-    """`Ways.scatter`."""
+    """`Algorithms.scatter`."""
     device: str
     """Kinds of device that the run was on when it chose."""
     compute: str
@@ -81,15 +87,19 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         UserError: if the attention kernel that is asked for cannot train this model on this device.
     """
     compute, device = config.precision.compute, mesh.device
-    ways = product_ways(config.precision.fp32_products, device, DTYPES[compute])
+    ways = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
     answers = gather_objects((processor_name(device), ways), mesh.group("world"))
     kinds = ", ".join(sorted({kind for kind, _ in answers}))
     messages = _messages(config, mesh)
     candidates = {
         "attention": _affordable(config, attention_kernels(config.model, compute, device), device),
         "products": [way for way in ways if all(way in others for _, others in answers)],
-        "gather": _common([gather_ways(message.group) for message in messages if message.gathered], mesh.ways.gather),
-        "scatter": _common([scatter_ways(message.group) for message in messages if message.summed], mesh.ways.scatter),
+        "gather": _common(
+            [gather_algorithms(message.group) for message in messages if message.gathered], mesh.algorithms.gather
+        ),
+        "scatter": _common(
+            [scatter_algorithms(message.group) for message in messages if message.summed], mesh.algorithms.scatter
+        ),
     }
     old = recorded if isinstance(recorded, dict) else {}
     kept = _keep(candidates, old, kinds, compute)
@@ -117,7 +127,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways)
         return
     size = round((work_limit(device) / 2) ** (1 / 3))
     formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", asked)}
-    passes = {name: product_pass(Product(size, size, size), dtype, device) for name, dtype in formats.items()}
+    passes = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
     times = timer(passes, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
     if times[asked] > SLOW * times[best] and times[asked] > SLOW * times["fp32"]:
@@ -131,7 +141,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways)
         )
 
 
-def _messages(config: RunConfig, mesh: Mesh) -> list[Message]:
+def _messages(config: RunConfig, mesh: Mesh) -> list[CollectiveShape]:
     """The gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
@@ -148,7 +158,7 @@ def _messages(config: RunConfig, mesh: Mesh) -> list[Message]:
         group = mesh.group(axis) if used else None
         if group is not None:
             share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            found.append(Message(group, share * mesh.layout.world, dtype, gathered, summed))
+            found.append(CollectiveShape(group, share * mesh.layout.world, dtype, gathered, summed))
     return found
 
 
@@ -221,7 +231,7 @@ def _times(
     config: RunConfig,
     mesh: Mesh,
     candidates: Mapping[str, list[str]],
-    messages: Sequence[Message],
+    messages: Sequence[CollectiveShape],
     timer: Timer,
 ) -> _Times:
     device, dtype, ways = mesh.device, DTYPES[config.precision.compute], candidates["products"]
@@ -236,13 +246,13 @@ def _times(
         _time_products(times.products, _products(config, mesh.layout.tensor), device, dtype, timer)
     if len(pairs) > 1:
         shape, worth = _attention_shape(config, mesh.layout.tensor).cut(work_limit(device))
-        once = {kernel: attention_pass(kernel, shape, dtype, device) for kernel in candidates["attention"]}
+        once = {kernel: attention_trial(kernel, shape, dtype, device) for kernel in candidates["attention"]}
         passes = {(kernel, way): partial(_by, way, once[kernel]) for kernel, way in pairs}
         for pair, seconds in timer(passes, device, ATTENTION_S).items():
             times.attention[pair] = config.model.layers * worth * seconds
     for found, make, wanted in (
-        (times.gather, gather_pass, [message for message in messages if message.gathered]),
-        (times.scatter, scatter_pass, [message for message in messages if message.summed]),
+        (times.gather, gather_trial, [message for message in messages if message.gathered]),
+        (times.scatter, scatter_trial, [message for message in messages if message.summed]),
     ):
         if len(found) > 1:
             numbered = list(itertools.product(found, range(len(wanted))))
@@ -255,28 +265,28 @@ def _times(
 
 
 def _by(way: str, once: Callable[[], object]) -> None:
-    with products_by(way):
+    with matmul_precision(way):
         once()
 
 
-def _products(config: RunConfig, ranks: int) -> list[Product]:
+def _products(config: RunConfig, ranks: int) -> list[Matmul]:
     """Those of a micro-batch, on a tensor-parallel rank."""
     model = config.model
     tokens = model.sequence * config.batch.micro_size
     some = min(tokens, config.loss.chunk or tokens)
-    layers = [Product(tokens, inputs, outputs, model.layers) for inputs, outputs in layer_matrices(model, ranks)]
-    return [*layers, Product(some, model.hidden, -(-model.vocab // ranks), -(-tokens // some))]
+    layers = [Matmul(tokens, inputs, outputs, model.layers) for inputs, outputs in layer_matrices(model, ranks)]
+    return [*layers, Matmul(some, model.hidden, -(-model.vocab // ranks), -(-tokens // some))]
 
 
 def _time_products(
-    found: dict[str, float], products: Sequence[Product], device: torch.device, dtype: torch.dtype, timer: Timer
+    found: dict[str, float], products: Sequence[Matmul], device: torch.device, dtype: torch.dtype, timer: Timer
 ) -> None:
     passes: dict[tuple[str, int], Callable[[], object]] = {}
     worth = []
     for number, product in enumerate(products):
         smaller, times = product.cut(work_limit(device))
         worth.append(times)
-        once = product_pass(smaller, dtype, device)
+        once = matmul_trial(smaller, dtype, device)
         passes |= {(way, number): partial(_by, way, once) for way in found}
     for (way, number), seconds in timer(passes, device, PRODUCTS_S).items():
         found[way] += worth[number] * seconds

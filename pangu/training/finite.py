@@ -28,11 +28,11 @@ def find_not_finite(trainer: Trainer) -> str | None:
 
 def _kept(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """What this rank keeps of weights and moments, flat, under the names of a checkpoint."""
-    for piece in trainer.pieces:
-        yield f"weight/{piece.placement.name}", piece.master
-    for piece in trainer.parameters.trained_pieces:
+    for shard in trainer.shards:
+        yield f"weight/{shard.placement.name}", shard.main
+    for shard in trainer.parameters.trained_shards:
         for moment in MOMENTS:
-            yield f"{moment}/{piece.placement.name}", trainer.optimizer.state[piece.master][moment]
+            yield f"{moment}/{shard.placement.name}", trainer.optimizer.state[shard.main][moment]
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:

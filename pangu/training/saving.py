@@ -39,7 +39,7 @@ from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.training.together import StuckError, together, together_for_long
-from pangu.zero.units import Piece
+from pangu.zero.flat_parameter import Shard
 
 log = logging.getLogger("pangu")
 
@@ -337,21 +337,21 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
             log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
 
 
-def _of(pieces: Iterable[Piece], values: Callable[[Piece], Tensor]) -> Iterator[tuple[str, Slice]]:
-    """Names of logical tensors with the rectangles of them that this rank has; `values` of a piece are flat."""
-    for piece in pieces:
-        for part, offsets in piece.rectangles(values(piece)):
-            yield piece.placement.name, Slice(part, piece.placement.shape, offsets)
+def _of(shards: Iterable[Shard], values: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Slice]]:
+    """Names of logical tensors with the rectangles of them that this rank has; `values` of a shard are flat."""
+    for shard in shards:
+        for part, offsets in shard.rectangles(values(shard)):
+            yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
-    return _of(trainer.pieces, lambda piece: piece.master)
+    return _of(trainer.shards, lambda shard: shard.main)
 
 
 def moments_of(trainer: Trainer, kind: str) -> Iterator[tuple[str, Slice]]:
     """The same of one of the optimizer's moments, which exist once a step is made."""
-    return _of(trainer.parameters.trained_pieces, lambda piece: trainer.optimizer.state[piece.master][kind])
+    return _of(trainer.parameters.trained_shards, lambda shard: trainer.optimizer.state[shard.main][kind])
 
 
 def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
@@ -359,9 +359,9 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
     embedding by the first stage."""
     at = trainer.mesh.at
     skipped = {
-        piece.placement.name
-        for piece in trainer.pieces
-        if (piece.placement.cut_dim is None and at.tensor != 0) or (piece.placement.shared and at.pipeline != 0)
+        shard.placement.name
+        for shard in trainer.shards
+        if (shard.placement.cut_dim is None and at.tensor != 0) or (shard.placement.shared and at.pipeline != 0)
     }
     kinds = {"weight": weights_of(trainer)}
     if trainer.step > trainer.skipped:

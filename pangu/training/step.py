@@ -14,9 +14,9 @@ from pangu.collectives.reduce import gather_objects, sum_of
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
-from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.formats import DTYPES
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import LanguageModel
 from pangu.optim.build import make_optimizer
 from pangu.optim.clip import clip_factor
@@ -27,8 +27,8 @@ from pangu.pipeline.runner import Hooks, Runner
 from pangu.pipeline.stages import Stages
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable
+from pangu.zero.flat_parameter import Shard
 from pangu.zero.sharded import Policy, ShardedParameters
-from pangu.zero.units import Piece
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Trainer:
         model: LanguageModel,
         table: PlacementTable,
         stages: Stages,
-        later: WeightGradients | None = None,
+        weight_gradients: WeightGradientStore | None = None,
         frozen: Collection[str] = (),
     ) -> None:
         """
@@ -71,7 +71,7 @@ class Trainer:
             model: on the meta device; gets its storage and first values here.
             table: its logical tensors.
             stages: the chunks of all stages and the schedule.
-            later: where the layers of `model` put weight gradients aside; schedules that split backward need it.
+            weight_gradients: store of the layers of `model`; schedules that split backward need it.
             frozen: parameters of `model` that are not trained.
         """
         self.config = config
@@ -94,7 +94,7 @@ class Trainer:
         def over_ranks(placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
             return lambda squares: self.parameters.squares.same(placements, squares.to(mesh.device)).to(squares.device)
 
-        owned = [(piece.placement, piece.master) for piece in self.parameters.trained_pieces]
+        owned = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, owned, over_ranks)
         self.loss_scale = LossScale(config.precision.loss_scale)
         self.step = 0
@@ -104,7 +104,7 @@ class Trainer:
         """What `auto` stood for, as checkpoints hold it."""
         self.doing = "starting"
         """What this rank is at, for messages."""
-        weights, gradients = self.parameters.weights, self.parameters.gradients
+        weights, gradients = self.parameters.unsharder, self.parameters.gradients
         self.runner = Runner.on(
             mesh,
             model,
@@ -112,14 +112,14 @@ class Trainer:
             stages.schedule,
             dtype=policy.dtype,
             region=TensorRegion.of(mesh),
-            later=later or WeightGradients(),
+            weight_gradients=weight_gradients or WeightGradientStore(),
             hooks=Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
         )
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What this rank keeps: pieces of logical tensors, frozen ones included."""
-        return self.parameters.pieces
+    def shards(self) -> list[Shard]:
+        """What this rank keeps: shards of logical tensors, frozen ones included."""
+        return self.parameters.shards
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Forward and backward over this rank's micro-batches, one reduction, one update.
@@ -148,7 +148,7 @@ class Trainer:
     def trust_ratios(self) -> dict[str, float]:
         """LAMB's ratio of each tensor in the last update, of all ranks on all ranks; none with Adam."""
         ratios = self.optimizer.ratios if isinstance(self.optimizer, Lamb) else {}
-        own = {p.placement.name: float(ratios[p.master]) for p in self.pieces if p.master in ratios}
+        own = {p.placement.name: float(ratios[p.main]) for p in self.shards if p.main in ratios}
         parts = gather_objects(own, self.mesh.group("world"))
         return {name: ratio for part in parts for name, ratio in part.items()}
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pangu.collectives.reduce import Waitable, all_reduce, start_ordered_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Mesh, Ways
+from pangu.collectives.reduce import Handle, all_reduce, start_ordered_all_reduce, start_reduce_scatter
+from pangu.topology.mesh import Algorithms, Mesh
+from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import IN_FLIGHT
-from pangu.zero.units import Unit
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Groups:
     """First and last stage of the pipeline, which both hold a tied word embedding."""
     stages: dist.ProcessGroup | None = None
     """All stages, which all hold a table of position biases."""
-    ways: Ways = field(default_factory=Ways)
+    algorithms: Algorithms = field(default_factory=Algorithms)
     """How they reduce."""
 
     @classmethod
@@ -42,17 +42,17 @@ class Groups:
         data, shard, copies, tensor, ends, stages = (
             mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends", "pipeline")
         )
-        return cls(data, shard, copies, tensor, ends, stages, mesh.ways)
+        return cls(data, shard, copies, tensor, ends, stages, mesh.algorithms)
 
 
 @dataclass
 class _Sent:
-    unit: Unit
+    unit: FlatParameter
     part: Tensor
     """What the collective fills: the gradient of the own share, or of this micro-batch's."""
     total: Tensor | None
     """What it reads, if it is not kept: the next micro-batch begins another one."""
-    work: Waitable | None
+    work: Handle | None
 
 
 class GradientSum:
@@ -64,7 +64,7 @@ class GradientSum:
 
     def __init__(
         self,
-        chunks: Mapping[int, Sequence[Unit]],
+        chunks: Mapping[int, Sequence[FlatParameter]],
         groups: Groups,
         reduce_each: bool,
         overlap: bool = True,
@@ -86,17 +86,17 @@ class GradientSum:
         self.overlap = overlap
         self._message = message if groups.data is not None else None
         everything = [unit for units in self.units.values() for unit in units]
-        pieces = [piece for unit in everything for piece in unit.pieces]
+        shards = [shard for unit in everything for shard in unit.shards]
         self._all = everything
-        self._partial = [p.grad for p in pieces if p.placement.partial and p.grad is not None]
-        shared = {unit: {p.placement.shared for p in unit.pieces} - {None} for unit in everything}
+        self._partial = [p.grad for p in shards if p.placement.partial and p.grad is not None]
+        shared = {unit: {p.placement.shared for p in unit.shards} - {None} for unit in everything}
         self._shared = [(unit, getattr(groups, name)) for unit, names in shared.items() for name in names if name]
         self._missing: dict[int, list[int]] = {}
         """Chunk whose gradients are being reduced -> parameters that each unit still waits for."""
         self._unsent: dict[int, int] = {}
         """Chunk -> how many of its units have been sent since then."""
         self._sent: list[_Sent] = []
-        self._norms: list[tuple[Unit, Sequence[Tensor]]] = []
+        self._norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
         """Norms of this rank's own gradients of a unit's tensors, as they were sent: a reduction spreads what is not
         finite over all ranks. Nobody waits for them."""
         for chunk, units in self.units.items():
@@ -183,20 +183,20 @@ class GradientSum:
                 self._reap(0)
         self._unsent[chunk] = max(start, stop)
 
-    def _start(self, unit: Unit) -> _Sent:
+    def _start(self, unit: FlatParameter) -> _Sent:
         groups, message = self.groups, self._message or unit.grad.dtype
         if unit.total is None:  # no parameter of it was used
             unit.total = torch.zeros(unit.padded, dtype=unit.grad.dtype, device=unit.grad.device)
         self._norms.append((unit, torch._foreach_norm([unit.total[span] for _, span in unit.tensors])))
         if unit.sharding.size == 1:
             part = unit.grad.to(message)
-            return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data, groups.ways))
+            return _Sent(unit, part, None, start_ordered_all_reduce(part, groups.data, groups.algorithms))
         total = unit.total.to(message)
         in_place = not self.reduce_each and message == unit.grad.dtype
         part = unit.grad if in_place else torch.empty_like(unit.grad, dtype=message)
         if unit.sharding.stage >= 2:
             unit.total = None
-        return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard, groups.ways))
+        return _Sent(unit, part, total, start_reduce_scatter(part, total, groups.shard, groups.algorithms))
 
     def _reap(self, leave: int) -> None:
         """Wait for all but the newest `leave` reductions and put their results where they belong."""

@@ -24,7 +24,7 @@ class Sharding:
     """What is dealt to whom."""
 
     stage: int = 0
-    """ZeRO stage: 1 shards master weights and moments, 2 also the gradients' sums, 3 also the weights."""
+    """ZeRO stage: 1 shards main parameters and moments, 2 also the gradients' sums, 3 also the weights."""
     rank: int = 0
     """Place of this rank among those that share."""
     size: int = 1
@@ -32,7 +32,7 @@ class Sharding:
     replicas: int = 1
     """How many could share: all stages have buffers of the same length."""
     offload: tuple[str, ...] = ()
-    """What lies in host memory: `optimizer`, the master weights (and hence the moments), `parameters`, at stage 3 the
+    """What lies in host memory: `optimizer`, the main parameters (and hence the moments), `parameters`, at stage 3 the
     own share of the weights."""
 
     @classmethod
@@ -59,7 +59,7 @@ class Buffer:
     """A row of the table of a unit's buffers."""
 
     name: str
-    """Attribute of `Unit`, where it is described."""
+    """Attribute of `FlatParameter`, where it is described."""
     numel: int
     wide: bool = False
     """Its format: fp32 (fp64 in fp64) rather than the one that the model computes in."""
@@ -75,18 +75,20 @@ def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -
     """The buffers of a unit of `padded` elements; `narrow`: the model computes in a format narrower than fp32."""
     stage, share = sharding.stage, padded // sharding.size
     share_away = stage == 3 and "parameters" in sharding.offload
-    master_away = trained and "optimizer" in sharding.offload
-    rounded_away = share_away or master_away
+    main_on_host = trained and "optimizer" in sharding.offload
+    rounded_away = share_away or main_on_host
     whole = stage < 2 or sharding.size == 1
-    beside = trained and (narrow or master_away != rounded_away)  # masters are no copy of what is computed with
+    beside = trained and (
+        narrow or main_on_host != rounded_away
+    )  # main parameters are no copy of what is computed with
     rows = [
         Buffer("weights", padded, lasting=stage < 3),
         Buffer("share", share, away=share_away, alias="weights" if stage < 3 else None),
         Buffer("total", padded * (trained and whole), wide=True),
         Buffer("grad", share * trained, wide=True, alias="total" if whole else None),
-        Buffer("host_grad", share * master_away, wide=True, away=True),
+        Buffer("host_grad", share * main_on_host, wide=True, away=True),
         Buffer("rounded", share, away=rounded_away, alias="share" if share_away == rounded_away else None),
-        Buffer("master", share, wide=beside, away=master_away, alias=None if beside else "rounded"),
+        Buffer("main", share, wide=beside, away=main_on_host, alias=None if beside else "rounded"),
     ]
     return [row for row in rows if row.numel]
 

@@ -48,7 +48,7 @@ class Squares:
 
 
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
-    """Whether a rank's piece of a tensor counts in a sum over all ranks: the first of those that hold it does."""
+    """Whether a rank's shard of a tensor counts in a sum over all ranks: the first of those that hold it does."""
     return (
         at.data < layout.shards
         and (placement.cut_dim is not None or at.tensor == 0)
@@ -60,7 +60,7 @@ def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> t
     """Euclidean norm of the gradient over all elements of the model, and the sum of the losses; one message for both.
 
     Args:
-        gradients: of the pieces that count (see `counts`).
+        gradients: of the shards that count (see `counts`).
         loss: fp64 scalar, the sum of this replica's token losses; None: another stage has it.
         mesh: all ranks, which get the same numbers.
 

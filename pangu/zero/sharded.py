@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pangu.layers.offload import Lane
+from pangu.layers.offload import CopyStream
 from pangu.models.language_model import LanguageModel
-from pangu.models.parts import Part, regions
+from pangu.models.parameters import ModelPart, regions
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
+from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum, Groups
 from pangu.zero.grouping import Sharding, divide, trained_regions
 from pangu.zero.norms import Squares, counts, norm_and_loss
-from pangu.zero.parameters import Weights
-from pangu.zero.units import Piece, Unit
+from pangu.zero.unshard import Unsharder
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ShardedParameters:
     """All that one rank keeps of its chunks' parameters."""
 
     def __init__(
-        self, model: LanguageModel, table: PlacementTable, chunks: Mapping[int, Part], mesh: Mesh, policy: Policy
+        self, model: LanguageModel, table: PlacementTable, chunks: Mapping[int, ModelPart], mesh: Mesh, policy: Policy
     ) -> None:
         """
         Args:
@@ -59,10 +59,10 @@ class ShardedParameters:
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         self.groups = Groups.of(mesh)
         uses = {chunk: regions(model.config, table, part) for chunk, part in chunks.items()}
-        trained_of: dict[int, list[Unit]] = {}
+        trained_of: dict[int, list[FlatParameter]] = {}
 
-        def make(chunk: int, names: list[str], trained: bool) -> Unit:
-            unit = Unit(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
+        def make(chunk: int, names: list[str], trained: bool) -> FlatParameter:
+            unit = FlatParameter(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
             if trained:
                 trained_of.setdefault(chunk, []).append(unit)
             return unit
@@ -71,47 +71,46 @@ class ShardedParameters:
         self.trained = [unit for unit in self.units if unit.trained]
         self.gradients = GradientSum(trained_of, self.groups, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
-        self._lane = Lane(mesh.device if sharding.offload else torch.device("cpu"))
+        self._lane = CopyStream(mesh.device if sharding.offload else torch.device("cpu"))
         self.offload = sharding.offload
-        self.weights = Weights(
+        self.unsharder = Unsharder(
             {name: units for of_chunk in used.values() for name, units in of_chunk.items()},
             {chunk: list(names) for chunk, names in uses.items()},
             mesh.group("gather"),
             trained_regions(uses, policy.frozen),
             self._lane,
             policy.overlap,
-            mesh.ways,
+            mesh.algorithms,
         )
         if sharding.size > 1 or self.offload:
-            model.gate = self.weights
+            model.gate = self.unsharder
         self.publish()
         wide = torch.promote_types(policy.dtype, torch.float32)
         self.squares = Squares(list(table), self.groups, mesh.device, wide)
         self._mesh = mesh
         self._counted = [
-            piece.grad
-            for piece in self.trained_pieces
-            if piece.grad is not None and counts(piece.placement, mesh.layout, mesh.at)
+            shard.grad
+            for shard in self.trained_shards
+            if shard.grad is not None and counts(shard.placement, mesh.layout, mesh.at)
         ]
 
     @property
-    def pieces(self) -> list[Piece]:
+    def shards(self) -> list[Shard]:
         """What this rank keeps, frozen tensors included."""
-        return [piece for unit in self.units for piece in unit.pieces]
+        return [shard for unit in self.units for shard in unit.shards]
 
     @property
-    def trained_pieces(self) -> list[Piece]:
+    def trained_shards(self) -> list[Shard]:
         """What this rank updates."""
-        return [piece for unit in self.trained for piece in unit.pieces]
+        return [shard for unit in self.trained for shard in unit.shards]
 
     def publish(self) -> None:
-        """After masters were changed from outside: bring all weights up to date, and wait until they are, so that
-        masters, which may be part of them, can be changed again."""
-        self.weights.publish(self.units)
-        self.weights.wait()
+        """After main parameters were changed from outside: bring all weights up to date, and wait until they are."""
+        self.unsharder.publish(self.units)
+        self.unsharder.wait()
 
     def update(self, step: Callable[[], object], by_unit: bool) -> None:
-        """Let an optimizer change the masters of what is trained, and bring the weights up to date.
+        """Let an optimizer change the main parameters of what is trained, and bring the weights up to date.
 
         Where the optimizer's state is on the host, gradients of a unit arrive and weights leave while others are
         updated.
@@ -123,7 +122,7 @@ class ShardedParameters:
         groups = [[unit] for unit in self.trained] if by_unit else [self.trained]
         if "optimizer" not in self.offload:
             step()
-            self.weights.publish(self.trained)
+            self.unsharder.publish(self.trained)
             return
         arrivals = []
         for units in groups:
@@ -140,7 +139,7 @@ class ShardedParameters:
             step()
             for unit in units:
                 unit.lend_gradients(False)
-            self.weights.publish(units)
+            self.unsharder.publish(units)
 
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
         """See `norms.norm_and_loss`: of the whole model's gradient, and of all replicas."""

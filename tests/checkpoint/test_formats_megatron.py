@@ -25,7 +25,7 @@ from pangu.checkpoint.formats.stored import take
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 from pangu.training.command import compose
 from tests.checkpoint.test_formats import convert, logical, require_equal
 from tests.references import megatron_core_files as foreign

@@ -17,7 +17,7 @@ from pangu.checkpoint.run_folder import FOLDERS, make_run_folder, save_config, t
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
 

@@ -18,7 +18,7 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernels import KERNELS, Heads, Terms, attention_kernels
+from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, attention_kernels
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import variant
@@ -31,10 +31,10 @@ CASES = list(
 )  # documents, window, bias, key heads
 
 
-def heads(groups: int, dtype: torch.dtype) -> Heads:
+def heads(groups: int, dtype: torch.dtype) -> QKV:
     source = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, n, LENGTH, 16, dtype=dtype, generator=source) for n in (HEADS, groups, groups)]
-    return Heads(*parts)
+    return QKV(*parts)
 
 
 def bias_of(kind: str, dtype: torch.dtype) -> Bias | None:
@@ -44,15 +44,15 @@ def bias_of(kind: str, dtype: torch.dtype) -> Bias | None:
     return Bias(values) if kind == "relative" else None
 
 
-def attend(kernel: str, given: Heads, mask: AttentionMask, bias: Bias | None) -> Tensor:
+def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> Tensor:
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    return core(given, KERNELS[kernel](Terms(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
+    return core(given, KERNELS[kernel](MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
 
 
 def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
     """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
     documents, window, kind, groups = case
-    given = Heads(*(part.requires_grad_() for part in heads(groups, torch.float64)))
+    given = QKV(*(part.requires_grad_() for part in heads(groups, torch.float64)))
     bias = bias_of(kind, torch.float64)
     inputs: list[Tensor] = list(given)
     if kind == "relative":
@@ -85,9 +85,9 @@ def test_blocked_rounds_as_little_as_reference(by_blocks: str) -> None:
     exact = [torch.randn(2, 3, length, 16, dtype=torch.float64, generator=source) for _ in range(4)]
 
     def gradients(kernel: str, dtype: torch.dtype) -> list[Tensor]:
-        given = Heads(*(part.to(dtype).requires_grad_() for part in exact[:3]))
+        given = QKV(*(part.to(dtype).requires_grad_() for part in exact[:3]))
         core = AttentionCore(Builder(PlacementTable()), 0.0)
-        output = core(given, KERNELS[kernel](Terms(AttentionMask(), None, length, dtype, CPU)), None)[0]
+        output = core(given, KERNELS[kernel](MaskAndBias(AttentionMask(), None, length, dtype, CPU)), None)[0]
         return [output.double(), *(g.double() for g in torch.autograd.grad(output, list(given), exact[3].to(dtype)))]
 
     truth = gradients("reference", torch.float64)
@@ -175,7 +175,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
     assert bias is not None
     core = AttentionCore(Builder(PlacementTable()), 0.0, residual_scores=True)
     output, scores = core(
-        given, KERNELS["reference"](Terms(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
+        given, KERNELS["reference"](MaskAndBias(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
     )
     expected = torch.einsum("bhqd,bhkd->bhqk", given.query, given.key) / 4 + below
     torch.testing.assert_close(scores, expected)
@@ -187,7 +187,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
 def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     given = heads(HEADS, torch.float32)
     core = AttentionCore(Builder(PlacementTable()), 0.5)
-    kernel = KERNELS["sdpa"](Terms(AttentionMask(), None, LENGTH, torch.float32, CPU))
+    kernel = KERNELS["sdpa"](MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
     keys = DropoutKeys(1, 2, (3, 4))
     first, _ = core(given, kernel, keys)
     torch.rand(17)

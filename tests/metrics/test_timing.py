@@ -1,4 +1,4 @@
-"""Ways are timed in turns, within a budget, and the choice between them is stable."""
+"""Algorithms are timed in turns, within a budget, and the choice between them is stable."""
 
 from __future__ import annotations
 

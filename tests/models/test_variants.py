@@ -18,9 +18,9 @@ from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.gate import Gate
 from pangu.layers.linear import RMSNorm
-from pangu.layers.rotary import Rotation
+from pangu.layers.rotary import RotaryEmbedding
 from pangu.models.language_model import Options, build_model
-from pangu.models.parts import Part, regions
+from pangu.models.parameters import ModelPart, regions
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
@@ -232,7 +232,7 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
 def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
     config = variant(kind=kind, residual_scores=True, positions="relative")
     whole, _ = make(config)
-    parts = [Part(range(1), first=True), Part(range(1, 3), last=True)]
+    parts = [ModelPart(range(1), first=True), ModelPart(range(1, 3), last=True)]
     halves, _ = build_model(config, Options(), parts=parts)
     halves.load_state_dict(whole.state_dict(), assign=True)
     batch = batch_of(config)
@@ -265,7 +265,7 @@ def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str
     model, table = make(config)
     model.gate = listed = Listed()
     whole_loss(model, batch_of(config))
-    uses = regions(config, table, Part.whole(config))
+    uses = regions(config, table, ModelPart.whole(config))
     assert list(uses) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert listed.events == [f"{name} {event}" for name in uses for event in ("begins", "ends")]
     home = {
@@ -329,8 +329,8 @@ def test_a_turn_depends_on_the_distance_alone_and_takes_its_angles_in_fp32() -> 
     """bf16 knows no position above 256 exactly; the result is one rounding of 2^-9 of the length from exact."""
     x = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     near, far = torch.arange(4)[None], torch.arange(1000, 1004)[None]
-    exact = [Rotation(positions, 8, 10000.0, torch.float64)(x.double()) for positions in (near, far)]
+    exact = [RotaryEmbedding(positions, 8, 10000.0, torch.float64)(x.double()) for positions in (near, far)]
     torch.testing.assert_close(exact[0] @ exact[0].mT, exact[1] @ exact[1].mT)
-    result = Rotation(far, 8, 10000.0, torch.bfloat16)(x)
+    result = RotaryEmbedding(far, 8, 10000.0, torch.bfloat16)(x)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.double(), exact[1], atol=2**-9 * float(x.abs().max()), rtol=2**-8)

@@ -21,7 +21,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
 from pangu.training.step import Trainer
-from pangu.zero.units import Piece
+from pangu.zero.flat_parameter import Shard
 from tests.configs import tiny
 
 # Padding in the tokens makes the number of target tokens differ between micro-batches, dropout makes the masks matter,
@@ -71,22 +71,22 @@ def parallel_keys(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def rectangles(pieces: list[Piece], values: Mapping[str, Tensor]) -> list[tuple[str, Any, Any, Tensor | np.ndarray]]:
+def rectangles(shards: list[Shard], values: Mapping[str, Tensor]) -> list[tuple[str, Any, Any, Tensor | np.ndarray]]:
     """Name, global shape, global offsets and values of everything that a rank holds. As arrays where there is such a
     format: pickling many small tensors takes longer than the steps that made them."""
     return [
-        (piece.placement.name, piece.placement.shape, offsets, part.clone() if part.dtype == BF16 else part.numpy())
-        for piece in pieces
-        for part, offsets in piece.rectangles(values[piece.placement.name])
+        (shard.placement.name, shard.placement.shape, offsets, part.clone() if part.dtype == BF16 else part.numpy())
+        for shard in shards
+        for part, offsets in shard.rectangles(values[shard.placement.name])
     ]
 
 
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
-    pieces = trainer.parameters.trained_pieces if of_gradients else trainer.pieces
-    values = {p.placement.name: p.grad if of_gradients else p.master for p in pieces}
+    shards = trainer.parameters.trained_shards if of_gradients else trainer.shards
+    values = {p.placement.name: p.grad if of_gradients else p.main for p in shards}
     together: dict[str, Tensor] = {}
-    for held in gather_objects(rectangles(pieces, values), trainer.mesh.group("world")):
+    for held in gather_objects(rectangles(shards, values), trainer.mesh.group("world")):
         for name, shape, offsets, values_held in held:
             part = torch.as_tensor(values_held)
             tensor = together.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
@@ -142,7 +142,7 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
         **(found if rank == 0 else {}),
         "units": len(units),
         "elements": sum(unit.numel for unit in units),
-        "masters": sum(unit.master.numel() for unit in units),
+        "masters": sum(unit.main.numel() for unit in units),
     }
 
 

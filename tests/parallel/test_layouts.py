@@ -17,7 +17,7 @@ import pytest
 
 from pangu.topology import mesh
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Ways
+from pangu.topology.mesh import Algorithms
 from pangu.training.step import StepResult
 from tests.covering import Case, Cover, Rule, all_pairs, pairs_of
 from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
@@ -184,7 +184,7 @@ def name_of(case: Case) -> str:
 def way_of_collectives(case: Case) -> AbstractContextManager[Any]:
     """Lets collectives do what they do on gloo, or not, on all ranks."""
     way = "exchange" if case["exchange"] == "true" else "own"
-    return patch.object(mesh, "Ways", lambda: Ways(way, way))
+    return patch.object(mesh, "Algorithms", lambda: Algorithms(way, way))
 
 
 def test_every_pair_occurs_that_can() -> None:

@@ -28,12 +28,12 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
     )
     first = find_difference(trainer)
     tied = layout.pipeline > 1 and layout.data == 1
-    places = ((piece, piece.placement) for piece in trainer.pieces)
-    piece = next(piece for piece, at in places if (at.shared if tied else at.is_vector and at.cut_dim is None))
-    values = piece.master if kind == "weight" else trainer.optimizer.state[piece.master][kind]
+    places = ((shard, shard.placement) for shard in trainer.shards)
+    shard = next(shard for shard, at in places if (at.shared if tied else at.is_vector and at.cut_dim is None))
+    values = shard.main if kind == "weight" else trainer.optimizer.state[shard.main][kind]
     if rank == culprit:
         values.view(torch.int32)[-1] ^= 1
-    return [first, find_difference(trainer)], f"{kind}/{piece.placement.name}"
+    return [first, find_difference(trainer)], f"{kind}/{shard.placement.name}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pangu.config.errors import ConfigError
 from pangu.models.frozen import count_frozen
 from pangu.models.language_model import build_model
 from pangu.topology.layout import Layout
-from pangu.zero.units import Unit
+from pangu.zero.flat_parameter import FlatParameter
 from tests.configs import tiny
 from tests.parallel.harness import OVERRIDES, train_layout
 from tests.parallel.test_layouts import FROZEN
@@ -62,7 +62,7 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
     update = Trainer._update
 
     def looked_at(trainer: Trainer, loss: float, norm: float) -> Any:
-        weights = trainer.parameters.weights
+        weights = trainer.parameters.unsharder
         found.append((len(weights._whole), len(weights._works)))
         return update(trainer, loss, norm)
 
@@ -163,10 +163,10 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
     """Nothing is shared: what the copies carry is all that a device sees."""
     config = tiny("precision=bf16")
     model, table = build_model(config.model)
-    from pangu.zero.units import Sharding
+    from pangu.zero.flat_parameter import Sharding
 
     sharding = Sharding(stage=3, offload=("optimizer", "parameters"))
     names = [name for name, _ in model.named_parameters()]
-    unit = Unit(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
-    tensors = [unit.weights, unit.share, unit.master, unit.grad, unit.host_grad]
+    unit = FlatParameter(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
+    tensors = [unit.weights, unit.share, unit.main, unit.grad, unit.host_grad]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5

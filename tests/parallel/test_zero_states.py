@@ -17,7 +17,7 @@ from pangu.planning.states import GATHERED, StatePlan, held_bytes, plan_states
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.assemble import assemble
-from pangu.zero.parameters import Weights
+from pangu.zero.unshard import Unsharder
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys
@@ -29,7 +29,7 @@ SMALL = ("model.attention=reference", "batch.micro_size=1", "parallel.bucket_mib
 class Gathered:
     """Most bytes of weights that are whole or on their way at a time at stage 3, and those of all gathers."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Unsharder) -> None:
         self.most, self.total = 0, 0
         self.weights = weights
         for unit in weights.units:
@@ -56,7 +56,7 @@ def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str,
     """Bytes kept, at once and sent by a rank, beside those of the plan; the second of two steps is counted."""
     config = tiny(*SMALL, *overrides, *parallel_keys(layout))
     trainer = assemble(config, Mesh.connect(layout, torch.device("cpu")))
-    watched = Gathered(trainer.parameters.weights)
+    watched = Gathered(trainer.parameters.unsharder)
     at, size = trainer.mesh.at, config.batch.global_size
     with Loader(RaggedStream(), config.data.packing, size, config.batch.micro_size, at.data, layout.data) as loader:
         batches = loader.micro_batches(0)

@@ -168,23 +168,23 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
 NOT_HELD: dict[str, tuple[int, Callable[[Actions], None], str]] = {
     "used before it is held": (
         0,
-        lambda actions: actions.insert(find(actions, micro("F", 0, 1)), actions.pop(actions.index(HOLD))),
-        "stage 0: F of chunk 0, micro-batch 0: outside HOLD and RELEASE of its chunk",
+        lambda actions: actions.insert(find(actions, micro("F", 0, 1)), actions.pop(actions.index(UNSHARD))),
+        "stage 0: F of chunk 0, micro-batch 0: outside UNSHARD and RESHARD of its chunk",
     ),
     "used after it is released": (
         1,
-        move("RELEASE of chunk 3", f"{micro('B', 3, 1)}, reduce"),
-        "stage 1: B of chunk 3, micro-batch 1, reduce: outside HOLD and RELEASE of its chunk",
+        move("RESHARD of chunk 3", f"{micro('B', 3, 1)}, reduce"),
+        "stage 1: B of chunk 3, micro-batch 1, reduce: outside UNSHARD and RESHARD of its chunk",
     ),
-    "held twice": (0, lambda actions: actions.insert(1, HOLD), "stage 0: HOLD of chunk 0: already held"),
+    "held twice": (0, lambda actions: actions.insert(1, UNSHARD), "stage 0: UNSHARD of chunk 0: already held"),
     "released twice": (
         0,
-        lambda actions: actions.append(Action(Kind.RELEASE, 0)),
-        "stage 0: RELEASE of chunk 0: not held",
+        lambda actions: actions.append(Action(Kind.RESHARD, 0)),
+        "stage 0: RESHARD of chunk 0: not held",
     ),
-    "not released": (1, drop("RELEASE of chunk 3"), "stage 1: RELEASE of chunk 3: missing"),
+    "not released": (1, drop("RESHARD of chunk 3"), "stage 1: RESHARD of chunk 3: missing"),
 }
-HOLD = Action(Kind.HOLD, 0)
+UNSHARD = Action(Kind.UNSHARD, 0)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *NOT_HELD])

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pangu.collectives.messages import Channels, Message
+from pangu.collectives.point_to_point import Channels, Message
 from pangu.data.batch import Batch
 from pangu.evaluation.perplexity import mean_loss
-from pangu.layers.deferred import WeightGradients
-from pangu.models.block import Carried
+from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.models.block import HiddenStates
 from pangu.models.language_model import LanguageModel
-from pangu.models.parts import Part
+from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.runner import Key
 from pangu.pipeline.schedule import forward_only
 from pangu.topology.layout import Layout
 from pangu.training.step import Trainer
+from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.gradients import GradientSum
-from pangu.zero.parameters import Weights
-from pangu.zero.units import Unit
+from pangu.zero.unshard import Unsharder
 from tests.parallel.harness import small_trainer
 from tests.parallel.test_layouts import CHUNKS
 from tests.parallel.test_pipeline import MODEL
@@ -41,7 +41,7 @@ class Recorder:
         self.trainer: Trainer
         self.batches: Sequence[Batch]
         self.actions: list[Action] = []
-        self.units: dict[int, list[Unit]] = {}
+        self.units: dict[int, list[FlatParameter]] = {}
         """Place in `actions` -> the units whose reduction was begun there."""
         self.receives: dict[int, Tensor] = {}
         self.key: Key
@@ -50,7 +50,9 @@ class Recorder:
         """Input, output, and gradient of the output of each chunk and micro-batch; kept, so that no other tensor has
         the address of one of them."""
 
-    def forward(self, model: LanguageModel, part: Part, received: Carried | None, batch: Batch, *more: Any) -> Carried:
+    def forward(
+        self, model: LanguageModel, part: ModelPart, received: HiddenStates | None, batch: Batch, *more: Any
+    ) -> HiddenStates:
         chunk = {here: chunk for chunk, here in self.trainer.runner.parts.items()}[part]
         self.key = chunk, [each.samples for each in self.batches].index(batch.samples)
         self.actions.append(Action(Kind.FORWARD, *self.key))
@@ -72,25 +74,25 @@ class Recorder:
 
         def hook(gradient: Tensor) -> None:
             self.tensors["gradient", key] = gradient
-            kind = Kind.BACKWARD_INPUT if self.trainer.runner.later.holding else Kind.BACKWARD
+            kind = Kind.BACKWARD_INPUT if self.trainer.runner.weight_gradients.is_open else Kind.BACKWARD
             self.actions.append(Action(kind, *key))
 
         if output.requires_grad:
             output.register_hook(hook)
 
-    def compute(self, later: WeightGradients, key: Key) -> None:
+    def compute(self, weight_gradients: WeightGradientStore, key: Key) -> None:
         self.actions.append(Action(Kind.BACKWARD_WEIGHT, *key))
-        WeightGradients.compute(later, key)
+        WeightGradientStore.flush(weight_gradients, key)
 
-    def hold(self, weights: Weights, chunk: int) -> None:
-        self.actions.append(Action(Kind.HOLD, chunk))
-        Weights.hold(weights, chunk)
+    def hold(self, weights: Unsharder, chunk: int) -> None:
+        self.actions.append(Action(Kind.UNSHARD, chunk))
+        Unsharder.hold(weights, chunk)
 
-    def let_go(self, weights: Weights, chunk: int) -> None:
-        self.actions.append(Action(Kind.RELEASE, chunk))
-        Weights.let_go(weights, chunk)
+    def let_go(self, weights: Unsharder, chunk: int) -> None:
+        self.actions.append(Action(Kind.RESHARD, chunk))
+        Unsharder.let_go(weights, chunk)
 
-    def start(self, gradients: GradientSum, unit: Unit) -> Any:
+    def start(self, gradients: GradientSum, unit: FlatParameter) -> Any:
         if unit not in gradients.units.get(-1, ()):  # what several chunks use is reduced behind the list
             self.actions[-1] = self.actions[-1]._replace(reduce=True)
             self.units.setdefault(len(self.actions) - 1, []).append(unit)
@@ -138,8 +140,8 @@ def record(rank: int, world: int, layout: Layout, *overrides: str) -> None:
     recorder = Recorder()
     with (
         replaced_here(LanguageModel, forward=recorder.forward, loss_of=recorder.loss_of),
-        replaced_here(WeightGradients, compute=recorder.compute),
-        replaced_here(Weights, hold=recorder.hold, let_go=recorder.let_go),
+        replaced_here(WeightGradientStore, flush=recorder.compute),
+        replaced_here(Unsharder, hold=recorder.hold, let_go=recorder.let_go),
         replaced_here(GradientSum, _start=recorder.start),
     ):
         trainer, batches = small_trainer(layout, *MODEL, *overrides)

@@ -142,8 +142,8 @@ def test_zb_h1_as_written() -> None:
 @pytest.mark.parametrize(
     ("name", "virtual", "once", "each"),
     [
-        ("breadth_first", 2, "HOLD0 F0 F0 RELEASE0 HOLD2 F2 F2 B2 B2+ RELEASE2 HOLD0 B0 B0+ RELEASE0", None),
-        ("gpipe", 1, "HOLD0 F0 F0 B0 B0+ RELEASE0", None),
+        ("breadth_first", 2, "UNSHARD0 F0 F0 RESHARD0 UNSHARD2 F2 F2 B2 B2+ RESHARD2 UNSHARD0 B0 B0+ RESHARD0", None),
+        ("gpipe", 1, "UNSHARD0 F0 F0 B0 B0+ RESHARD0", None),
         ("1f1b", 1, "F0 F0 B0 B0+", "F0 F0 B0+ B0+"),
         ("interleaved", 2, "F0 F0 F2 F2 B2 B2+ B0 B0+", "F0 F0 F2 F2 B2+ B2+ B0+ B0+"),
         ("zb_h1", 1, "F0 F0 I0 W0 I0 W0+", None),

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from pangu.checkpoint.files import read_index
+from pangu.collectives.algorithms import gather_algorithms, scatter_algorithms
 from pangu.collectives.reduce import start_reduce_scatter
-from pangu.collectives.ways import gather_ways, scatter_ways
 from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
-from pangu.layers import fp32_products
-from pangu.layers.fp32_products import product_ways
+from pangu.layers import fp32_matmul
+from pangu.layers.fp32_matmul import matmul_precisions
 from pangu.metrics.devices import processor_name
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh, Ways
+from pangu.topology.mesh import Algorithms, Mesh
 from pangu.training import choices as chosen_by
 from pangu.training import run as running
 from pangu.training.assemble import assemble
@@ -58,7 +58,7 @@ def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer
 @pytest.fixture
 def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if both ways to fp32 products were exact, whatever processor this is."""
-    monkeypatch.setattr(fp32_products, "_products_error", lambda: 0.0)
+    monkeypatch.setattr(fp32_matmul, "_products_error", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("two_ways")
@@ -76,7 +76,7 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
 
 
 def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_products, "_products_error", lambda: 1e-2)
+    monkeypatch.setattr(fp32_matmul, "_products_error", lambda: 1e-2)
     asked: list[Any] = []
     assert choose(tiny(), ONE, timer=table({"medium": 1e-6, "sdpa": 1.0}, asked)).products == "highest"
     assert asked
@@ -111,7 +111,7 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
         {"sdpa": 1.0, "blocked": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
         {"sdpa": 9.0, "blocked": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
     ]
-    return asdict(choose(given, mesh, timer=table(own[rank]))), gather_ways(mesh.groups["gather"])
+    return asdict(choose(given, mesh, timer=table(own[rank]))), gather_algorithms(mesh.groups["gather"])
 
 
 def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
@@ -123,17 +123,17 @@ def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
 
 
 def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
-    """Ways to scatter, and whether they give the same bits."""
+    """Algorithms to scatter, and whether they give the same bits."""
     group = dist.group.WORLD
     assert group is not None
     whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
     parts = []
-    for way in scatter_ways(group):
+    for way in scatter_algorithms(group):
         parts.append(torch.empty(1000))
-        work = start_reduce_scatter(parts[-1], whole.clone(), group, Ways(scatter=way))
+        work = start_reduce_scatter(parts[-1], whole.clone(), group, Algorithms(scatter=way))
         assert work is not None
         work.wait()
-    return scatter_ways(group), all(torch.equal(part, parts[0]) for part in parts)
+    return scatter_algorithms(group), all(torch.equal(part, parts[0]) for part in parts)
 
 
 def test_ways_to_scatter_add_up_in_the_same_order(pool: Pool) -> None:
@@ -200,7 +200,7 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
 def test_the_trainer_computes_as_it_was_chosen() -> None:
     trainer = assemble(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
     assert trainer.model.kernel.__name__ == "Blocked"
-    assert trainer.mesh.ways == Ways("own", "own")
+    assert trainer.mesh.algorithms == Algorithms("own", "own")
     assert assemble(tiny(), ONE).model.kernel.__name__ == "Sdpa"
 
 
@@ -241,4 +241,4 @@ def test_really_timed_once(caplog: pytest.LogCaptureFixture) -> None:
     """The real timer, for what it returns: every candidate that this processor has gets a time."""
     found = choose(tiny(), ONE)
     assert set(found.milliseconds["attention"]) >= {"sdpa", "reference"}
-    assert found.products in product_ways("auto", CPU, torch.float32)
+    assert found.products in matmul_precisions("auto", CPU, torch.float32)

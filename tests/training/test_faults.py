@@ -178,11 +178,11 @@ def spoiled(places: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def make(trainer: Trainer, batches: Any) -> StepResult:
         result = train_step(trainer, batches)
         if kind := left.pop(trainer.step, None):
-            piece = trainer.parameters.trained_pieces[1]
+            shard = trainer.parameters.trained_shards[1]
             if kind == "weight":
-                piece.master[3] = math.nan
+                shard.main[3] = math.nan
             else:
-                trainer.optimizer.state[piece.master][kind][3] = math.inf
+                trainer.optimizer.state[shard.main][kind][3] = math.inf
         return result
 
     monkeypatch.setattr(Trainer, "train_step", make)

@@ -19,10 +19,10 @@ from tests.threads import Ranks
 def test_weights_and_moments_are_looked_at(words: tuple[str, ...]) -> None:
     trainer, _ = small_trainer(Layout(), *OVERRIDES, *words)
     assert find_not_finite(trainer) is None
-    trained = trainer.parameters.trained_pieces
-    places = {f"weight/{piece.placement.name}": piece.master for piece in (trainer.pieces[-1], trained[0])}
+    trained = trainer.parameters.trained_shards
+    places = {f"weight/{shard.placement.name}": shard.main for shard in (trainer.shards[-1], trained[0])}
     places |= {
-        f"{kind}/{trained[1].placement.name}": trainer.optimizer.state[trained[1].master][kind] for kind in MOMENTS
+        f"{kind}/{trained[1].placement.name}": trainer.optimizer.state[trained[1].main][kind] for kind in MOMENTS
     }
     for name, values in places.items():
         before = values[-1].clone()
@@ -39,10 +39,10 @@ def on_every_layout(rank: int, world: int) -> list[tuple[str, str | None]]:
     told = []
     for layout, words in LAYOUTS:
         trainer, _ = small_trainer(layout, *OVERRIDES, *words)
-        piece = trainer.parameters.trained_pieces[0]
+        shard = trainer.parameters.trained_shards[0]
         if rank == world - 1:
-            trainer.optimizer.state[piece.master]["exp_avg"][0] = math.inf
-        told.append((f"rank 1: exp_avg/{piece.placement.name}", find_not_finite(trainer)))
+            trainer.optimizer.state[shard.main]["exp_avg"][0] = math.inf
+        told.append((f"rank 1: exp_avg/{shard.placement.name}", find_not_finite(trainer)))
     return told
 
 

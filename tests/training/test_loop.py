@@ -54,5 +54,5 @@ def test_few_calls_lead_from_a_step_to_the_first_product(
 
     monkeypatch.setattr(F, "linear", noting)
     train(tmp_path, 1, f"model.kind={kind}", "checkpoint.every=0")
-    assert paths[0][-1] == "column_product"
+    assert paths[0][-1] == "column_parallel_matmul"
     assert len(paths[0]) <= 12, paths[0]

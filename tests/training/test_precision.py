@@ -40,10 +40,10 @@ def test_16_bit_weights_are_the_rounded_masters(precision: str) -> None:
     for step in range(3):
         trainer.train_step(batches(trainer, step))
     for unit in trainer.parameters.units:
-        assert unit.master.dtype == unit.grad.dtype == torch.float32
+        assert unit.main.dtype == unit.grad.dtype == torch.float32
         assert unit.weights.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        assert torch.equal(unit.weights, unit.master.to(unit.weights.dtype))
-        assert not torch.equal(unit.weights.float(), unit.master)
+        assert torch.equal(unit.weights, unit.main.to(unit.weights.dtype))
+        assert not torch.equal(unit.weights.float(), unit.main)
         for parameter, _ in unit.parameters:
             assert parameter.data_ptr() >= unit.weights.data_ptr()  # a view of the unit's buffer, not a copy
             assert parameter.grad is None
@@ -81,12 +81,12 @@ def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
         "precision.loss_scale.growth_interval=2",
         "lr_schedule.warmup_steps=10",
     )
-    before = [unit.master.clone() for unit in trainer.parameters.units]
+    before = [unit.main.clone() for unit in trainer.parameters.units]
     first = trainer.train_step(batches(trainer, 0))
     assert first.skipped
     assert trainer.skipped == 1
     assert trainer.loss_scale.scale == 5e29
-    assert all(torch.equal(unit.master, old) for unit, old in zip(trainer.parameters.units, before, strict=True))
+    assert all(torch.equal(unit.main, old) for unit, old in zip(trainer.parameters.units, before, strict=True))
     assert updates(trainer) == {0}
     second = trainer.train_step(batches(trainer, 1))
     assert second.lr == first.lr  # a skipped step is no update
@@ -102,7 +102,7 @@ def test_the_growth_step_does_not_change_the_gradient() -> None:
         assert a.loss_scale == 256 * 2**step
         assert b.loss_scale == 256
     for one, other in zip(grows.parameters.units, stays.parameters.units, strict=True):
-        assert float((one.master - other.master).abs().max()) < 1e-3
+        assert float((one.main - other.main).abs().max()) < 1e-3
 
 
 def test_clipping_binds_and_reports_the_norm_before_it() -> None:
@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_every_format() -> None:
     trainer = trainer_of()
     batch = batches(trainer, 0)
     with torch.no_grad():
-        trainer.parameters.units[0].master[0] = torch.inf
+        trainer.parameters.units[0].main[0] = torch.inf
     result = trainer.train_step(batch)
     assert result.skipped
     assert updates(trainer) == {0}

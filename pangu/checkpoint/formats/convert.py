@@ -20,7 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import ConfigError, Problem, UserError, writing
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 
 
 @dataclass(frozen=True)

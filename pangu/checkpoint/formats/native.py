@@ -25,7 +25,7 @@ from pangu.checkpoint.run_tokenizer import keep_tokenizer, kept_tokenizer
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
 

@@ -20,7 +20,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.parts import logical_shapes
+from pangu.models.parameters import logical_shapes
 
 PLAIN = {
     "norm_placement": "pre",

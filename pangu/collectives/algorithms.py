@@ -1,4 +1,4 @@
-"""Ways to a collective with the same result."""
+"""Algorithms to a collective with the same result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pangu.collectives.reduce import Waitable, start_all_gather, start_reduce_scatter
-from pangu.topology.mesh import Ways
+from pangu.collectives.reduce import Handle, start_all_gather, start_reduce_scatter
+from pangu.topology.mesh import Algorithms
 
 
-class Message(NamedTuple):
+class CollectiveShape(NamedTuple):
     """What a group gathers, or sums and scatters, or both, again and again."""
 
     group: dist.ProcessGroup
@@ -24,13 +24,13 @@ class Message(NamedTuple):
     summed: bool
 
 
-def gather_ways(group: dist.ProcessGroup) -> list[str]:
-    """Ways to gather, in the order of preference. An accelerator's backend is left its own, which knows the links."""
+def gather_algorithms(group: dist.ProcessGroup) -> list[str]:
+    """Algorithms to gather, the preferred one first. An accelerator keeps its backend's own."""
     return ["exchange", "own"] if dist.get_backend(group) == "gloo" else ["own"]
 
 
-def scatter_ways(group: dist.ProcessGroup) -> list[str]:
-    """Ways to reduce and scatter that add up in the order of the ranks, in the order of preference: where an element
+def scatter_algorithms(group: dist.ProcessGroup) -> list[str]:
+    """Algorithms to reduce and scatter, the preferred one first. All add up in the order of the ranks: where an element
     stands in a message must not change its sum. gloo's own adds up in that of its ring; for two ranks that is the same.
     An accelerator's backend is left its own."""
     if dist.get_backend(group) != "gloo":
@@ -38,23 +38,23 @@ def scatter_ways(group: dist.ProcessGroup) -> list[str]:
     return ["exchange", "own"] if dist.get_world_size(group) == 2 else ["exchange"]
 
 
-def gather_pass(message: Message, way: str) -> Callable[[], object]:
+def gather_trial(message: CollectiveShape, way: str) -> Callable[[], object]:
     """Gathers once, on a CPU."""
     whole, part = _whole_and_part(message)
-    return lambda: _completed(start_all_gather(whole, part, message.group, Ways(gather=way)))
+    return lambda: _completed(start_all_gather(whole, part, message.group, Algorithms(gather=way)))
 
 
-def scatter_pass(message: Message, way: str) -> Callable[[], object]:
+def scatter_trial(message: CollectiveShape, way: str) -> Callable[[], object]:
     """Reduces and scatters once, on a CPU."""
     whole, part = _whole_and_part(message)
-    return lambda: _completed(start_reduce_scatter(part, whole, message.group, Ways(scatter=way)))
+    return lambda: _completed(start_reduce_scatter(part, whole, message.group, Algorithms(scatter=way)))
 
 
-def _whole_and_part(message: Message) -> tuple[Tensor, Tensor]:
+def _whole_and_part(message: CollectiveShape) -> tuple[Tensor, Tensor]:
     ranks = dist.get_world_size(message.group)
     return torch.zeros(message.numel, dtype=message.dtype), torch.zeros(message.numel // ranks, dtype=message.dtype)
 
 
-def _completed(work: Waitable | None) -> None:
+def _completed(work: Handle | None) -> None:
     assert work is not None
     work.wait()

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import Waitable, start_all_gather
+from pangu.collectives.reduce import Handle, start_all_gather
 from pangu.layers.gate import Gate
-from pangu.layers.offload import Lane
-from pangu.topology.mesh import Ways
+from pangu.layers.offload import CopyStream
+from pangu.topology.mesh import Algorithms
+from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order
-from pangu.zero.units import Unit
 
 
 class _Before(Function):
     """Opens a region in forward and closes it in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
-        ctx.close = lambda: weights.close(region, weights.backward)
-        weights.open(region, weights.forward)
+    def forward(ctx: Any, x: Tensor, region: str, unsharder: Unsharder) -> Tensor:
+        ctx.close = lambda: unsharder.close(region, unsharder.backward)
+        unsharder.open(region, unsharder.forward)
         return x.view_as(x)
 
     @staticmethod
@@ -39,13 +39,13 @@ class _After(Function):
     """Closes a region in forward and opens it in backward. The head stays open: its backward comes next."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: str, weights: Weights) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: str, unsharder: Unsharder) -> Tensor:
         stays = region == "head" and ctx.needs_input_grad[0]
-        ctx.open = lambda: weights.open(region, weights.backward, already=stays)
+        ctx.open = lambda: unsharder.open(region, unsharder.backward, already=stays)
         if region in TABLES:
             ctx.open = lambda: None
         if not stays:
-            weights.close(region, weights.forward)
+            unsharder.close(region, unsharder.forward)
         return x.view_as(x)
 
     @staticmethod
@@ -61,10 +61,10 @@ class _Copied:
     mark: torch.Event | None
 
     def wait(self) -> None:
-        Lane.wait(self.mark)
+        CopyStream.wait(self.mark)
 
 
-class Weights(Gate):
+class Unsharder(Gate):
     """Sees to it that weights are there when a model uses them.
 
     At stage 3 a unit is gathered while the region before it computes and released behind its use, so that at most two
@@ -74,13 +74,13 @@ class Weights(Gate):
 
     def __init__(
         self,
-        regions: Mapping[str, Sequence[Unit]],
+        regions: Mapping[str, Sequence[FlatParameter]],
         order: Mapping[int, Sequence[str]],
         group: dist.ProcessGroup | None,
         trained: Collection[str],
-        lane: Lane,
+        lane: CopyStream,
         overlap: bool = True,
-        ways: Ways | None = None,
+        algorithms: Algorithms | None = None,
     ) -> None:
         """
         Args:
@@ -90,14 +90,14 @@ class Weights(Gate):
             trained: regions from which gradients come, whatever their input is.
             lane: for copies from the host.
             overlap: false: gather a unit when it is needed, not before.
-            ways: how it is gathered.
+            algorithms: how it is gathered.
         """
         self.regions = regions
         self.group = group
         self.trained = trained
         self.lane = lane
         self.overlap = overlap
-        self.ways = ways or Ways()
+        self.algorithms = algorithms or Algorithms()
         self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
         self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
         alone = len(order) == 1
@@ -105,15 +105,15 @@ class Weights(Gate):
         """Region -> the one that opens after it in forward; behind the bias that all chunks have there are several."""
         self.backward = {a: b for names in order.values() for a, b in pairwise(backward_order(names, trained))}
         """The same for backward."""
-        self._works: dict[Unit, Waitable | None] = {}
+        self._works: dict[FlatParameter, Handle | None] = {}
         """Gathers on their way."""
-        self._whole: set[Unit] = set()
+        self._whole: set[FlatParameter] = set()
         """Units at stage 3 whose weights are all here."""
         self._users = dict.fromkeys(self.units, 0)
         """How many open regions use a unit."""
-        self._held: set[Unit] = set()
+        self._held: set[FlatParameter] = set()
 
-    def publish(self, units: Iterable[Unit]) -> None:
+    def publish(self, units: Iterable[FlatParameter]) -> None:
         """Begin to send every rank what the others have updated of some units; what was gathered is out of date."""
         for unit in units:
             self._finish(unit)
@@ -122,8 +122,8 @@ class Weights(Gate):
                 if unit.sharding.stage == 3:
                     self._release(unit)
                 elif unit.sharding.size > 1:
-                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group, self.ways)
-                elif unit.master_away:
+                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group, self.algorithms)
+                elif unit.main_on_host:
                     self._works[unit] = _Copied(self.lane.mark())
             if not self.overlap:
                 self._finish(unit)
@@ -172,24 +172,24 @@ class Weights(Gate):
             if unit not in soon:
                 self._release(unit)
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: FlatParameter) -> None:
         if unit.sharding.stage == 3 and unit not in self._whole and unit not in self._works:
             with self.lane.after_computation():
                 # not through the tensor that autograd knows: what it saved of the unit is still the same weights
                 whole, part = unit.hold().data, unit.share
                 if unit.share_away:
                     part = whole[unit.own].copy_(part, non_blocking=True)
-                work = start_all_gather(whole, part, self.group, self.ways)
+                work = start_all_gather(whole, part, self.group, self.algorithms)
                 self._works[unit] = _Copied(self.lane.mark()) if work is None else work
 
-    def _finish(self, unit: Unit) -> None:
+    def _finish(self, unit: FlatParameter) -> None:
         if unit in self._works:
             work = self._works.pop(unit)
             if work is not None:
                 work.wait()
             self._whole.add(unit)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: FlatParameter) -> None:
         if unit.sharding.stage == 3 and unit in self._whole and not self._users[unit] and unit not in self._held:
             self._whole.discard(unit)
             unit.release()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.regions import TensorRegion
-from pangu.layers import products
-from pangu.layers.products import column_product, row_product
+from pangu.layers import tensor_parallel_matmul as matmul
+from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, row_parallel_matmul
 
 
 @dataclass
@@ -48,10 +48,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def add(x: Tensor, region: TensorRegion) -> Pretended:
         return Pretended("sum", 2 * x.chunk(region.num_slices)[0], seen)
 
-    monkeypatch.setattr(products, "start_gather", gather)
-    monkeypatch.setattr(products, "start_sum", add)
-    monkeypatch.setattr(products.F, "linear", noting("product", torch.nn.functional.linear))
-    monkeypatch.setattr(products, "_weight_gradient", noting("weight gradient", products._weight_gradient))
+    monkeypatch.setattr(matmul, "start_gather", gather)
+    monkeypatch.setattr(matmul, "start_sum", add)
+    monkeypatch.setattr(matmul.F, "linear", noting("product", torch.nn.functional.linear))
+    monkeypatch.setattr(matmul, "_weight_gradient", noting("weight gradient", matmul._weight_gradient))
     return seen
 
 
@@ -64,7 +64,7 @@ WAITED = ["wait for sum", "wait for sum"]
 def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> None:
     x = torch.randn(length, 3, 4, requires_grad=True)
     weight = torch.randn(6, 4, requires_grad=True)
-    y = column_product(x, weight, None, TensorRegion(0, 2, sequence=True, chunks=2), None)
+    y = column_parallel_matmul(x, weight, None, TensorRegion(0, 2, sequence=True, chunks=2), None)
     assert events == GATHERED
     assert torch.allclose(y, torch.cat([x, x]) @ weight.t())
     events.clear()
@@ -76,7 +76,7 @@ def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> N
 def test_chunks_of_a_row_product_overlap(events: list[str], sequence: bool) -> None:
     x = torch.randn(10, 3, 4, requires_grad=True)
     weight = torch.randn(6, 4, requires_grad=True)
-    y = row_product(x, weight, None, TensorRegion(0, 2, sequence=sequence, chunks=2), None)
+    y = row_parallel_matmul(x, weight, None, TensorRegion(0, 2, sequence=sequence, chunks=2), None)
     assert events == [*SUMMED, *WAITED]
     assert torch.allclose(y, 2 * (x @ weight.t())[: 5 if sequence else 10])
     events.clear()

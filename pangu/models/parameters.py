@@ -18,7 +18,7 @@ Stored = Iterator[tuple[str, list[NewTensor]]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Consecutive layers of a model: what is computed in one go, and what a pipeline stage holds one or more of."""
 
     layers: range
@@ -29,12 +29,12 @@ class Part:
     """Holds the final norm, PanGu-α's query table and the head."""
 
     @classmethod
-    def whole(cls, config: ModelConfig) -> Part:
+    def whole(cls, config: ModelConfig) -> ModelPart:
         """The model in one part."""
         return cls(range(config.layers), first=True, last=True)
 
 
-def place_tensors(config: ModelConfig, parts: Sequence[Part], rank: TensorRank) -> PlacementTable:
+def place_tensors(config: ModelConfig, parts: Sequence[ModelPart], rank: TensorRank) -> PlacementTable:
     """The tensors of some parts of a model, in the order of its modules, and what of them one tensor-parallel rank
     holds."""
     table = PlacementTable()
@@ -45,10 +45,12 @@ def place_tensors(config: ModelConfig, parts: Sequence[Part], rank: TensorRank) 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and global shape of every logical tensor of a model."""
-    return {placement.name: placement.shape for placement in place_tensors(config, [Part.whole(config)], TensorRank())}
+    return {
+        placement.name: placement.shape for placement in place_tensors(config, [ModelPart.whole(config)], TensorRank())
+    }
 
 
-def regions(config: ModelConfig, table: PlacementTable, part: Part) -> dict[str, list[str]]:
+def regions(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
     """Regions of a part (see `layers.gate`) in the order in which forward enters them, and the module parameters that
     each uses; `table` may hold other parts too."""
     layers = [f"layers.{number}" for number in part.layers]
@@ -71,7 +73,7 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.layers)
 
 
-def _tensors(config: ModelConfig, parts: Sequence[Part]) -> Stored:
+def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Stored:
     std, width = config.init_std, config.hidden
     begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
     # where the head is tied and the embedding is elsewhere, the head holds a copy of it

@@ -20,7 +20,7 @@ def work_limit(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """[rows, inputs] times [inputs, outputs]."""
 
     rows: int
@@ -29,20 +29,20 @@ class Product:
     repeats: int = 1
     """How often a micro-batch computes it."""
 
-    def cut(self, limit: int) -> tuple[Product, float]:
+    def cut(self, limit: int) -> tuple[Matmul, float]:
         """A smaller product of at most `limit` multiplications, as good as cubic, and how many of it this one and its
         repetitions are."""
         sizes = [self.rows, self.inputs, self.outputs]
         while sizes[0] * sizes[1] * sizes[2] > limit:
             longest = sizes.index(max(sizes))
             sizes[longest] = -(-sizes[longest] // 2)
-        smaller = Product(*sizes)
+        smaller = Matmul(*sizes)
         work = self.rows * self.inputs * self.outputs / (sizes[0] * sizes[1] * sizes[2])
         return smaller, work * self.repeats
 
 
 @contextmanager
-def products_by(way: str) -> Iterator[None]:
+def matmul_precision(way: str) -> Iterator[None]:
     """Within the block fp32 products are computed in a `way` of `torch.set_float32_matmul_precision`."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(way)
@@ -52,7 +52,7 @@ def products_by(way: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def product_ways(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The ways among which `auto` chooses, in the words of `torch.set_float32_matmul_precision`; another request is
     the only way.
 
@@ -64,12 +64,12 @@ def product_ways(requested: str, device: torch.device, dtype: torch.dtype) -> li
         return [requested]
     if device.type != "cpu" or dtype != torch.float32:
         return ["highest"]
-    with products_by("medium"):
+    with matmul_precision("medium"):
         exact = _products_error() < EXACT
     return ["highest", "medium"] if exact else ["highest"]
 
 
-def product_pass(product: Product, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def matmul_trial(product: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """Forward and both halves of backward of a linear layer, on numbers of its own."""
     rows, inputs, outputs = product.rows, product.inputs, product.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))

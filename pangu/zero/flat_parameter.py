@@ -1,7 +1,7 @@
-"""Units: consecutive layers whose parameters, gradients and master weights each lie in one flat buffer.
+"""Units: consecutive layers whose parameters, gradients and main parameters each lie in one flat buffer.
 
 A unit is what is communicated at once. Its buffer is padded to equal shares, one for each rank that the optimizer's
-state is sharded over, and its table of pieces (logical tensor, first and last element) says what of a share is whose:
+state is sharded over, and its table of shards (logical tensor, first and last element) says what of a share is whose:
 optimizer, clipping, LAMB, checkpoints and offload all read that table. The ZeRO stages (Rajbhandari et al. 2020,
 section 5) are switches of it: what is not sharded has one share, the whole buffer.
 """
@@ -22,26 +22,26 @@ from pangu.zero.grouping import Sharding, buffer_table
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """The part of one logical tensor that this rank keeps and, unless it is frozen, updates."""
 
     placement: Placement
     start: int
     """First element, in this rank's slice of the tensor laid out flat."""
-    master: Tensor
+    main: Tensor
     """Weights in fp32 (fp64 in fp64), flat; of a frozen tensor in the compute format."""
     grad: Tensor | None
     """The gradient's sum, on the device; None: frozen."""
     host_grad: Tensor | None = None
-    """Where the gradient goes for the update, if the master lies on the host."""
+    """Where the gradient goes for the update, if the main lies on the host."""
 
     @property
     def is_whole(self) -> bool:
         """True if it is the whole slice."""
-        return self.master.numel() == self.placement.local_numel
+        return self.main.numel() == self.placement.local_numel
 
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """`values`, flat and as long as `master`, cut into at most three rectangles of the logical tensor.
+        """`values`, flat and as long as `main`, cut into at most three rectangles of the logical tensor.
 
         Yields:
             Each rectangle, a view, with the global index of its first element.
@@ -64,7 +64,7 @@ class Piece:
             position += length
 
 
-class Unit:
+class FlatParameter:
     """The flat buffers of some parameters."""
 
     def __init__(
@@ -101,10 +101,10 @@ class Unit:
         wide = torch.promote_types(dtype, torch.float32)
         self.table = buffer_table(self.padded, wide != dtype, sharding, trained)
         away = {row.name: row.away for row in self.table}
-        self.share_away, self.master_away = away["share"], away["master"]
-        """Whether the own share of the weights, and whether the masters lie on the host."""
+        self.share_away, self.main_on_host = away["share"], away["main"]
+        """Whether the own share of the weights, and whether the main parameters lie on the host."""
         self._allocate(dtype, wide, device)
-        self.pieces: list[Piece] = []
+        self.shards: list[Shard] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
         """Each parameter of the model with its place in the buffer."""
         self.tensors: list[tuple[str, slice]] = []
@@ -141,15 +141,15 @@ class Unit:
         self.share = made["share"]
         """Weights of the own share, in the compute format."""
         self.rounded = made["rounded"]
-        """The same where masters on the host are rounded to."""
-        self.master = made["master"]
+        """The same where main parameters on the host are rounded to."""
+        self.main = made["main"]
         """Weights of the own share that the optimizer updates."""
         self.total = made.get("total")
         """Sum of this rank's own gradients of the whole buffer; None while there is none."""
         self.grad = made.get("grad", torch.empty(0, device=device))
         """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
         self.host_grad = made.get("host_grad")
-        """Where they go for the update, if the masters lie on the host."""
+        """Where they go for the update, if the main parameters lie on the host."""
 
     def _add_piece(self, placement: Placement, begin: int, seed: int) -> None:
         """Enter what this rank updates of a logical tensor whose slice begins at element `begin` of the buffer."""
@@ -158,24 +158,24 @@ class Unit:
             here = slice(low - self.own.start, high - self.own.start)
             grad = self.grad[here] if self.trained else None
             host_grad = None if self.host_grad is None else self.host_grad[here]
-            piece = Piece(placement, low - begin, self.master[here], grad, host_grad)
-            for part, offsets in piece.rectangles(piece.master):
+            shard = Shard(placement, low - begin, self.main[here], grad, host_grad)
+            for part, offsets in shard.rectangles(shard.main):
                 fill(part, placement, seed, offsets)
-            if not self.master_away:
-                piece.master.grad = grad
-            self.pieces.append(piece)
+            if not self.main_on_host:
+                shard.main.grad = grad
+            self.shards.append(shard)
 
     def publish(self) -> None:
-        """Round the master weights of the own share into the weights that the model computes with."""
-        if self.rounded is not self.master:
-            self.rounded.copy_(self.master, non_blocking=True)
+        """Round the main parameters of the own share into the weights that the model computes with."""
+        if self.rounded is not self.main:
+            self.rounded.copy_(self.main, non_blocking=True)
         if self.share is not self.rounded:
             self.share.copy_(self.rounded, non_blocking=True)
 
     def lend_gradients(self, lend: bool) -> None:
         """Let the optimizer see the gradients on the host, or no gradients: it passes over what has none."""
-        for piece in self.pieces:
-            piece.master.grad = piece.host_grad if lend else None
+        for shard in self.shards:
+            shard.main.grad = shard.host_grad if lend else None
 
     def hold(self) -> Tensor:
         """Make room for all weights at stage 3, and return the room, to be filled."""

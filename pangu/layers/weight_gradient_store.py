@@ -28,13 +28,13 @@ class _Work:
         return start_gather(self.part, self.region)
 
 
-class WeightGradients:
+class WeightGradientStore:
     """The work that matrices (and the biases of their products) put aside.
 
-        later = WeightGradients()
-        with later.held(micro_batch):
+        weight_gradients = WeightGradientStore()
+        with weight_gradients.open(micro_batch):
             loss.backward()  # gradients of inputs, norms and position vectors
-        later.compute(micro_batch)  # those of matrices
+        weight_gradients.flush(micro_batch)  # those of matrices
 
     A matrix gets its gradient of a micro-batch in one piece however often it was used, as it does from one backward.
     (Torch calls its hooks in the held backward too, with a gradient of None.) What waits is each product's input and
@@ -46,12 +46,12 @@ class WeightGradients:
         self._open: deque[_Work] | None = None
 
     @property
-    def holding(self) -> bool:
+    def is_open(self) -> bool:
         """True if weight gradients are to be put aside at the moment."""
         return self._open is not None
 
     @contextmanager
-    def held(self, key: Hashable) -> Iterator[None]:
+    def open(self, key: Hashable) -> Iterator[None]:
         """Within the block, backward puts its weight gradients aside under this key."""
         assert self._open is None
         assert key not in self._held, f"{key} waits for compute()"
@@ -75,7 +75,7 @@ class WeightGradients:
             self._open.append(_Work(parameter, part.detach(), region, gradient))
 
     @torch.no_grad()
-    def compute(self, key: Hashable) -> None:
+    def flush(self, key: Hashable) -> None:
         """Do the work in the order in which it was put aside, and hand each parameter its gradient as backward would:
         added to `grad`, hooks called. What is gathered comes while the gradient before it is computed."""
         work = self._held.pop(key)

@@ -21,14 +21,14 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import Pending, TensorRegion, start_gather, start_sum
-from pangu.layers.deferred import WeightGradients
+from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALONE = TensorRegion()
 """One rank: nothing to communicate."""
 
 
-def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, later: WeightGradients | None
+def column_parallel_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, weight_gradients: WeightGradientStore | None
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
@@ -38,19 +38,19 @@ def column_product(
         weight: [outputs / ranks, inputs], a leaf.
         bias: [outputs / ranks], a leaf.
         region: the ranks. On one rank this is an ordinary product.
-        later: where backward puts the gradients of `weight` and `bias` aside while it holds them.
+        weight_gradients: where backward puts the gradients of `weight` and `bias` aside while it holds them.
 
     Returns:
         [sequence, ..., outputs / ranks].
     """
-    if region.size == 1 and later is None:
+    if region.size == 1 and weight_gradients is None:
         return F.linear(x, weight, bias)
-    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, later)
+    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, weight_gradients)
     return _Value.apply(backward, lambda: _in_order(_gathered_products(x, weight, bias, region)[1], region))
 
 
-def row_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, later: WeightGradients | None
+def row_parallel_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, weight_gradients: WeightGradientStore | None
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some columns of W: the ranks' products are summed and the bias is added once.
 
@@ -59,34 +59,35 @@ def row_product(
         weight: [outputs, inputs / ranks], a leaf.
         bias: [outputs], a leaf.
         region: the ranks. On one rank this is an ordinary product.
-        later: as for `column_product`.
+        weight_gradients: as for `column_parallel_matmul`.
 
     Returns:
         [sequence (/ ranks with sequence parallelism), ..., outputs].
     """
     if region.size == 1:
-        return column_product(x, weight, bias, region, later)
+        return column_parallel_matmul(x, weight, bias, region, weight_gradients)
 
     def value() -> Tensor:
         total = _complete(_started_sums(x, weight, region))
         return total if bias is None else total.add_(bias)
 
     rows = x.shape[0] // region.num_slices
-    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, later), value)
+    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, weight_gradients), value)
 
 
-def lookup(ids: Tensor, table: Tensor, later: WeightGradients | None) -> Tensor:
+def lookup(ids: Tensor, table: Tensor, weight_gradients: WeightGradientStore | None) -> Tensor:
     """Rows of a table.
 
     Args:
         ids: int64 [...].
         table: [rows, width], a leaf.
-        later: as for `column_product`; a table that is also the head's matrix must get its gradient in one piece.
+        weight_gradients: as for `column_parallel_matmul`; a table that is also the head's matrix must get its gradient
+            in one piece.
 
     Returns:
         [..., width].
     """
-    return F.embedding(ids, table) if later is None else _Lookup.apply(ids, table, later)
+    return F.embedding(ids, table) if weight_gradients is None else _Lookup.apply(ids, table, weight_gradients)
 
 
 def _gathered_products(
@@ -160,11 +161,11 @@ class _Backward(Function):
         bias: Tensor | None,
         rows: int,
         region: TensorRegion,
-        later: WeightGradients | None,
+        weight_gradients: WeightGradientStore | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-        ctx.weight, ctx.bias, ctx.region, ctx.later = weight, bias, region, later
+        ctx.weight, ctx.bias, ctx.region, ctx.weight_gradients = weight, bias, region, weight_gradients
         return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
 
@@ -201,20 +202,20 @@ class _RowBackward(_Backward):
 
 
 def _holding(ctx: Any) -> bool:
-    return ctx.later is not None and ctx.later.holding
+    return ctx.weight_gradients is not None and ctx.weight_gradients.is_open
 
 
 def _put_aside(ctx: Any, x: Tensor, region: TensorRegion, grad_weight: Tensor, grad_bias: Tensor) -> None:
     """The work for W, from x (gathered over `region`) and the output's gradient, and the work for b."""
-    ctx.later.put(ctx.weight, x, region, partial(_weight_gradient, grad_weight))
+    ctx.weight_gradients.put(ctx.weight, x, region, partial(_weight_gradient, grad_weight))
     if ctx.bias is not None:
-        ctx.later.put(ctx.bias, grad_bias, ALONE, _bias_gradient)
+        ctx.weight_gradients.put(ctx.bias, grad_bias, ALONE, _bias_gradient)
 
 
 class _Lookup(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, later: WeightGradients) -> Tensor:
-        ctx.table, ctx.later = table, later
+    def forward(ctx: Any, ids: Tensor, table: Tensor, weight_gradients: WeightGradientStore) -> Tensor:
+        ctx.table, ctx.weight_gradients = table, weight_gradients
         ctx.save_for_backward(ids)
         return F.embedding(ids, table)
 
@@ -225,7 +226,7 @@ class _Lookup(Function):
         def gradient(grad: Tensor) -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.table.shape[0], -1, False)
 
-        if ctx.later.holding:
-            ctx.later.put(ctx.table, grads[0], ALONE, gradient)
+        if ctx.weight_gradients.is_open:
+            ctx.weight_gradients.put(ctx.table, grads[0], ALONE, gradient)
             return None, None, None
         return None, gradient(grads[0]), None

@@ -13,10 +13,10 @@ from torch import Tensor
 from pangu.collectives.regions import TensorRegion
 from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
-from pangu.layers.deferred import WeightGradients
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import Options, build_model
-from pangu.models.parts import Part
+from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
@@ -32,15 +32,17 @@ MICRO_BATCHES = 3
 class Run:
     """A model with its gradient buffers, and some micro-batches."""
 
-    def __init__(self, tensor: int, later: WeightGradients | None, overrides: tuple[str, ...]) -> None:
+    def __init__(self, tensor: int, weight_gradients: WeightGradientStore | None, overrides: tuple[str, ...]) -> None:
         config = tiny(*overrides)
         self.mesh = Mesh.connect(Layout(tensor=tensor, sequence=tensor > 1), torch.device("cpu"))
         memory = config.memory
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
-        self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, later=later))
+        self.model, table = build_model(
+            config.model, options, Builder(PlacementTable(), region=region, weight_gradients=weight_gradients)
+        )
         policy = Policy(seed=1, dtype=torch.float64, bucket_bytes=1000)
-        self.parameters = ShardedParameters(self.model, table, {0: Part.whole(config.model)}, self.mesh, policy)
+        self.parameters = ShardedParameters(self.model, table, {0: ModelPart.whole(config.model)}, self.mesh, policy)
         self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
         rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]
@@ -55,7 +57,7 @@ class Run:
     def sums(self) -> dict[str, Tensor]:
         """Gradients summed over all ranks and micro-batches."""
         self.gradients.finish()
-        return {piece.placement.name: piece.master.grad.clone() for piece in self.parameters.pieces}
+        return {shard.placement.name: shard.main.grad.clone() for shard in self.parameters.shards}
 
 
 def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
@@ -67,15 +69,15 @@ def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
 
     for behind in (0, 1):
-        later = WeightGradients()
-        run = Run(tensor, later, overrides)
+        weight_gradients = WeightGradientStore()
+        run = Run(tensor, weight_gradients, overrides)
         for number in range(MICRO_BATCHES):
-            with later.held(number):
+            with weight_gradients.open(number):
                 run.backward(number)
             if number >= behind:
-                later.compute(number - behind)
+                weight_gradients.flush(number - behind)
         for number in range(MICRO_BATCHES - behind, MICRO_BATCHES):
-            later.compute(number)
+            weight_gradients.flush(number)
         sums = run.sums()
         assert [name for name, gradient in sums.items() if not torch.equal(gradient, expected[name])] == []
 
@@ -103,8 +105,8 @@ def test_later_gradients_have_the_same_bits(ranks: Ranks, kind: str, overrides: 
 def test_every_parameter_counts_once(tied: str) -> None:
     """A unit goes to the replicas when it is complete and not before, the tied table's lookup and chunked products
     included; what is put aside is in nobody's gradient."""
-    later = WeightGradients()
-    run = Run(1, later, ("loss.chunk=5", f"model.tied_head={tied}", "model.kind=gpt"))
+    weight_gradients = WeightGradientStore()
+    run = Run(1, weight_gradients, ("loss.chunk=5", f"model.tied_head={tied}", "model.kind=gpt"))
     run.backward(0)  # not held: as usual
     sent: list[tuple[Tensor, Tensor]] = []
 
@@ -113,10 +115,10 @@ def test_every_parameter_counts_once(tied: str) -> None:
 
     with patch.object(gradients, "start_ordered_all_reduce", send):
         run.gradients.expect(0)
-        with later.held(1):
+        with weight_gradients.open(1):
             run.backward(1)
         assert len(sent) < 2  # the final norm at most: it has nothing to wait for
-        later.compute(1)
+        weight_gradients.flush(1)
         assert len(sent) == len(run.parameters.units) > 3
     assert all(torch.equal(now, then) for now, then in sent)
 
@@ -138,15 +140,15 @@ def test_what_was_put_aside_is_freed(recompute: str) -> None:
     read 3 hidden states (queries', keys' and values', the output's, the up-projection's) and one of the inner width,
     and their outputs' gradients are 3 + 1 + 1 hidden states and one of the inner width; the head's are its input and
     the logits' gradient, and the table's a lookup's."""
-    later = WeightGradients()
-    run = Run(1, later, ("model.kind=gpt", f"memory.recompute={recompute}"))
+    weight_gradients = WeightGradientStore()
+    run = Run(1, weight_gradients, ("model.kind=gpt", f"memory.recompute={recompute}"))
     before = live_storages()
-    with later.held("first"):
+    with weight_gradients.open("first"):
         run.backward(0)
     # what other tests left behind may go at any time
     held = sum(size for address, size in live_storages().items() if address not in before)
     tokens, hidden, inner, vocab = 2 * 16, 32, 4 * 32, 101
     numbers = 3 * (3 * hidden + inner + 5 * hidden + inner) + (hidden + vocab) + hidden
     assert 8 * tokens * numbers <= held <= 1.05 * 8 * tokens * numbers
-    later.compute("first")
+    weight_gradients.flush("first")
     assert sum(size for address, size in live_storages().items() if address not in before) == 0

@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: sent and received without waiting, one process group for each lane."""
+"""Messages between the stages of a pipeline: sent and received without waiting, one process group for each channel."""
 
 from __future__ import annotations
 
@@ -56,28 +56,27 @@ class Message:
 
 
 class Channels:
-    """Lanes between the stages of this rank's pipeline.
+    """Channels between the stages of this rank's pipeline.
 
-    A lane is one kind of message in one direction (to a later or to an earlier stage). Each has a process group, hence
-    on GPUs a communicator and a stream for each pair of stages: messages of one pair and lane arrive in the order in
-    which they were sent, and never wait for messages of another lane, as they would where NCCL puts both directions of
-    a pair on one stream.
+    A channel is one kind of message in one direction (to a later or to an earlier stage). Each has a process group,
+    hence on GPUs a communicator and a stream for each pair of stages: messages of one pair and channel arrive in order
+    and never wait for another channel's, as they would where NCCL puts both directions of a pair on one stream.
     """
 
-    def __init__(self, mesh: Mesh, lanes: Sequence[tuple[str, int, int]]) -> None:
+    def __init__(self, mesh: Mesh, channels: Sequence[tuple[str, int, int]]) -> None:
         """
         Args:
             mesh: whose pipeline axis is used.
-            lanes: (kind of message, from stage, to stage) of all that will be sent, in the same order on every stage.
+            channels: (kind of message, from stage, to stage) of all messages, in the same order on every stage.
         """
         self._stage = mesh.at.pipeline
         self._device = mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
-        directions = dict.fromkeys((kind, target > source) for kind, source, target in lanes)
+        directions = dict.fromkeys((kind, target > source) for kind, source, target in channels)
         self._groups = {direction: mesh.new_group(ranks) for direction in directions}
         # NCCL makes a pair's communicator at its first message, which both sides then wait for: once now, in an order
         # that all stages agree on
-        for kind, source, target in lanes:
+        for kind, source, target in channels:
             if self._stage == source:
                 self.send(kind, [torch.zeros(1, device=self._device)], target).wait()
             if self._stage == target:
