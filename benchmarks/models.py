@@ -20,9 +20,8 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
-from pangu.training.choices import choose
-from pangu.training.step import Trainer
+from pangu.training.autotune import choose
+from pangu.training.step import Trainer, assemble
 
 
 class PlainBlock(nn.Module):

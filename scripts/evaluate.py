@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pangu.checkpoint.run_folder import newest_checkpoint
+from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.tasks.ask import Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
@@ -30,7 +31,6 @@ from pangu.evaluation.tasks.prompts import Setup, chosen
 from pangu.evaluation.tasks.report import AnswerFile, result, table
 from pangu.evaluation.tasks.task import Item, Task
 from pangu.topology.launch import Launch
-from pangu.training.together import together
 
 _EXAMPLE = """examples:
   python scripts/evaluate.py runs/quickstart --task perplexity --input corpus.txt
@@ -124,9 +124,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     questions = gather_questions(options)
     with connected(options, launch, replicas=True) as mesh:
         # one process looks, as another checkpoint may be written meanwhile
-        (path, *_) = together(mesh, lambda: newest_checkpoint(options.model), here=mesh.is_first)
+        (path, *_) = agree(mesh, lambda: newest_checkpoint(options.model), here=mesh.is_first)
         assert path is not None
-        (file, *_) = together(mesh, lambda: _answer_file(options, path), here=mesh.is_first)
+        (file, *_) = agree(mesh, lambda: _answer_file(options, path), here=mesh.is_first)
         model = load_model(path, mesh, options.precision, rows=options.rows)
         if (options.stride or 1) > model.config.sequence:
             window = model.config.sequence
@@ -171,7 +171,7 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
     for some in ask(model, questions, list(answers)):
         answers |= {answer.id: answer for answer in some}
         if file:
-            together(mesh, partial(file.add, name, some), here=mesh.is_first)
+            agree(mesh, partial(file.add, name, some), here=mesh.is_first)
         progress.update(bar, completed=len(answers))
     asked = [answers[item.id] for item in questions.items]
     measures = summary(asked)

@@ -13,10 +13,9 @@ from pangu.config.files import parse_json, write_atomically
 from pangu.config.printable import printable
 from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
-from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
+from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
-from pangu.evaluation.text import continue_prompts, encode_prompts
 from pangu.models.size import num_parameters
 from pangu.topology.launch import Launch
 

@@ -35,7 +35,7 @@ from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
 from pangu.metrics.writers import JsonLinesWriter
 from pangu.models.parameters import logical_shapes
-from pangu.training.faults import Watch
+from pangu.training.faults import SpikeDetector
 from scripts.generate import read_prompts
 from tests.checkpoint.test_index import FACTS
 from tests.configs import composed
@@ -76,7 +76,7 @@ def _checkpoint(folder: Path) -> None:
         raise UserError("\n".join(problems))
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     trained_model(path, index)
-    watch = Watch(config().faults)
+    watch = SpikeDetector(config().faults)
     watch.restore(index.get("watch", {}))
     inspect([str(path), "--diff", str(path)])
 

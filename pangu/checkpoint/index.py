@@ -261,7 +261,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _are_choices(value: Any) -> bool:
-    """Whether a value is what `pangu.training.choices.Choices` was, as far as it is told when a run continues."""
+    """Whether a value is what `pangu.training.autotune.Choices` was, as far as it is told when a run continues."""
     times = value.get("milliseconds", {}) if isinstance(value, dict) else None
     return isinstance(times, dict) and all(
         isinstance(figures, dict) and all(map(_is_number, figures.values())) for figures in times.values()

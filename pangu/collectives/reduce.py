@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,25 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pangu.config.errors import LocalError
-from pangu.topology.mesh import Algorithms, Mesh, is_silence
-
-
-@contextmanager
-def answered(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
-    """Turn a collective that fails within the block into a LocalError that names this rank, what `where` says then, and
-    the ranks that did not take part, as far as that can be told."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_silence(error):
-            raise
-        place, silent = where(), mesh.silent_ranks()
-        others = f"rank {', '.join(map(str, silent))}" if silent else "another process"
-        raise LocalError(
-            f"rank {mesh.rank}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
-            f"says, if it still speaks, is the cause ({error})"
-        ) from error
+from pangu.topology.mesh import Algorithms, Mesh
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pangu.config.errors import UserError, exit_status
 from pangu.evaluation.generation import Sampling, generate_shared
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import Span, score
 from pangu.topology.launch import Launch, choose_device

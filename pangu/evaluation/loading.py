@@ -26,7 +26,7 @@ from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.layers.builder import Builder
 from pangu.layers.formats import DTYPES
 from pangu.layers.initial import replace_parameter

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce
 from pangu.data.batch import Batch
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.pipeline.schedule import forward_only
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pangu.config.files import open_regular, parse_json
 
@@ -58,6 +58,38 @@ class StepRecord:
             for name, value in asdict(self).items()
             if value is not None or not name.startswith(("validation_", "evaluation", "trust_", "slow_"))
         }
+
+
+class Speed(TypedDict):
+    """The fields of a record that say how fast a step was."""
+
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_device: float
+    mfu: float | None
+
+
+def speed(tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_tflops: float | None) -> Speed:
+    """How fast a step was that saw `tokens` tokens, over all devices.
+
+    `flops_per_token`: forward and backward of the whole model; `peak_tflops`: of one device, None if unknown.
+    """
+    rate = tokens / seconds
+    tflops = rate * flops_per_token / num_devices / 1e12
+    return {
+        "step_time_s": seconds,
+        "tokens_per_s": rate,
+        "tflops_per_device": tflops,
+        "mfu": None if peak_tflops is None else tflops / peak_tflops,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a double cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 _TAGS = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +14,8 @@ from rich.text import Text
 from pangu.config.errors import writing
 from pangu.config.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.meter import TimeLeft
 from pangu.metrics.record import StepRecord, from_json, read_lines, to_json, tracked
 from pangu.metrics.text import compact, duration
-from pangu.metrics.wandb_writer import WandbWriter
 
 
 class Writer(Protocol):
@@ -34,14 +34,16 @@ class ConsoleWriter:
     def __init__(self, every: int, total_steps: int, console: Console | None = None) -> None:
         self._every = every
         self._total_steps = total_steps
-        self._time_left = TimeLeft(total_steps)
+        self._recent_s: deque[float] = deque(maxlen=50)
         self._first = True
         # rich leaves colours out when the output is a file or a pipe.
         self._console = console or Console(highlight=False)
 
     def write(self, record: StepRecord) -> None:
         """Print the step's line if it is due."""
-        seconds_left = self._time_left.after(record.step, record.step_time_s)
+        self._recent_s.append(record.step_time_s)
+        # the median of recent steps, which a checkpoint or a warm-up does not disturb
+        seconds_left = statistics.median(self._recent_s) * max(0, self._total_steps - record.step)
         measured = record.validation_loss is not None or record.evaluation is not None
         due = record.step % self._every == 0 or record.step == self._total_steps or measured
         if due or self._first:
@@ -147,5 +149,7 @@ def make_writers(
     if config.tensorboard:
         writers.append(TensorBoardWriter(output / "tensorboard", resumed_step))
     if config.wandb != "off":
+        from pangu.metrics.wandb_writer import WandbWriter
+
         writers.append(WandbWriter(output, config.wandb, config.wandb_project, resumed_step, resolved_config))
     return writers

@@ -1,20 +1,28 @@
-"""Steps that went wrong: loss spikes, and gradients that are not finite step after step."""
+"""What can go wrong in a run, and how it is found: loss spikes, values that are not finite, replicas that differ."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from pangu.checkpoint.files import Slice
+from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.faults import FaultsConfig
-from pangu.training.step import StepResult
+from pangu.training.saving import MOMENTS, moments_of, weights_of
+from pangu.training.step import StepResult, Trainer
 
 NAMED_RANKS = 4
+"""Ranks that a message names."""
 
 
-class Watch:
+class SpikeDetector:
     """Judges every step by the ones before it, and remembers how often the run has gone back.
 
     All of it is a function of the run's own figures and is kept in checkpoints, so that a resumed run judges as the
@@ -40,16 +48,16 @@ class Watch:
             return None
         if not math.isfinite(result.loss):
             return f"the loss is {result.loss}"
-        before = list(self._losses)
+        previous = list(self._losses)
         self._losses.append(result.loss)
-        if len(before) < self._config.spike_window:
+        if len(previous) < self._config.spike_window:
             return None
-        mean, deviation = fmean(before), stdev(before)
+        mean, deviation = fmean(previous), stdev(previous)
         if result.loss <= mean + self._config.spike * deviation:
             return None
         return (
             f"the loss is {result.loss:.4f}, above {mean:.4f} + {self._config.spike:g} x {deviation:.4f}, mean and "
-            f"deviation of the {len(before)} steps before (faults.spike)"
+            f"deviation of the {len(previous)} steps before (faults.spike)"
         )
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
@@ -84,18 +92,14 @@ class Watch:
 
 
 def culprits(not_finite: Sequence[Sequence[str]]) -> str:
-    """In words, where gradients were not finite.
-
-    Args:
-        not_finite: for every rank, the names of its tensors whose gradient was not, before gradients were added up.
-    """
-    ranks = named_ranks(not_finite)
+    """In words, where gradients were not finite: for every rank, the names of its tensors, before the reduction."""
+    ranks = _first_ranks(not_finite)
     if not ranks:
         return "the gradients of each rank are finite, and their sum or its norm is not"
     return f"gradients are not finite: {ranks}"
 
 
-def named_ranks(tensors: Sequence[Sequence[str]]) -> str:
+def _first_ranks(tensors: Sequence[Sequence[str]]) -> str:
     """In words, the first ranks with some tensors, and the first tensor of each; `tensors`: names, for every rank."""
     ranks = [
         f"rank {rank}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
@@ -104,3 +108,73 @@ def named_ranks(tensors: Sequence[Sequence[str]]) -> str:
     ]
     rest = len(ranks) - NAMED_RANKS
     return "; ".join(ranks[:NAMED_RANKS] + ([f"{rest} more ranks"] if rest > 0 else []))
+
+
+def find_non_finite(trainer: Trainer) -> str | None:
+    """Which ranks keep which fp32 weights or moments with a value that is not finite, in words; None: there is none.
+    The same answer on all ranks.
+
+    No step makes such a value rightly: one whose gradient overflows is skipped, and changes neither weights nor
+    moments. Each rank reads what it keeps once, where it lies.
+    """
+    world = trainer.mesh.group("world")
+    names = _non_finite_names(_state(trainer))
+    most = largest(torch.tensor(len(names), dtype=torch.int32, device=trainer.mesh.device), world)
+    return _first_ranks(gather_objects(names, world)) if int(most) else None
+
+
+def _state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """What this rank keeps of weights and moments, flat, under the names of a checkpoint."""
+    for shard in trainer.shards:
+        yield f"weight/{shard.placement.name}", shard.main
+    for shard in trainer.parameters.trained_shards:
+        for moment in MOMENTS:
+            yield f"{moment}/{shard.placement.name}", trainer.optimizer.state[shard.main][moment]
+
+
+def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the tensors with a value that is not finite.
+
+    What is not finite spreads to the norm, which one fused kernel has for many tensors. The norm of finite values
+    overflows as well if they are large enough: those tensors are looked at by themselves.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+    names = []
+    for group in groups.values():
+        finite = torch.stack(torch._foreach_norm([tensor for _, tensor in group])).isfinite().tolist()
+        suspects = [entry for entry, norm_is_finite in zip(group, finite, strict=True) if not norm_is_finite]
+        names += [name for name, tensor in suspects if not bool(tensor.isfinite().all())]
+    return names
+
+
+def find_replica_difference(trainer: Trainer) -> str | None:
+    """The first tensor whose copies differ in any bit, and the ranks that hold them; the same answer on all ranks.
+
+    Compared are the fp32 weights and the optimizer's moments: of all tensors over the replicas, unless ZeRO shards
+    them, of those that are not cut over the tensor-parallel ranks, and of those that several stages have. They were
+    computed from the same numbers by the same operations, so that a difference means that a device, its memory or a
+    link is wrong, or that some kernel does not add up in the same order each time.
+    """
+    mesh = trainer.mesh
+    kinds = {"weight": weights_of(trainer)}
+    if trainer.step > trainer.skipped:
+        kinds |= {moment: moments_of(trainer, moment) for moment in MOMENTS}
+    digests = {
+        (f"{kind}/{name}", part.offsets, tuple(part.tensor.shape)): _digest(part)
+        for kind, parts in kinds.items()
+        for name, part in parts
+    }
+    difference = None
+    for axis in ("tensor", "data", "pipeline"):
+        ranks = mesh.layout.peers(mesh.rank, axis)
+        for rank, of_rank in zip(ranks, gather_objects(digests, mesh.group(axis)), strict=True):
+            for key, digest in digests.items():
+                if difference is None and of_rank.get(key, digest) != digest:
+                    difference = f"{key[0]} from element {list(key[1])} on: ranks {mesh.rank} and {rank} ({axis} axis)"
+    return next((text for text in gather_objects(difference, mesh.group("world")) if text is not None), None)
+
+
+def _digest(part: Slice) -> bytes:
+    return hashlib.sha256(part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()

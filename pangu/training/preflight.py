@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import pangu
+from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.together import together
 
 log = logging.getLogger("pangu")
 
@@ -133,10 +133,10 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
         with writing(output):
             (output / name).touch()
 
-    together(mesh, make, here=mesh.is_first)
+    agree(mesh, make, here=mesh.is_first)
     try:
         first_of_host = hosts.index(hosts[mesh.rank]) == mesh.rank
-        seen = together(mesh, lambda: _appears(output / name), here=first_of_host)
+        seen = agree(mesh, lambda: _appears(output / name), here=first_of_host)
     finally:
         if mesh.is_first:
             (output / name).unlink(missing_ok=True)

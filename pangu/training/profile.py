@@ -1,17 +1,17 @@
-"""One step of a run, recorded: what each stage did when, beside what the simulator makes of the same times."""
+"""Steps whose actions are recorded: a picture of what each stage did when, and the search for slow ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median_low
 
 import torch
 
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch
-from pangu.pipeline.actions import Kind
+from pangu.pipeline.actions import COMPUTE, Kind
 from pangu.pipeline.simulate import Durations, Timeline, simulate
 from pangu.training.step import StepResult, Trainer
 
@@ -26,10 +26,10 @@ def record_step(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[StepR
     runner.events = []
     began = runner.now()
     result = trainer.train_step(micro_batches)
-    own = [event._replace(start=event.start - began, stop=event.stop - began) for event in runner.events]
+    events = [event._replace(start=event.start - began, stop=event.stop - began) for event in runner.events]
     runner.events = None
-    events = tuple(event for stage in gather_objects(own, group) for event in stage)
-    return result, Timeline(trainer.stages.schedule, events)
+    of_all_stages = tuple(event for stage in gather_objects(events, group) for event in stage)
+    return result, Timeline(trainer.stages.schedule, of_all_stages)
 
 
 def durations_of(timeline: Timeline) -> Durations:
@@ -46,7 +46,7 @@ def durations_of(timeline: Timeline) -> Durations:
     return Durations(mean(Kind.FORWARD), mean(Kind.BACKWARD, Kind.BACKWARD_INPUT), mean(Kind.BACKWARD_WEIGHT))
 
 
-def show(timeline: Timeline, folder: Path) -> None:
+def draw_profile(timeline: Timeline, folder: Path) -> None:
     """Write pipeline_measured.svg, .png and .json (a trace for ui.perfetto.dev) and say what was idle."""
     from pangu.pipeline.draw import draw, write_trace  # and matplotlib with it, which only this function needs
 
@@ -59,3 +59,31 @@ def show(timeline: Timeline, folder: Path) -> None:
         100 * timeline.bubble,
         100 * expected.bubble,
     )
+
+
+def find_stragglers(
+    trainer: Trainer, micro_batches: Sequence[Batch], factor: float
+) -> tuple[StepResult, dict[int, float]]:
+    """`trainer.train_step`, and the stragglers, which are named in the log.
+
+    Compared is the time that forwards and backwards take, waiting for other stages not included, per FLOP of the layers
+    that a rank has. As in a profiled step, an accelerator finishes each action before the next is begun.
+    """
+    runner, schedule = trainer.runner, trainer.stages.schedule
+    runner.events = []
+    result = trainer.train_step(micro_batches)
+    events = [event for event in runner.events if event.action.kind in COMPUTE]
+    runner.events = None
+    durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))
+    flops = sum(durations[event.action.kind][event.action.chunk] for event in events)
+    seconds = sum(event.stop - event.start for event in events)
+    stragglers = above_median(gather_objects(seconds / flops, trainer.mesh.group("world")), factor)
+    for rank, times in stragglers.items():
+        log.warning("step %d: rank %d computes %.1f times as long as the median rank", trainer.step, rank, times)
+    return result, stragglers
+
+
+def above_median(seconds: Sequence[float], factor: float) -> dict[int, float]:
+    """Ranks whose time is more than `factor` times the median, of an even number the lower one, and how many times."""
+    median = median_low(seconds)
+    return {rank: time / median for rank, time in enumerate(seconds) if time > factor * median}

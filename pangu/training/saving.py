@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -31,6 +33,7 @@ from pangu.checkpoint.files import (
 from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.weights import damage, intact, load_weights
+from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
 from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import LocalError, UserError, shown, writing
 from pangu.config.files import flush
@@ -38,7 +41,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from pangu.training.together import StuckError, together, together_for_long
 from pangu.zero.flat_parameter import Shard
 
 log = logging.getLogger("pangu")
@@ -58,16 +60,16 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     """
     resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
-    (found, *_) = together(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
-    assert found is not None
-    if resume == "none" and found:
+    (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
+    assert paths is not None
+    if resume == "none" and paths:
         raise UserError(
-            f"checkpoint.resume = none: {found[-1]} is there already; choose another train.output, delete the folder, "
+            f"checkpoint.resume = none: {paths[-1]} is there already; choose another train.output, delete the folder, "
             "or let checkpoint.resume=auto continue it"
         )
     if resume not in ("auto", "none"):
         return intact(Path(resume), mesh)
-    path, problems = _newest_intact(found, mesh)
+    path, problems = _newest_intact(paths, mesh)
     if path is None and problems:
         raise UserError(
             f"{folder}: no checkpoint here is intact; choose another train.output to start from the beginning:\n"
@@ -76,10 +78,10 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     return path
 
 
-def _newest_intact(found: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
+def _newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
     """The newest intact one of some checkpoints, if there is one, and what is wrong with those after it."""
     problems: list[str] = []
-    for path in reversed(found):
+    for path in reversed(paths):
         lines = damage(path, mesh)
         if not lines:
             return path, problems
@@ -100,8 +102,8 @@ class Saver:
         self._trainer = trainer
         self._folder = Path(config.train.output) / "checkpoints"
         self._mesh = trainer.mesh.background()
-        self._writer: Thread | None = None
-        self._error: BaseException | None = None
+        self._save: Future[Path] | None = None
+        """The last save, until it is known how it ended."""
         self.newest: Path | None = None
         """The last checkpoint that this process saved or went back to."""
 
@@ -110,7 +112,7 @@ class Saver:
 
         Args:
             samples: place in the order of the data from which the run continues.
-            watch: state of `faults.Watch`.
+            watch: state of `faults.SpikeDetector`.
         """
         self.settle()
         trainer = self._trainer
@@ -128,25 +130,30 @@ class Saver:
         }
         path = checkpoint_path(self._folder, trainer.step)
         # the other replicas hold copies
-        writes = trainer.mesh.at.data < trainer.mesh.layout.shards
-        slices = _slices(trainer) if writes else iter(())
-        if not self._config.checkpoint.asynchronous:
-            self._run(path, slices, facts)
-            return
-        copies = _copies(slices, trainer.mesh.device)
-        self._writer = Thread(target=self._run, args=(path, copies, facts), name="checkpoint", daemon=True)
-        self._writer.start()
+        slices = _slices(trainer) if trainer.mesh.at.data < trainer.mesh.layout.shards else iter(())
+        self._save = Future()
+        if self._config.checkpoint.asynchronous:
+            arguments = (self._save, partial(self._write, path, _copies(slices, trainer.mesh.device), facts))
+            Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
+        else:
+            complete(self._save, partial(self._write, path, slices, facts))
 
     @property
     def has_failed(self) -> bool:
         """Whether this rank knows that the last save has failed, and nobody has heard of it."""
-        return self._error is not None
+        return self._save is not None and self._save.done() and self._save.exception() is not None
+
+    def finish(self) -> None:
+        """Wait until the last save has ended. Raises UserError on all ranks if it failed."""
+        save, self._save = self._save, None
+        if save is not None:
+            self.newest = save.result()
 
     def settle(self) -> None:
         """Wait until the last save has ended; a failure of it is a warning, because older checkpoints are untouched.
 
         Raises:
-            StuckError: if it does not get on: the next one would not either.
+            StuckError: if it makes no progress: the next one would not either.
         """
         try:
             self.finish()
@@ -170,48 +177,28 @@ class Saver:
         """
         self.settle()
         mesh = self._trainer.mesh
-        (found, *_) = together(mesh, lambda: list_checkpoints(self._folder), here=mesh.is_first)
-        path, _ = _newest_intact(found or [], mesh)
+        (paths, *_) = agree(mesh, lambda: list_checkpoints(self._folder), here=mesh.is_first)
+        path, _ = _newest_intact(paths or [], mesh)
         if path is None:
             raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
         facts = change(read_index(path))
-        together(mesh, lambda: amend(path, facts), here=mesh.is_first)
+        agree(mesh, lambda: amend(path, facts), here=mesh.is_first)
         self.newest = path
         return load_checkpoint(path, self._config, self._trainer)
-
-    def finish(self) -> None:
-        """Wait until the last save has ended.
-
-        Raises:
-            UserError: on all ranks, if it failed.
-        """
-        if self._writer is not None:
-            self._writer.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if self._writer is not None and not isinstance(error, LocalError):
-            self._writer.join(PATIENCE_SECONDS)
+        if self._save is not None and not isinstance(error, LocalError):
+            wait([self._save], PATIENCE_SECONDS)
 
-    def _run(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
-        """The writer's work."""
-        try:
-            self._write(path, slices, facts)
-            self.newest = path
-        except BaseException as error:
-            self._error = error
-
-    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> None:
+    def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
+        """Write a checkpoint together with the other ranks: start, each rank's slices, commit, prune."""
         mesh, keep, first = self._mesh, self._config.checkpoint, self._mesh.is_first
-        place = f"writing {path}"
 
-        def write(got_on: Callable[[], None]) -> Written:
-            return write_slices(path, mesh.rank, _watched(slices, got_on))
+        def write(note_progress: Callable[[], None]) -> Written:
+            return write_slices(path, mesh.rank, _noting(slices, note_progress))
 
         def finish(_: Callable[[], None]) -> None:
             # a run that continues from the checkpoint counts on the figures of the steps before it
@@ -222,29 +209,30 @@ class Saver:
             commit(path, written, facts)
 
         try:
-            together_for_long(mesh, place, lambda _: start(path), here=first)
-            parts = together_for_long(mesh, place, write, here=True)
+            agree_on_long_work(mesh, f"writing {path}", lambda _: start(path), here=first)
+            parts = agree_on_long_work(mesh, f"writing {path}", write, here=True)
             written = [part for part in parts if part is not None]
-            together_for_long(mesh, place, finish, here=first)
+            agree_on_long_work(mesh, f"writing {path}", finish, here=first)
         except StuckError:
             raise  # what is stuck may still write
         except UserError:
             if first:
                 discard(path)
             raise
-        place = f"deleting what is older than {path}"
+        doing = f"deleting what is older than {path}"
         try:
-            together_for_long(mesh, place, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
+            agree_on_long_work(mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
         except StuckError:
             raise
         except UserError as error:
             log.warning("%s", error)  # what was saved is whole
+        return path
 
 
-def _watched(slices: Iterable[tuple[str, Slice]], got_on: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
-    """The slices; each that is taken says that the writer gets on."""
+def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
+    """The slices; each that is taken is progress of the writer."""
     for part in slices:
-        got_on()
+        note_progress()
         yield part
 
 
@@ -281,14 +269,14 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
             state[moment].zero_()
     for moment in MOMENTS if updates else ():
         wanted += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
-    together(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
-    together(trainer.mesh, lambda: load(path, index, wanted), here=True)
+    agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
+    agree(trainer.mesh, lambda: load(path, index, wanted), here=True)
     trainer.parameters.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
     folder = Path(config.train.output) / "checkpoints"
-    (aside, *_) = together(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    (aside, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
     for later in aside or ():
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
     return index

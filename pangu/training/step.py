@@ -1,11 +1,11 @@
-"""One optimizer step."""
+"""The trainer of a rank, and one optimizer step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,21 +14,26 @@ from pangu.collectives.reduce import gather_objects, sum_of
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
+from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.formats import DTYPES
+from pangu.layers.kernels import attention_kernels
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.models.language_model import LanguageModel
+from pangu.models.frozen import frozen_parameters
+from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.optim.build import make_optimizer
 from pangu.optim.clip import clip_factor
-from pangu.optim.lamb import Lamb
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import Hooks, Runner
-from pangu.pipeline.stages import Stages
-from pangu.topology.mesh import Mesh
+from pangu.pipeline.stages import Stages, plan_stages
+from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import Placement, PlacementTable
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.sharded import Policy, ShardedParameters
+
+if TYPE_CHECKING:
+    from pangu.training.autotune import Choices
 
 
 @dataclass(frozen=True)
@@ -147,10 +152,10 @@ class Trainer:
 
     def trust_ratios(self) -> dict[str, float]:
         """LAMB's ratio of each tensor in the last update, of all ranks on all ranks; none with Adam."""
-        ratios = self.optimizer.ratios if isinstance(self.optimizer, Lamb) else {}
-        own = {p.placement.name: float(ratios[p.main]) for p in self.shards if p.main in ratios}
-        parts = gather_objects(own, self.mesh.group("world"))
-        return {name: ratio for part in parts for name, ratio in part.items()}
+        ratios = getattr(self.optimizer, "ratios", {})
+        of_rank = {p.placement.name: float(ratios[p.main]) for p in self.shards if p.main in ratios}
+        of_ranks = gather_objects(of_rank, self.mesh.group("world"))
+        return {name: ratio for part in of_ranks for name, ratio in part.items()}
 
     def _update(self, loss: float, norm: float) -> StepResult:
         """Unscale, clip, step, then adjust the scale; skip the step if the gradient's norm is not finite."""
@@ -172,3 +177,31 @@ class Trainer:
         self.skipped += skipped
         not_finite = gather_objects(self.parameters.gradients.not_finite(), self.mesh.group("world")) if skipped else ()
         return StepResult(loss, norm, rate, scale, tuple(map(tuple, not_finite)))
+
+
+def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None) -> Trainer:
+    """The trainer of this rank: its chunks of the model with their first values, and a fresh optimizer.
+
+    Args:
+        config: the run.
+        mesh: live groups and device.
+        stages: from `plan_stages`, if it is at hand.
+        choices: of autotuning; None: the preferred ones, without timing any.
+
+    Raises:
+        ConfigError: if the pipeline's schedule or the attention kernel does not allow what is asked for.
+    """
+    stages = stages or plan_stages(config, mesh.layout)
+    if choices is None:
+        kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
+    else:
+        kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
+    weight_gradients = WeightGradientStore() if stages.schedule.splits_backward else None
+    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), weight_gradients=weight_gradients)
+    parts = list(stages.of(mesh.at.pipeline).values())
+    model, table = build_model(config.model, Options.of(config, kernel), build, parts)
+    trainer = Trainer(
+        config, mesh, model, table, stages, weight_gradients, frozen_parameters(config.train.frozen, table)
+    )
+    trainer.choices = None if choices is None else asdict(choices)
+    return trainer

@@ -13,7 +13,7 @@ from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.choices import Choices
+from pangu.training.autotune import Choices
 from pangu.training.run import _describe_folder
 from tests.checkpoint.test_formats import HEADS, convert, weights
 from tests.checkpoint.test_formats_transformers import small_vocabulary

@@ -17,7 +17,7 @@ from hydra._internal.utils import get_args_parser as hydra_parser
 from torch.distributed.run import get_args_parser
 
 from pangu.config.help import show_help
-from pangu.training.heartbeat import Heartbeat
+from pangu.training.process import Heartbeat
 from tests.configs import RECIPES, config
 from tests.end_to_end.commands import called
 from tests.spawn import repository

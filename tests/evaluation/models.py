@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from pangu.data.tokenizers import Tokenizer
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
+from pangu.training.step import assemble
 from tests.configs import tiny
 from tests.parallel.harness import parallel_keys
 

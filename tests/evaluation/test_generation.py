@@ -17,7 +17,7 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.evaluation.generation import Reader, Sampling, generate, pick
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule

@@ -13,7 +13,7 @@ import torch
 
 from pangu.config.data import TokenizerConfig
 from pangu.data.tokenizers import load_tokenizer
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule

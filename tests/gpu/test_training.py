@@ -11,7 +11,7 @@ from pangu.metrics.devices import peak_memory_gib
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
+from pangu.training.step import assemble
 from tests.configs import tiny
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.metrics.record import StepRecord, from_json, to_json, tracked
+from pangu.metrics.record import StepRecord, from_json, perplexity, speed, to_json, tracked
 
 from .conftest import RECORD
 
@@ -61,3 +61,20 @@ def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make)
     assert len(tracked(full)) == len(fields(StepRecord)) - 1
     assert "speed/mfu" not in tracked(record(mfu=None))
     assert tracked(full)["validation/loss"] == 2.0
+
+
+def test_rates_by_hand() -> None:
+    """2000 tokens a second, of 6 GFLOP each, on 4 devices: 3 TFLOP/s each."""
+    figures = speed(1000, 0.5, flops_per_token=6e9, num_devices=4, peak_tflops=10.0)
+    assert (figures["step_time_s"], figures["tokens_per_s"]) == (0.5, 2000)
+    assert figures["tflops_per_device"] == pytest.approx(3)
+    assert figures["mfu"] == pytest.approx(0.3)
+    unknown = speed(1000, 0.5, flops_per_token=6e9, num_devices=4, peak_tflops=None)
+    assert unknown["mfu"] is None
+    assert unknown["tflops_per_device"] == pytest.approx(3)
+
+
+def test_perplexity_of_a_diverged_model_is_infinite() -> None:
+    assert perplexity(0.0) == 1
+    assert perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))

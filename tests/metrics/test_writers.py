@@ -50,6 +50,16 @@ def test_console_prints_first_every_nth_last_and_validated_steps(record: Make) -
     assert lines[1].endswith("left 48 s")  # 24 steps of 2 s
 
 
+def test_time_left_is_the_median_of_recent_steps(record: Make) -> None:
+    """A slow step does not disturb it, and it follows a lasting change of speed."""
+    out = io.StringIO()
+    writer = ConsoleWriter(every=1, total_steps=200, console=Console(file=out, width=200))
+    for step, seconds in enumerate([60.0, *[1.0] * 49, *[2.0] * 50], start=1):
+        writer.write(record(step=step, step_time_s=seconds))
+    left = [line.rpartition("left ")[2] for line in out.getvalue().splitlines()]
+    assert (left[0], left[2], left[-1]) == ("3 h 19 min", "3 min 17 s", "3 min 20 s")
+
+
 def test_console_has_colours_only_on_a_terminal(record: Make, capsys: pytest.CaptureFixture[str]) -> None:
     ConsoleWriter(every=1, total_steps=1).write(record())
     assert "loss 5.1235" in (text := capsys.readouterr().out)

@@ -8,7 +8,7 @@ import torch
 from pangu.config.data import PackingConfig
 from pangu.data.batch import make_batch
 from pangu.evaluation.generation import Sampling, generate
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import make_schedule
@@ -188,7 +188,7 @@ def trainer_with_weights(config, weights):
     """A trainer on one process whose model starts from the given logical weights."""
     from pangu.topology.layout import Layout
     from pangu.topology.mesh import Mesh
-    from pangu.training.assemble import assemble
+    from pangu.training.step import assemble
 
     trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
     with torch.no_grad():

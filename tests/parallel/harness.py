@@ -15,12 +15,10 @@ from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch, make_batch
 from pangu.data.loader import Loader
 from pangu.evaluation.generation import Reader
-from pangu.evaluation.loaded import LoadedModel
-from pangu.evaluation.perplexity import mean_loss
+from pangu.evaluation.inference import LoadedModel, mean_loss
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
-from pangu.training.step import Trainer
+from pangu.training.step import Trainer, assemble
 from pangu.zero.flat_parameter import Shard
 from tests.configs import tiny
 

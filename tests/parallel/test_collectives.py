@@ -29,7 +29,7 @@ from pangu.planning.sharding import (
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-from pangu.training.assemble import assemble
+from pangu.training.step import assemble
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.threads import Ranks

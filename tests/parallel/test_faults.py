@@ -10,7 +10,7 @@ import torch
 from pangu.pipeline.actions import Action
 from pangu.pipeline.runner import Runner
 from pangu.topology.layout import Layout
-from pangu.training.slow import find_slow_ranks
+from pangu.training.profile import find_stragglers
 from pangu.training.step import Trainer
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks, replaced_here
@@ -91,7 +91,7 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
         return replaced_here(Runner, **{method: call})
 
     with replaced_here(Runner, now=lambda self: clock[0]), taking("_forward"), taking("_backward"), taking("_wait"):
-        return find_slow_ranks(trainer, batches, 2.0)[1]
+        return find_stragglers(trainer, batches, 2.0)[1]
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(pipeline=2), Layout(pipeline=2, data=2, zero=1)], ids=str)

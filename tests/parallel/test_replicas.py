@@ -9,8 +9,8 @@ import torch
 from pangu.data.batch import make_batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
-from pangu.training.replicas import find_difference
+from pangu.training.faults import find_replica_difference
+from pangu.training.step import assemble
 from tests.configs import tiny
 from tests.parallel.harness import parallel_keys
 from tests.threads import Ranks
@@ -26,14 +26,14 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
     trainer.train_step(
         [make_batch(tokens[[i, i + layout.data]], [i, i + layout.data], config.data.packing) for i in mine[::2]]
     )
-    first = find_difference(trainer)
+    first = find_replica_difference(trainer)
     tied = layout.pipeline > 1 and layout.data == 1
     places = ((shard, shard.placement) for shard in trainer.shards)
     shard = next(shard for shard, at in places if (at.shared if tied else at.is_vector and at.cut_dim is None))
     values = shard.main if kind == "weight" else trainer.optimizer.state[shard.main][kind]
     if rank == culprit:
         values.view(torch.int32)[-1] ^= 1
-    return [first, find_difference(trainer)], f"{kind}/{shard.placement.name}"
+    return [first, find_replica_difference(trainer)], f"{kind}/{shard.placement.name}"
 
 
 @pytest.mark.parametrize(

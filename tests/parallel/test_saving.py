@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
-from pangu.collectives.reduce import answered, gather_objects
+from pangu.collectives.agreement import StuckError, agree_on_long_work, name_silent_ranks
+from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import LocalError
 from pangu.topology import mesh as mesh_module
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.saving import Saver
-from pangu.training.together import StuckError, together_for_long
 from tests.configs import tiny
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.spawn import Pool
@@ -80,7 +80,7 @@ def long_work(rank: int, world: int) -> list[int | None]:
         return 7
 
     mesh = Mesh.connect(Layout(data=2), torch.device("cpu"), TIMEOUT).background()
-    return together_for_long(mesh, "working", action, here=rank == 1)
+    return agree_on_long_work(mesh, "working", action, here=rank == 1)
 
 
 def test_work_that_gets_on_may_take_long(pool: Pool) -> None:
@@ -111,9 +111,9 @@ def stopped(rank: int, world: int, keeps: bool) -> str:
         with (
             patch.multiple(mesh_module, PATIENCE_SECONDS=0.2, ASKING_SECONDS=1.0),
             pytest.raises(LocalError) as raised,
-            answered(mesh, lambda: "saving"),
+            name_silent_ranks(mesh, lambda: "saving"),
         ):
-            together_for_long(background, "writing", lambda _: None, here=True)
+            agree_on_long_work(background, "writing", lambda _: None, here=True)
     finally:
         os.kill(process, signal.SIGCONT)
     return str(raised.value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pangu.collectives.reduce import answered
+from pangu.collectives.agreement import name_silent_ranks
 from pangu.config.errors import LocalError
 from pangu.pipeline import theory
 from pangu.pipeline.actions import CONTENTS, Action
@@ -150,7 +150,7 @@ def alone(rank: int, world: int) -> str:
     """What this rank says if the others do not come to the sum of losses."""
     trainer, batches = small_trainer(Layout(data=world), *MODEL, "parallel.timeout_s=1")
     if rank == 0:
-        with pytest.raises(LocalError) as told, answered(trainer.mesh, lambda: f"step 1, {trainer.doing}"):
+        with pytest.raises(LocalError) as told, name_silent_ranks(trainer.mesh, lambda: f"step 1, {trainer.doing}"):
             trainer.train_step(batches)
         return str(told.value)
     time.sleep(2.0)
@@ -167,6 +167,6 @@ def test_a_collective_without_the_others_ends_in_time(pool: Pool) -> None:
 def test_other_errors_keep_their_traceback() -> None:
     with (
         pytest.raises(RuntimeError, match="shapes"),
-        answered(Mesh(Layout(), 0, torch.device("cpu")), lambda: "step 1"),
+        name_silent_ranks(Mesh(Layout(), 0, torch.device("cpu")), lambda: "step 1"),
     ):
         raise RuntimeError("shapes do not fit")

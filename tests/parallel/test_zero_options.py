@@ -96,7 +96,7 @@ class Skipped(nn.Module):
 
 
 def train_without_a_layer(rank: int, world: int, layout: Layout, absent: bool, *overrides: str) -> Any:
-    from pangu.training import assemble as assembly
+    from pangu.training import step as assembly
 
     made = assembly.Trainer
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from pangu.data.loader import Loader
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
 from pangu.training.saving import Saver, load_checkpoint
-from pangu.training.step import StepResult, Trainer
+from pangu.training.step import StepResult, Trainer, assemble
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL

@@ -16,7 +16,7 @@ from pangu.planning.sharding import ALL_GATHER, REDUCE_SCATTER
 from pangu.planning.states import GATHERED, StatePlan, held_bytes, plan_states
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
+from pangu.training.step import assemble
 from pangu.zero.unshard import Unsharder
 from tests.collective_counter import counted
 from tests.configs import tiny

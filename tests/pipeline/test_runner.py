@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pangu.collectives.point_to_point import Channels, Message
 from pangu.data.batch import Batch
-from pangu.evaluation.perplexity import mean_loss
+from pangu.evaluation.inference import mean_loss
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.block import HiddenStates
 from pangu.models.language_model import LanguageModel

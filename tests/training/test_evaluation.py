@@ -8,7 +8,7 @@ import pytest
 
 from pangu.data.sources import Sources
 from pangu.topology.layout import Layout
-from pangu.training.evaluation import Evaluation
+from pangu.training.validation import Benchmarks
 from tests.evaluation.models import Characters
 from tests.evaluation.tasks.files import write_benchmarks
 from tests.parallel.harness import RaggedStream, small_trainer
@@ -27,7 +27,7 @@ def train(rank: int, world: int, layout: Layout, folder: str, every: int, *overr
     tasks = "evaluate.tasks=[afqmc,cmrc2018,lambada]"
     keys = (f"evaluate.data={folder}", tasks, "evaluate.limit=2", "evaluate.shots=0", "precision=fp64")
     trainer, batches = small_trainer(layout, *keys, "model.init_std=0.5", "optimizer.lr=0.01", *overrides)
-    evaluation = Evaluation(trainer.config, Sources(RaggedStream(), None, Characters()))
+    evaluation = Benchmarks(trainer.config, Sources(RaggedStream(), None, Characters()))
     found = []
     for step in (1, 2):
         loss = trainer.train_step(batches).loss

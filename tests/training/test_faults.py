@@ -21,11 +21,10 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
-from pangu.training.faults import Watch, culprits
-from pangu.training.heartbeat import Heartbeat
-from pangu.training.slow import slow_ranks
-from pangu.training.step import StepResult, Trainer
+from pangu.training.faults import SpikeDetector, culprits
+from pangu.training.process import Heartbeat
+from pangu.training.profile import above_median
+from pangu.training.step import StepResult, Trainer, assemble
 from tests.configs import composed
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
@@ -34,8 +33,8 @@ ROLLBACK = ("precision=fp64", "checkpoint.every=2", "faults.action=rollback", "f
 train_step = Trainer.train_step
 
 
-def watch(**changes: Any) -> Watch:
-    return Watch(replace(FaultsConfig("stop", 3.0, 4, 2, 1, 3, 0, 1.5), **changes))
+def watch(**changes: Any) -> SpikeDetector:
+    return SpikeDetector(replace(FaultsConfig("stop", 3.0, 4, 2, 1, 3, 0, 1.5), **changes))
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
@@ -226,9 +225,9 @@ def test_culprits_in_words() -> None:
 
 
 def test_slow_ranks_are_those_far_above_the_median() -> None:
-    assert slow_ranks([1.0, 1.1, 0.9, 1.0, 1.6, 4.0], 1.5) == pytest.approx({4: 1.6, 5: 4.0})
-    assert slow_ranks([1.0, 2.0], 1.5) == {1: 2.0}
-    assert slow_ranks([1.0, 1.4], 1.5) == {}
+    assert above_median([1.0, 1.1, 0.9, 1.0, 1.6, 4.0], 1.5) == pytest.approx({4: 1.6, 5: 4.0})
+    assert above_median([1.0, 2.0], 1.5) == {1: 2.0}
+    assert above_median([1.0, 1.4], 1.5) == {}
 
 
 def test_a_heartbeat_says_what_a_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pangu.topology.layout import Layout
-from pangu.training.finite import find_not_finite
+from pangu.training.faults import find_non_finite
 from pangu.training.saving import MOMENTS
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.threads import Ranks
@@ -18,7 +18,7 @@ from tests.threads import Ranks
 )
 def test_weights_and_moments_are_looked_at(words: tuple[str, ...]) -> None:
     trainer, _ = small_trainer(Layout(), *OVERRIDES, *words)
-    assert find_not_finite(trainer) is None
+    assert find_non_finite(trainer) is None
     trained = trainer.parameters.trained_shards
     places = {f"weight/{shard.placement.name}": shard.main for shard in (trainer.shards[-1], trained[0])}
     places |= {
@@ -27,10 +27,10 @@ def test_weights_and_moments_are_looked_at(words: tuple[str, ...]) -> None:
     for name, values in places.items():
         before = values[-1].clone()
         values[-1] = 3e38  # its square is not finite
-        assert find_not_finite(trainer) is None
+        assert find_non_finite(trainer) is None
         for value in (math.inf, -math.inf, math.nan):
             values[-1] = value
-            assert find_not_finite(trainer) == f"rank 0: {name}"
+            assert find_non_finite(trainer) == f"rank 0: {name}"
         values[-1] = before
 
 
@@ -42,7 +42,7 @@ def on_every_layout(rank: int, world: int) -> list[tuple[str, str | None]]:
         shard = trainer.parameters.trained_shards[0]
         if rank == world - 1:
             trainer.optimizer.state[shard.main]["exp_avg"][0] = math.inf
-        told.append((f"rank 1: exp_avg/{shard.placement.name}", find_not_finite(trainer)))
+        told.append((f"rank 1: exp_avg/{shard.placement.name}", find_non_finite(trainer)))
     return told
 
 

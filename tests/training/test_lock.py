@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pangu.config.errors import UserError
-from pangu.training.lock import only_run
+from pangu.training.process import only_run
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"host, process 3\n\x1b[31m", b"x" * 10_000_000])

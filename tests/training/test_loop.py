@@ -33,7 +33,7 @@ def test_the_time_of_a_step_reaches_from_one_end_to_the_next(tmp_path: Path, mon
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(Trainer, "train_step", taking(1, Trainer.train_step))
     monkeypatch.setattr(loop, "peak_memory_gib", taking(2, loop.peak_memory_gib))
-    monkeypatch.setattr(loop, "find_difference", taking(100, lambda trainer: None))
+    monkeypatch.setattr(loop, "find_replica_difference", taking(100, lambda trainer: None))
     train(tmp_path, 3, "train.check_replicas=2", "checkpoint.every=0")
     assert [line["step_time_s"] for line in metrics(tmp_path)] == [1, 3, 3]
 

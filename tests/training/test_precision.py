@@ -10,8 +10,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.assemble import assemble
-from pangu.training.step import Trainer
+from pangu.training.step import Trainer, assemble
 from tests.configs import tiny
 
 QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_steps=0")

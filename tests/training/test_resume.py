@@ -17,7 +17,7 @@ import torch
 from pangu.checkpoint.files import read_tensor
 from pangu.checkpoint.index import read_index
 from pangu.config.errors import UserError
-from pangu.training.lock import only_run
+from pangu.training.process import only_run
 from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics
@@ -129,7 +129,7 @@ def test_an_earlier_checkpoint_may_be_continued_and_becomes_the_newest(tmp_path:
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_ends(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from pangu.training.lock import only_run\n"
+        "from pathlib import Path; from pangu.training.process import only_run\n"
         f"with only_run(Path({str(tmp_path)!r})): print('held', flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

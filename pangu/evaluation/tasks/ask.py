@@ -10,12 +10,12 @@ from pathlib import Path
 
 from pangu.config.errors import UserError
 from pangu.evaluation.generation import Sampling, generate_shared
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.scoring import Score, score
 from pangu.evaluation.tasks.prompts import Prompts, Setup, chosen
 from pangu.evaluation.tasks.readers import find, of_the_benchmark
 from pangu.evaluation.tasks.task import SLOT, Item, Task
-from pangu.metrics.meter import perplexity
+from pangu.metrics.record import perplexity
 
 CHUNK = 16
 """Micro-batches of each replica between two times that answers are handed over."""

@@ -11,7 +11,7 @@ import pytest
 
 from pangu.config.errors import UserError
 from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loaded import LoadedModel
+from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.scoring import Score, Span
 from pangu.evaluation.tasks import ask as module
 from pangu.evaluation.tasks.ask import Answer, ask, read_questions, summary

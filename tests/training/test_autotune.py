@@ -24,11 +24,11 @@ from pangu.layers.fp32_matmul import matmul_precisions
 from pangu.metrics.devices import processor_name
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
-from pangu.training import choices as chosen_by
+from pangu.training import autotune
 from pangu.training import run as running
-from pangu.training.assemble import assemble
-from pangu.training.choices import Choices, Timer, choose, save_choices, warn_of_slow_format
+from pangu.training.autotune import Choices, Timer, choose, save_choices, warn_of_slow_format
 from pangu.training.saving import Saver
+from pangu.training.step import assemble
 from tests.configs import composed, config, tiny
 from tests.spawn import Pool
 
@@ -208,7 +208,7 @@ def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a dry run measures")
 
-    monkeypatch.setattr(chosen_by, "time_ways", refuse)
+    monkeypatch.setattr(autotune, "time_ways", refuse)
     monkeypatch.setattr(running, "choose", refuse)
     monkeypatch.setattr(running, "warn_of_slow_format", refuse)
     running.run(composed("+config=quickstart", "dry_run=true", f"train.output={tmp_path / 'run'}"))

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pangu.config.errors import UserError
-from pangu.evaluation.generation import Sampling
-from pangu.evaluation.loaded import LoadedModel
-from pangu.evaluation.text import Continuation, continue_prompts, encode_prompts
+from pangu.evaluation.generation import Continuation, Sampling, continue_prompts, encode_prompts
+from pangu.evaluation.inference import LoadedModel
 from tests.evaluation import test_generation as ids
 from tests.models.helpers import variant
 
@@ -38,7 +37,7 @@ def model_that_says(text: str, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
                 on_token(number, token)
         return [said for _ in prompts]
 
-    monkeypatch.setattr("pangu.evaluation.text.generate", generate)
+    monkeypatch.setattr("pangu.evaluation.generation.generate", generate)
     return replace(ids.loaded(variant(vocab=256), eod=0), tokenizer=Bytes())
 
 

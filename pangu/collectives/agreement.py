@@ -1,0 +1,115 @@
+"""Errors over ranks: what one process fails at, all of them learn, so that nobody waits for one that gave up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+
+from pangu.collectives.reduce import gather_objects, largest
+from pangu.config.errors import LocalError, UserError
+from pangu.topology.mesh import Mesh, is_silence
+
+T = TypeVar("T")
+
+INTERVAL_SECONDS = 1.0
+"""Processes at long work tell each other that often that they are there; oftener if `parallel.timeout_s` is short."""
+
+
+class StuckError(UserError):
+    """The work of some process makes no progress. All processes know it."""
+
+
+@contextmanager
+def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
+    """Turn a collective that fails within the block into a LocalError that names this rank, what `where` says then, and
+    the ranks that did not take part, as far as that can be told."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_silence(error):
+            raise
+        place, silent = where(), mesh.silent_ranks()
+        others = f"rank {', '.join(map(str, silent))}" if silent else "another process"
+        raise LocalError(
+            f"rank {mesh.rank}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
+            f"says, if it still speaks, is the cause ({error})"
+        ) from error
+
+
+def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
+    """Run `action` on the processes where `here` is true; all return when all have finished.
+
+    Returns:
+        On every process what `action` returned on each, in rank order; None where it did not run.
+
+    Raises:
+        UserError: on every process, with the first message, if `action` raised one on any.
+    """
+    result, message = None, None
+    if here:
+        try:
+            result = action()
+        except UserError as error:
+            message = str(error)
+    answers = gather_objects((result, message), mesh.group("world"))
+    messages = [text for _, text in answers if text is not None]
+    if messages:
+        raise UserError(messages[0])
+    return [value for value, _ in answers]
+
+
+def agree_on_long_work(
+    mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, here: bool
+) -> list[T | None]:
+    """As `agree`, of work that may take longer than `parallel.timeout_s` but has to make progress within it. The action
+    runs in a thread, so that the processes can tell each other all the while that they are there.
+
+    Args:
+        mesh: of a group that nothing else uses meanwhile, see `Mesh.background`.
+        doing: the work in words, e.g. "writing".
+        action: gets a function to call each time that it has made progress.
+        here: as in `agree`.
+
+    Raises:
+        StuckError: on every process, naming the ranks whose action makes no progress in time.
+        RuntimeError: if a process does not answer, see `name_silent_ranks`.
+    """
+    world = mesh.group("world")
+    progress_s = time.monotonic()
+
+    def note_progress() -> None:
+        nonlocal progress_s
+        progress_s = time.monotonic()
+
+    work: Future[Any] = Future()
+    if here:
+        arguments = (work, lambda: action(note_progress))
+        Thread(target=complete, args=arguments, name="long work", daemon=True).start()
+    busy = True
+    while busy:
+        if here:
+            wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
+        running = here and not work.done()
+        stuck = running and time.monotonic() - progress_s > mesh.timeout_s
+        busy, any_stuck = map(bool, largest(torch.tensor([running, stuck], dtype=torch.int32), world).tolist())
+        if any_stuck:
+            ranks = [str(rank) for rank, is_stuck in enumerate(gather_objects(stuck, world)) if is_stuck]
+            raise StuckError(
+                f"rank {', '.join(ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "
+                "(parallel.timeout_s); look at the disk and the network there"
+            )
+    return agree(mesh, work.result, here=here)
+
+
+def complete(future: Future[T], action: Callable[[], T]) -> None:
+    """Run `action`, and enter what it returns or raises as the result of `future`."""
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,58 @@
+"""A model that is asked, not trained: one that was loaded, or the one in training in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pangu.collectives.reduce import all_reduce
+from pangu.config.model import ModelConfig
+from pangu.data.batch import Batch
+from pangu.data.tokenizers import Tokenizer
+from pangu.pipeline.runner import Runner
+from pangu.pipeline.schedule import Schedule, forward_only
+from pangu.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is spread over the ranks of a mesh. What is asked of it, all ranks of one replica ask together."""
+
+    runner: Runner
+    """Of this rank's stage; `runner.model` is what this rank holds."""
+    schedule: Schedule
+    """Its stages are used."""
+    mesh: Mesh
+    config: ModelConfig
+    """The architecture; `config.sequence` is the longest text."""
+    tokenizer: Tokenizer | None
+    """Of the data that it was trained on, if that has one."""
+    eod: int | None
+    """Id that ends a document, if there is one."""
+    rows: int = 8
+    """Texts computed at a time."""
+    stop: tuple[int, ...] = ()
+    """Ids that end a generated text beside `eod`."""
+
+
+def mean_loss(runner: Runner, schedule: Schedule, batches: Sequence[Batch], mesh: Mesh) -> float:
+    """Negative log-likelihood per target token, in nats, over the batches of all replicas; dropout is off.
+
+    Replicas may hold different numbers of batches: they meet only once, at the end. Perplexity is exp of the result.
+
+    Args:
+        runner: of this rank's stage.
+        schedule: of training; its stages are used.
+        batches: of this replica, the same on all its stages.
+        mesh: who else takes part.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    batches = [batch.to(mesh.device) for batch in batches]
+    losses = runner.forward(forward_only(schedule, len(batches)), batches, runner.model.loss_of) if batches else []
+    for loss, batch in zip(losses, batches, strict=bool(losses)):
+        sums[0] += loss
+        sums[1] += batch.weights.sum()
+    loss, targets = all_reduce(all_reduce(sums, mesh.group("data")), mesh.group("pipeline")).tolist()
+    return loss / max(targets, 1.0)

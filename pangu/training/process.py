@@ -1,0 +1,161 @@
+"""The run as a process of its machine: the lock on its folder, its heartbeat for watchers, and the signals it obeys."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from pangu.collectives.reduce import largest
+from pangu.config.errors import UserError, writing
+from pangu.config.files import open_regular, write_atomically
+from pangu.topology.mesh import Mesh
+
+log = logging.getLogger("pangu")
+
+LOCK_BYTES = 200
+"""Read of what run.lock says: a name of a machine and a number."""
+HEARTBEAT_SECONDS = 1.0
+"""The heartbeat is not written more often than that, unless the run does something else."""
+LINGER_SECONDS = 3.0
+"""Launchers look every 0.1 s whether others have come."""
+
+
+@contextmanager
+def only_run(output: Path) -> Iterator[None]:
+    """Hold `run.lock` in a run folder, which says who holds it. The system lets go of it when the process ends, however
+    it ends, on network file systems too, so that nobody has to delete it after a crash.
+
+    Raises:
+        UserError: if another process holds it, or the folder cannot be written.
+    """
+    path = output / "run.lock"
+    with writing(path):
+        file = open_regular(path, "a+b")
+    with file:
+        file.seek(0)
+        holder = file.read(LOCK_BYTES).decode(errors="replace")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                message = f"{output}: another run works in this folder ({holder}); end it or choose another"
+                raise UserError(f"{message} train.output") from error
+            log.warning("%s: this file system has no locks (%s): see to it that no other run uses it", path, error)
+        if holder:
+            log.info("the last run in this folder (%s) was killed", holder)
+        file.truncate(0)
+        file.write(f"{socket.gethostname()}, process {os.getpid()}".encode())
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+class Heartbeat:
+    """`heartbeat.json` in the run folder: step, what the run is doing, time (UTC), host, process. Written as training
+    goes on, not by a thread of its own, so that a run that hangs falls silent.
+
+    A context manager, whose end writes `ended`, or `failed` with an error. None as folder: writes nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / "heartbeat.json"
+        self._step = 0
+        self._doing = ""
+        self._written_s = -HEARTBEAT_SECONDS
+
+    def beat(self, step: int, doing: str) -> None:
+        """Say that the run is alive, having made `step` steps. Raises UserError if the file cannot be written."""
+        now = time.monotonic()
+        self._step = step
+        if self._path is None or (doing == self._doing and now - self._written_s < HEARTBEAT_SECONDS):
+            return
+        self._doing, self._written_s = doing, now
+        content = {
+            "step": step,
+            "doing": doing,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
+        with writing(self._path):
+            # a watcher never finds half of it; it need not outlive a crash of the machine
+            write_atomically(self._path, f"{json.dumps(content)}\n".encode(), sync=False)
+
+    def __enter__(self) -> Self:
+        self.beat(0, "starting")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.beat(self._step, "ended" if kind is None else "failed")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all ranks do after a step."""
+
+    save: bool
+    """Save a checkpoint now."""
+    stop: str | None
+    """Why the run ends here, after saving; None: it goes on."""
+    settle: bool
+    """The last save has failed on some rank: hear now how it ended."""
+
+
+class StopSignals:
+    """SIGTERM: save and stop; SIGUSR1: save and go on; a time limit: save and stop before it is over.
+
+    A context manager, in whose block the signals have these meanings. A signal to one process is enough.
+    """
+
+    def __init__(self, mesh: Mesh, began: float, limit_s: float | None) -> None:
+        """`began`: `time.perf_counter()` when the run was started; `limit_s`: seconds from then on, None: no limit."""
+        self._mesh = mesh
+        self._deadline = None if limit_s is None else began + limit_s
+        self._received: set[int] = set()
+        self._handlers: dict[int, Any] = {}
+
+    def after_step(self, seconds: float, save_has_failed: bool) -> Request:
+        """What any rank was told to do, the same answer on all; `seconds`: what the next step may take."""
+        late = self._deadline is not None and time.perf_counter() + seconds > self._deadline
+        flags = [signal.SIGUSR1 in self._received, signal.SIGTERM in self._received, late, save_has_failed]
+        answers = largest(torch.tensor(flags, dtype=torch.int32, device=self._mesh.device), self._mesh.group("world"))
+        save, terminate, late, settle = map(bool, answers.tolist())
+        if save:
+            self._received.discard(signal.SIGUSR1)
+        stop = "SIGTERM" if terminate else "train.stop_after" if late else None
+        return Request(save or stop is not None, stop, settle)
+
+    def linger(self) -> None:
+        """Wait a little where SIGTERM was sent to other processes only. A launcher that ends its process because others
+        join the run takes one that has ended by itself before for a run that is complete."""
+        if signal.SIGTERM not in self._received:
+            time.sleep(LINGER_SECONDS)
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._received.add(number)

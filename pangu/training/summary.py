@@ -1,0 +1,124 @@
+"""The end of a run: its summary and pictures, and a few lines on what came out, where it lies and what to do next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pangu.config.data import StdlibData
+from pangu.config.errors import writing
+from pangu.config.files import write_atomically
+from pangu.config.schema import RunConfig
+from pangu.metrics.devices import peak_memory_gib
+from pangu.metrics.plots import plot_loss
+from pangu.metrics.record import perplexity
+from pangu.metrics.text import duration
+from pangu.models.size import num_parameters
+from pangu.pipeline.simulate import simulate
+from pangu.training.loop import Loop
+
+log = logging.getLogger("pangu")
+
+
+def finish(loop: Loop, texts: list[str], seconds: float) -> None:
+    """Write summary.json and the pictures of a complete run, and print what came out.
+
+    Args:
+        loop: of the first process.
+        texts: sampled.
+        seconds: that the loop took.
+    """
+    config, trainer = loop.config, loop.trainer
+    output = Path(config.train.output)
+    summary = {
+        "steps": trainer.step,
+        "skipped": trainer.skipped,
+        "rollbacks": len(loop.spikes.rollbacks),
+        "tokens": loop.tokens,
+        "parameters": num_parameters(config.model),
+        "devices": trainer.mesh.layout.world,
+        "loss": loop.last_loss,
+        "validation_loss": loop.last_validation,
+        "validation_perplexity": None if loop.last_validation is None else perplexity(loop.last_validation),
+        "evaluation": loop.last_evaluation,
+        "seconds": seconds,
+        "peak_memory_gib": peak_memory_gib(trainer.mesh.device),
+        "checkpoint": str(loop.checkpoint) if loop.checkpoint else None,
+        "samples": texts,
+    }
+    if loop.last_loss is not None:
+        with writing(output):
+            write_atomically(output / "summary.json", json.dumps(summary, indent=1, ensure_ascii=False).encode())
+    draw_pictures(loop)
+    log.info(summary_lines(config, summary))
+
+
+def draw_pictures(loop: Loop) -> None:
+    """The loss curve and, of a pipeline, what each stage did when."""
+    output = Path(loop.config.train.output)
+    with writing(output):
+        if loop.trainer.mesh.layout.pipeline > 1:
+            from pangu.pipeline.draw import draw
+
+            stages = loop.trainer.stages
+            draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")
+        if loop.timeline is not None:
+            from pangu.training.profile import draw_profile
+
+            draw_profile(loop.timeline, output / "plots")
+        plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
+
+
+def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
+    """Several lines; every command in them works as it stands from the folder that the run was started in."""
+    output = Path(config.train.output)
+    lines = [
+        f"\n{summary['steps']} steps, {summary['tokens']:,} tokens; "
+        f"this part of the run took {duration(summary['seconds'])}"
+    ]
+    if summary["validation_loss"] is not None:
+        lines.append(
+            f"held-out loss {summary['validation_loss']:.4f}, perplexity {summary['validation_perplexity']:.2f}"
+        )
+    lines += [f"\nsampled: {text!r}" for text in summary["samples"]]
+    names = {
+        "loss curve": "plots/loss.png",
+        "pipeline": "plots/pipeline.svg",
+        "as measured": "plots/pipeline_measured.svg",
+        "its trace": "plots/pipeline_measured.json",
+        "every step": "metrics.jsonl",
+        "summary": "summary.json",
+        "configuration": "config.yaml",
+        "checkpoints": "checkpoints",
+    }
+    lines += ["", f"run folder {output}"]
+    lines += [f"  {what:<14} {output / name}" for what, name in names.items() if (output / name).exists()]
+    lines += ["", "next"]
+    lines += [f"  {command}\n      {what}" for command, what in _next_commands(config)]
+    return "\n".join(lines)
+
+
+def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
+    """Commands that continue from here, made from the one that was given, and what each does."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    start = ["torchrun", f"--nproc-per-node={world}"] if world > 1 else ["python"]
+    same = shlex.join([*start, "pretrain.py", *(word for word in sys.argv[1:] if not word.startswith("train.steps="))])
+    output = config.train.output
+    commands = [(f"{same} train.steps={2 * config.train.steps}", "goes on for as long again")]
+    if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
+        lamb = shlex.join(["optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}"])
+        commands.append((f"{same} {lamb}", "the same with LAMB"))
+    if config.sample.prompts and config.checkpoint.every:
+        write = shlex.join(["python", "scripts/generate.py", output, "--prompt", config.sample.prompts[0]])
+        commands.append((write, "continues a text"))
+    if config.metrics.tensorboard:
+        commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
+    commands.append(("python pretrain.py +config=pangu_13b dry_run=true", "what a large preset asks for"))
+    commands.append(("python pretrain.py --help", "all groups and keys"))
+    return commands
