@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -63,6 +64,13 @@ def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> tuple[T, l
     return _Reader(kind, problems).group((kind,), values, path), problems
 
 
+def read_keys(kind: type, values: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Some keys of a dataclass that another program tells under other `names`, and what is wrong with them."""
+    problems: list[Problem] = []
+    reader, hints = _Reader(kind, problems, texts=False), hints_of(kind)
+    return {key: reader.convert(hints[key], value, names[key]) for key, value in values.items()}, problems
+
+
 def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
     """What a rule finds before it meets a value that is wrong by itself."""
     problems = []
@@ -105,9 +113,9 @@ def tag_of(kind: type) -> tuple[str, str] | None:
 class _Reader:
     """Converts values; what is wrong goes into `problems`."""
 
-    def __init__(self, root: type, problems: list[Problem]) -> None:
-        self._root = root
-        self._problems = problems
+    def __init__(self, root: type, problems: list[Problem], texts: bool = True) -> None:
+        """`texts`: YAML 1.1 reads `1e-4` as a text, so texts that are numbers count as numbers."""
+        self._root, self._problems, self._texts = root, problems, texts
 
     def group(self, options: tuple[Any, ...], values: Any, path: str) -> Any:
         """A dataclass, one of several."""
@@ -130,7 +138,7 @@ class _Reader:
         if value is _MISSING or (isinstance(value, str) and value == "???"):  # OmegaConf's mark of what has to be given
             self._problems.append(Problem(_join(path, field), "(missing)", f"must be given: {describe(hint)}"))
             return WRONG
-        return self._convert(hint, value, _join(path, field))
+        return self.convert(hint, value, _join(path, field))
 
     def _unknown(self, key: str, kind: type, options: tuple[Any, ...], path: str) -> tuple[str, str]:
         """What is wrong with a key that a group does not have, and what would work."""
@@ -146,7 +154,7 @@ class _Reader:
             return "there is no such key", f"did you mean {' or '.join(elsewhere)}?"
         return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
 
-    def _convert(self, hint: Any, value: Any, path: str) -> Any:
+    def convert(self, hint: Any, value: Any, path: str) -> Any:
         """`value` as the type that `hint` asks for, or `WRONG`."""
         options = options_of(hint)
         if value is None and type(None) in options:
@@ -175,20 +183,21 @@ class _Reader:
             return self._list(get_args(option), value, path)
         if get_origin(option) is dict:
             return dict(value) if isinstance(value, Mapping) else _MISSING
-        found = _plain(option, value)
+        text = isinstance(value, str) and option is float and not self._texts
+        found: Any = _MISSING if text else _plain(option, value)
         if found is _MISSING or bounds is None:
             return found
         rule = bounds.broken(found)
         if rule is None:
             return found
-        finite = isinstance(found, str) or "finite" not in rule
-        return self._wrong(path, found, rule, "" if finite or not optional else "null works")
+        infinite = isinstance(found, float) and not math.isfinite(found)
+        return self._wrong(path, value if infinite else found, rule, "null works" if infinite and optional else "")
 
     def _list(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         if not isinstance(value, (list, tuple)) or (kinds[-1] is not Ellipsis and len(kinds) != len(value)):
             return _MISSING
         each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
-        return tuple(self._convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
+        return tuple(self.convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
 
     def _wrong(self, path: str, value: Any, rule: str, works: str = "") -> Any:
         self._problems.append(Problem(path, value, rule, works))
@@ -229,7 +238,6 @@ def _choices(options: tuple[Any, ...], path: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """YAML 1.1 reads `1e-4` as a text, so texts that are numbers count as numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

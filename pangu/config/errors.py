@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,8 @@ from pangu.config.printable import printable
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlong = _SHORT.maxother = 60
 
 
 class UserError(Exception):
@@ -42,18 +45,29 @@ class Problem:
         return f"{text}; {self.works}" if self.works else text
 
 
-def shown(value: object) -> str:
-    """A value as it is written in YAML and on the command line; what is long is cut, control characters are escaped."""
+def shown(value: object, depth: int = 20) -> str:
+    """A value of a user or of a foreign file, as YAML has it: what is long or deep is cut, control characters are
+    escaped."""
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, (list, tuple, Mapping)) and not depth:
+        text = "..."
     elif isinstance(value, (list, tuple)):
-        text = f"[{', '.join(map(shown, value))}]"
+        text = f"[{_joined(shown(one, depth - 1) for one in value)}]"
     elif isinstance(value, Mapping):
-        text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
+        text = f"{{{_joined(f'{shown(key)}: {shown(one, depth - 1)}' for key, one in value.items())}}}"
     else:
-        text = str(value) or "''"
+        text = (value[: MOST_SHOWN + 1] if isinstance(value, str) else _SHORT.repr(value)) or "''"
     text = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _joined(texts: Iterator[str]) -> str:
+    """As many of them as are shown; a file of a few bytes may stand for more than there is time for."""
+    joined: list[str] = []
+    while sum(map(len, joined)) <= MOST_SHOWN and (text := next(texts, None)) is not None:
+        joined.append(text)
+    return ", ".join(joined)
 
 
 class LocalError(UserError):

@@ -19,6 +19,7 @@ from pangu.checkpoint.formats.huggingface_config import read_model
 from pangu.config.architecture import find_problems
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig, RopeScaling
+from pangu.config.printable import printable
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -95,37 +96,37 @@ def test_published_models(name: str) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2", {"my_option": 3}, "my_option = 3: is not known here"),
-    ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True: is not computed here; False is"),
+    ("GPT2", {"add_cross_attention": True}, "add_cross_attention = true: is not computed here; false is"),
     ("GPT2", {"embd_pdrop": 0.5}, "embd_pdrop = 0.5: must be resid_pdrop = 0.1"),
     ("GPT2", {"n_ctx": 8}, "n_ctx = 8: must be n_positions = 16"),
-    ("GPT2", {"n_head": "4"}, "n_head = 4: must be an integer from 1 to"),
-    ("GPT2", {"n_head": 0, "n_layer": True}, "n_head = 0: must be an integer from 1 to"),
-    ("GPT2", {"vocab_size": None}, "vocab_size = None: must be an integer from 1 to"),
-    ("GPT2", {"n_embd": 10**30}, "n_embd = 1000000000000000000000000000000: must be an integer"),
-    ("GPT2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan: must be a number of at least 0"),
-    ("GPT2", {"activation_function": ["gelu"]}, "activation_function = ['gelu']: is none of gelu_new"),
+    ("GPT2", {"n_head": "4"}, "n_head = '4': must be an integer"),
+    ("GPT2", {"n_head": 0, "n_layer": True}, "n_head = 0: must be at least 1"),
+    ("GPT2", {"vocab_size": None}, "vocab_size = null: must be an integer"),
+    ("GPT2", {"n_embd": 10**30}, "n_embd = 1000000000000000000000000000000: must be at least 1 and at most 1048576"),
+    ("GPT2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan: must be a finite number"),
+    ("GPT2", {"activation_function": ["gelu"]}, "activation_function = [gelu]: is none of gelu_new"),
     ("GPT2", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
-    ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: is not computed here"),
-    ("GPT2", {"model_type": ["gpt2"]}, "model_type = ['gpt2']: cannot be converted"),
+    ("GPT2", {"quantization_config": {"bits": 4}}, "quantization_config = {bits: 4}: is not computed here"),
+    ("GPT2", {"model_type": ["gpt2"]}, "model_type = [gpt2]: cannot be converted"),
     (
         "Pangu",
         {"position_embedding_type": "relative_key"},
         "relative_key: is not computed here; absolute or rotary is",
     ),
-    ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = ['rotary']: is not computed"),
-    ("Pangu", {"rope_theta": -1}, "rope_theta = -1: must be a number above 0"),
-    ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {'factor': 4}: is not known here"),
-    ("Llama", {"mlp_bias": True}, "mlp_bias = True: is not computed here without attention_bias"),
+    ("Pangu", {"position_embedding_type": ["rotary"]}, "position_embedding_type = [rotary]: is not computed"),
+    ("Pangu", {"rope_theta": -1}, "rope_theta = -1.0: must be above 0"),
+    ("Pangu", {"rope_scaling": {"factor": 4}}, "rope_scaling = {factor: 4}: is not known here"),
+    ("Llama", {"mlp_bias": True}, "mlp_bias = true: is not computed here without attention_bias"),
     ("Llama", {"attention_bias": "yes"}, "attention_bias = yes: must be true or false"),
     ("Llama", {"rope_parameters": []}, "rope_parameters = []: must be a JSON object or null"),
     ("Llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_parameters.rope_theta = 1000"),
     ("Llama", {"rope_scaling": "llama3"}, "rope_scaling = llama3: must be a JSON object or null"),
     ("GPT2", {"initializer_range": 10**400}, "initializer_range = 1000"),
-    ("Llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters.rope_type = ['default']"),
+    ("Llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_parameters.rope_type = [default]"),
     ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn: is not computed here"),
     ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor = 4.0: is not known here"),
-    ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = 1e4: must be a number"),
-    ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = None"),
+    ("Llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = '1e4': must be a number"),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "rope_parameters.factor = null"),
     (
         "Llama",
         {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 12.5}},
@@ -134,8 +135,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type = linear"),
     ("Llama", {"rope_parameters": {SEES_ALL: {"rope_type": "default"}}}, f"{SEES_ALL} = "),
     ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not computed here; None is"),
-    ("Qwen2", {"layer_types": [SEES_ALL, SLIDES]}, "layer_types = ['full_attention', 'sliding_attention']"),
+    ("Llama", {"sliding_window": 8}, "sliding_window = 8: is not computed here; null is"),
+    ("Qwen2", {"layer_types": [SEES_ALL, SLIDES]}, "layer_types = [full_attention, sliding_attention]"),
     ("Qwen2", {"layer_types": 7}, "layer_types = 7: is not computed here"),
     (
         "Qwen2",
@@ -143,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "max_window_layers = 1: is not computed here; 0 is, or at least 2",
     ),
     ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
-    ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be an integer from 1"),
+    ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be at least 1"),
 ]
 
 
@@ -174,7 +175,7 @@ def read_anything(kind: str, data: st.DataObject) -> None:
         said = "\n".join(map(str, find_problems(model)))
     except UserError as error:
         said = str(error)
-    assert all(line.isprintable() for line in said.split("\n"))
+    assert printable(said) == said
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen3"])
@@ -232,17 +233,17 @@ def two_files(folder: Path) -> None:
 DAMAGES = [
     (lambda folder: (folder / "config.json").write_bytes(b"[" * 10**5), "config.json: cannot be read"),
     (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: cannot be read"),
-    (set_field("config.json", "num_layers", 10**6), "tensors for 1000000 layers"),
+    (set_field("config.json", "num_layers", 10**6), "num_layers = 1000000: must be at least 1 and at most 1000"),
     (set_field("config.json", "num_heads", 5), "model.heads = 5: must divide model.hidden = 32"),
     (set_field("config.json", "eos_token_id", "9"), "config.json: eos_token_id = 9: must be an id"),
     (
         set_field("generation_config.json", "eos_token_id", [1, None]),
-        "generation_config.json: eos_token_id = [1, None]",
+        "generation_config.json: eos_token_id = [1, null]",
     ),
     (index([1]), "weight_map must be a JSON object of tensors and their files"),
     (index({"a": 3}), "weight_map must be a JSON object of tensors and their files"),
     (index({"a": "gone.bin"}), "weight_map names gone.bin, which is no file of the folder"),
-    (index({"a": "\x00\x1b[2J"}), "weight_map names '\\x00\\x1b[2J', which is no file of the folder"),
+    (index({"a": "\x00\x1b[2J"}), "weight_map names \\x00\\x1b[2J, which is no file of the folder"),
     (index({"a": "x" * 5000}), "which is no file of the folder"),
     (two_files, "is in "),
     (weights_with("wte.weight"), "pytorch_model.bin: wte.weight is in "),

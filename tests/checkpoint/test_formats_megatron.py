@@ -315,7 +315,7 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
         ("do not make the whole tensor", lambda found: setattr(found.state_dict_metadata[first], "size", huge)),
         ("is not the metadata of", lambda found: setattr(found, "storage_data", None)),
         ("is not the metadata of", lambda found: setattr(chunk(found), "sizes", [[]])),
-        ("is stored by ['zstd\\x1b']", lambda found: stored(found, transform_descriptors=["zstd\x1b"])),
+        ("is stored by [zstd\\x1b]", lambda found: stored(found, transform_descriptors=["zstd\x1b"])),
         ("is not the name of a file", lambda found: stored(found, relative_path="../__0_0.distcp")),
         ("is not the name of a file", lambda found: stored(found, relative_path="a\0b")),
         ("__1_0.distcp: is missing", lambda found: stored(found, relative_path="__1_0.distcp")),
@@ -330,7 +330,7 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
         assert str(metadata) in refusal(tmp_path, given)
     metadata.write_bytes(kept)
     data.write_bytes(b"\0" * len(bytes_))
-    assert "is not a tensor of torch.save" in refusal(tmp_path, given)
+    assert "is not a file of torch.save" in refusal(tmp_path, given)
     data.write_bytes(bytes_)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert "sharded_backend = zarr: is not computed here; torch_dist is" in refusal(tmp_path, given)

@@ -63,7 +63,7 @@ def test_tensors_without_bytes_of_their_own(make: Callable[[], torch.Tensor], wo
     torch.save({"model": [{"a\0b": make()}]}, tmp_path / "a.pt")
     said = refusal(tmp_path / "a.pt")
     assert words in said
-    assert "a.pt: 'model.0.a\\x00b' " in said
+    assert "a.pt: model.0.a\\x00b " in said
 
 
 def test_numbers_that_no_format_holds_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ def test_models_that_a_format_cannot_express(tmp_path: Path, capsys: pytest.Capt
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     for changed, words in (
         ({"model_type": "bert"}, "model_type = bert: cannot be converted"),
-        ({"scale_attn_weights": False}, "scale_attn_weights = False: is not computed here"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = false: is not computed here"),
         ({"activation_function": "relu"}, "activation_function = relu: is none of gelu_new, gelu"),
     ):
         (tmp_path / "in" / "config.json").write_text(json.dumps({**config, **changed}))

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats import huggingface, megatron, megatron_dist, megatron_names, mindspore, native
-from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.stored import Job, Source, Stored, join, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
-from pangu.config.errors import ConfigError, Problem, UserError, writing
+from pangu.config.errors import ConfigError, Problem, UserError, shown, writing
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes

@@ -6,23 +6,28 @@ error and answer wrongly. So nothing is passed over: what a format does not list
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from pangu.config.errors import Problem, UserError
+import yaml
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlong = _SHORT.maxother = 60
-_SHORT.maxstring = 120
+from pangu.config.errors import Problem, UserError, shown
+
+
+@cache
+def load_table(name: str) -> Any:
+    """The table of foreign names NAME.yaml, which lies beside this file."""
+    return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def check_fields(
     config: Mapping[str, Any],
     where: object,
-    used: Collection[str],
-    harmless: Collection[str],
+    used: Iterable[str],
+    harmless: Iterable[str],
     only: Mapping[str, Sequence[Any]],
 ) -> None:
     """Raise unless a model with these fields computes what we compute.
@@ -37,25 +42,21 @@ def check_fields(
     Raises:
         UserError: naming every field with another value, and every field in none of the three.
     """
-    names = {name for name in harmless if "*" not in name}
-    patterns = [name for name in harmless if "*" in name]
-    problems = []
+    names = {*used, *harmless}
+    patterns = [name for name in names if "*" in name]
+    problems = disagreements(config, only, "is not computed here; {} is")
     for key, value in config.items():
-        if key in only:
-            if not any(_same(value, works) for works in only[key]):
-                works = " or ".join(dict.fromkeys(shown(value) for value in only[key]))
-                problems.append(Problem(shown(key), shown(value), "is not computed here", f"{works} is"))
-        elif key not in used and key not in names and not any(fnmatchcase(str(key), pattern) for pattern in patterns):
+        if key not in only and key not in names and not any(fnmatchcase(str(key), pattern) for pattern in patterns):
             rule = "is not known here and may change what the model computes"
-            problems.append(Problem(shown(key), shown(value), rule, "take it out of the file if it changes nothing"))
+            problems.append(Problem(key, value, rule, "take it out of the file if it changes nothing"))
     refuse(where, problems)
 
 
-def disagreements(config: Mapping[str, Any], tensors: Mapping[str, Sequence[Any]]) -> list[Problem]:
-    """Fields that contradict the tensors; `tensors` has the values that those allow."""
+def disagreements(config: Mapping[str, Any], only: Mapping[str, Sequence[Any]], rule: str) -> list[Problem]:
+    """Fields that have none of the values of `only`, and the rule, which names these values."""
     return [
-        Problem(key, shown(config[key]), f"does not agree with the tensors; {shown(values[0])} does")
-        for key, values in tensors.items()
+        Problem(key, config[key], rule.format(" or ".join(dict.fromkeys(map(shown, values)))))
+        for key, values in only.items()
         if key in config and not any(_same(config[key], value) for value in values)
     ]
 
@@ -66,25 +67,17 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
         raise UserError(f"{where}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def shown(value: object) -> str:
-    """A foreign name or value in a message: one short line, control characters escaped."""
-    if isinstance(value, str) and value.isprintable() and len(value) <= _SHORT.maxstring:
-        return value
-    return _SHORT.repr(value)
+def wrong_field(where: object, key: str, value: object, rule: str, works: str = "") -> UserError:
+    """The error of one field."""
+    return UserError(f"{where}:\n  {Problem(key, value, rule, works)}")
 
 
 def _same(value: object, works: object) -> bool:
     """Are two plain values the same? Foreign ones may be anything, so that `==` alone may raise."""
     if isinstance(works, list | tuple):
-        return (
-            isinstance(value, list | tuple)
-            and len(value) == len(works)
-            and all(_same(a, b) for a, b in zip(value, works, strict=True))
-        )
+        same_size = isinstance(value, list | tuple) and len(value) == len(works)
+        return same_size and all(map(_same, value, works))  # type: ignore[call-overload]
     if isinstance(works, Mapping):
-        return (
-            isinstance(value, Mapping)
-            and value.keys() == works.keys()
-            and all(_same(value[k], works[k]) for k in works)
-        )
+        same_keys = isinstance(value, Mapping) and value.keys() == works.keys()
+        return same_keys and all(_same(value[key], works[key]) for key in works)  # type: ignore[index]
     return isinstance(value, bool | int | float | str | None) and value == works

@@ -13,14 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pangu.checkpoint.formats.fields import shown
-from pangu.checkpoint.formats.huggingface_config import CODE, KINDS, kind_in, kind_of, read_model, write_model
+from pangu.checkpoint.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table
 from pangu.checkpoint.run_tokenizer import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 
@@ -30,7 +29,7 @@ SHARD_BYTES = 5 * 10**9
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """The tensors of a model. Raises ConfigError if transformers has no such model."""
-    return make_table(model, KINDS[kind_of(model)].naming)
+    return make_table(model, kind_of(model).names)
 
 
 class HuggingFaceSource(Source):
@@ -162,7 +161,7 @@ def write(path: Path, job: Job) -> None:
     _write_json(path / "config.json", {**config, "torch_dtype": dtype, **_ids(job)})
     _write_json(path / "generation_config.json", _ids(job))
     if config["model_type"] == "gpt_pangu":
-        shutil.copy(CODE, path)
+        shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:
         _write_tokenizer(path, job.tokenizer)
     shards: list[dict[str, Tensor]] = [{}]
@@ -189,7 +188,7 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
             shutil.copy(file, path)
         return
     shutil.copy(tokenizer.path, path / "vocab.model")
-    shutil.copy(Path(__file__).parent / "tokenization_pangu.py", path)
+    shutil.copy(Path(__file__).with_name("tokenization_pangu.py"), path)
     auto = {"AutoTokenizer": ["tokenization_pangu.PanguTokenizer", None]}
     facts = {"tokenizer_class": "PanguTokenizer", "auto_map": auto, "jieba": tokenizer.kind == "pangu"}
     _write_json(path / "tokenizer_config.json", facts)

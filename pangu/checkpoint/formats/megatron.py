@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pangu.checkpoint.formats import megatron_dist, megatron_ranks
-from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.stored import Job, Source
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 

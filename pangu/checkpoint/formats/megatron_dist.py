@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats.fields import check_fields, shown
+from pangu.checkpoint.formats.fields import check_fields
 from pangu.checkpoint.formats.megatron_names import fused_name, plain_name, table
 from pangu.checkpoint.formats.megatron_options import ROWS, read_model, write_options
 from pangu.checkpoint.formats.megatron_ranks import options_of
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored
-from pangu.checkpoint.formats.torch_dist import Folder, Part, write_folder
-from pangu.config.errors import UserError
+from pangu.checkpoint.formats.torch_dist import Block, Folder, write_folder
+from pangu.config.errors import UserError, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import MOST_LAYERS, ModelConfig
 
@@ -117,7 +117,7 @@ def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 def write(path: Path, job: Job) -> None:
     """The folder of an iteration, with stacked layers: no optimizer, iteration 0."""
-    parts = []
+    blocks = []
     for stored, tensor in zip(job.table, job.described, strict=True):
         name = fused_name(stored.name)
         shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
@@ -127,11 +127,11 @@ def write(path: Path, job: Job) -> None:
             shape, offsets = (1, *shape), (int(layer[1]), *offsets)
         else:
             whole = shape
-        parts.append(Part(name, whole, offsets, shape, tensor.dtype))
+        blocks.append(Block(name, whole, offsets, shape, tensor.dtype))
     layers = job.config.model.layers
     objects = [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for i in range(layers) for name in _EXTRA]
     objects += [f"{name}._extra_state/shard_0_1" for name in ("decoder.final_layernorm", "output_layer")]
-    write_folder(path, parts, job.contents, objects)
+    write_folder(path, blocks, job.contents, objects)
     facts: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0}
     torch.save({"args": write_options(job.config.model, job.table[0].shape[0], 1), **facts}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(_FACTS), encoding="utf-8")

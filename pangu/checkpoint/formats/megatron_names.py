@@ -5,86 +5,35 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pangu.checkpoint.formats.megatron_options import ROWS, TOP
-from pangu.checkpoint.formats.stored import (
-    PANGU,
-    PLAIN,
-    Naming,
-    Stored,
-    make_table,
-    one_by_one,
-    require_expressible,
-)
+from pangu.checkpoint.formats.fields import load_table
+from pangu.checkpoint.formats.megatron_options import ROWS
+from pangu.checkpoint.formats.stored import Stored, make_table, require_expressible
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 
 
-def _port(model: ModelConfig) -> Naming:
-    trunk = "language_model.transformer."
-    return Naming(
-        {
-            "embedding.word.weight": "language_model.embedding.word_embeddings.weight",
-            "embedding.position.weight": "language_model.embedding.position_embeddings.weight",
-            "query_embedding.weight": TOP,
-            "final_norm.weight": f"{trunk}final_layernorm.weight",
-            "final_norm.bias": f"{trunk}final_layernorm.bias",
-        },
-        one_by_one(
-            "input_layernorm",
-            *("attention.query", "attention.key", "attention.value", "attention.dense"),
-            *("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        ),
-        lambda layer: trunk + (f"layers.{layer}." if layer < model.layers - 1 else "topQueryLayer."),
-        columns=("attention.query", "attention.key", "attention.value", "mlp.dense_h_to_4h"),
-        rows=("attention.dense", "mlp.dense_4h_to_h"),
-    )
-
-
-def _core(model: ModelConfig, tensor: int) -> Naming:
-    up = ("mlp.gate", "mlp.up") if model.activation == "swiglu" else ("mlp.up",)
-    return Naming(
-        {
-            "embedding.word.weight": "embedding.word_embeddings.weight",
-            "embedding.position.weight": "embedding.position_embeddings.weight",
-            "final_norm.weight": "decoder.final_layernorm.weight",
-            "final_norm.bias": "decoder.final_layernorm.bias",
-            "head.weight": "output_layer.weight",
-        },
-        {
-            "input_layernorm": ("attention_norm",),
-            "self_attention.linear_qkv": ("attention.query", "attention.key", "attention.value"),
-            "self_attention.linear_proj": ("attention.output",),
-            "pre_mlp_layernorm": ("mlp_norm",),
-            "mlp.linear_fc1": up,
-            "mlp.linear_fc2": ("mlp.down",),
-        },
-        lambda layer: f"decoder.layers.{layer}.",
-        columns=("self_attention.linear_qkv", "mlp.linear_fc1"),
-        rows=("self_attention.linear_proj", "mlp.linear_fc2"),
-        # rows of the queries, keys and values that belong together; gate and up of each rank
-        groups={"self_attention.linear_qkv": model.kv_heads or model.heads, "mlp.linear_fc1": tensor},
-    )
-
-
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """The tensors of a model. Raises UserError if Megatron has no such model or cannot cut it so."""
-    if model.kind == "pangu":
-        require_expressible(model, "Megatron's PanGu-α port", PANGU, activation=["gelu_tanh", "gelu"])
-    else:
-        # the approximation by tanh is a kernel fused with the bias
-        gelus = ["gelu_tanh", "gelu"] if model.biases else ["gelu"]
-        choices: dict[str, list[Any]] = {"positions": ["learned", "rope"], "activation": [*gelus, "swiglu"]}
+    pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
+    name = "megatron_pangu" if pangu else "megatron_core"
+    # Megatron-Core's approximation by tanh is a kernel fused with the bias
+    choices: dict[str, list[Any]] = {"activation": ["gelu_tanh", "gelu"] if pangu or model.biases else ["gelu"]}
+    if not pangu:
+        choices = {"positions": ["learned", "rope"], "activation": [*choices["activation"], "swiglu"]}
         choices["biases"] = [True, False]
-        require_expressible(model, "Megatron-Core", PLAIN, **choices)
-    if (model.kv_heads or model.heads) % tensor or model.ffn_size % tensor:
+    label = "Megatron's PanGu-α port" if pangu else "Megatron-Core"
+    require_expressible(model, label, load_table("tensor_names")[name]["means"], **choices)
+    if heads % tensor or model.ffn_size % tensor:
         raise UserError(
-            f"tensor-parallel size {tensor}: must divide the {model.kv_heads or model.heads} (key) heads and the "
+            f"tensor-parallel size {tensor}: must divide the {heads} (key) heads and the "
             f"feed-forward width {model.ffn_size}"
         )
-    if model.kind == "pangu":
+    if pangu:
         # the released files have 40,064 rows, which every usual number of ranks divides
-        return make_table(model, _port(model), math.lcm(ROWS, tensor), tensor)
-    return make_table(model, _core(model, tensor), ROWS * tensor, tensor)
+        return make_table(model, name, math.lcm(ROWS, tensor), tensor)
+    # rows of the queries, keys and values that belong together; gate and up of each rank
+    groups = {"self_attention.linear_qkv": heads, "mlp.linear_fc1": tensor}
+    return make_table(model, name, ROWS * tensor, tensor, groups)
 
 
 def plain_name(name: str) -> str:

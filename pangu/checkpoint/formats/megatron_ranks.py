@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pangu.checkpoint.formats.fields import shown
 from pangu.checkpoint.formats.megatron_names import plain_name, table
 from pangu.checkpoint.formats.megatron_options import read_model, write_options
 from pangu.checkpoint.formats.pickles import Record, load_pickle, tensors_of
 from pangu.checkpoint.formats.stored import Job, Source, Stored
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 from pangu.config.model import ModelConfig
 
 

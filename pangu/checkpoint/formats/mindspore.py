@@ -22,16 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats.stored import (
-    PANGU,
-    Job,
-    Naming,
-    Source,
-    Stored,
-    make_table,
-    one_by_one,
-    require_expressible,
-)
+from pangu.checkpoint.formats.fields import load_table
+from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table, require_expressible
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
@@ -61,25 +53,9 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """The tensors of a model in one file. Raises ConfigError if it is not PanGu-α."""
     orders = ["before_query", "after_query"]  # the files do not tell; of builds with and without a pipeline
     gelu = ["gelu_tanh", "gelu", "fast_gelu"]
-    require_expressible(model, "MindSpore's PanGu-α", PANGU, final_norm=orders, activation=gelu)
-    naming = Naming(
-        {
-            "embedding.word.weight": "backbone.word_embedding.embedding_table",
-            "embedding.position.weight": "backbone.position_embedding.embedding_table",
-            "query_embedding.weight": "backbone.top_query_embedding.embedding_table",
-            "final_norm.weight": "backbone.layernorm.gamma",
-            "final_norm.bias": "backbone.layernorm.beta",
-        },
-        one_by_one(
-            "layernorm1",
-            *("attention.dense1", "attention.dense2", "attention.dense3", "attention.projection"),
-            *("layernorm2", "output.mapping", "output.projection"),
-        ),
-        lambda layer: "backbone." + (f"blocks.{layer}." if layer < model.layers - 1 else "top_query_layer."),
-        transposed=("attention.projection", "output.mapping", "output.projection"),
-        kinds={"weight": "gamma", "bias": "beta"},
-    )
-    return make_table(model, naming)
+    means = load_table("tensor_names")["mindspore"]["means"]
+    require_expressible(model, "MindSpore's PanGu-α", means, final_norm=orders, activation=gelu)
+    return make_table(model, "mindspore")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import argparse
 import io
 import pickle
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -19,8 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats.fields import shown
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 
 
 class Record:
@@ -64,12 +63,22 @@ def load_pickle(path: Path) -> dict[str, Any]:
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
             plain_entries(file, path)
-    found = _load(path, mmap=zipped)
+    found = _load(path, path, mmap=zipped)
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds a {type(found).__name__}, and a dictionary of tensors is expected")
     for name, tensor in tensors_of(found):
         require_plain_tensor(tensor, f"{path}: {shown(name)}")
     return found
+
+
+def load_item(content: bytes, where: str) -> Tensor:
+    """The tensor that the bytes of a file of torch.save hold. Raises UserError if they hold anything else."""
+    plain_entries(io.BytesIO(content), where)
+    tensor = _load(io.BytesIO(content), where, mmap=False)
+    if not isinstance(tensor, Tensor):
+        raise UserError(f"{where}: is not a tensor of torch.save")
+    require_plain_tensor(tensor, where)
+    return tensor
 
 
 def tensors_of(found: Any) -> Iterator[tuple[str, Tensor]]:
@@ -86,21 +95,21 @@ def tensors_of(found: Any) -> Iterator[tuple[str, Tensor]]:
             rest += [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in items]
 
 
-def _load(path: Path, mmap: bool) -> Any:
+def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
     """What torch.load finds. Raises UserError for anything but tensors and plain values."""
     inert: dict[str, type[Record]] = {}
     while True:
         try:
             with _only([argparse.Namespace, *((kind, name) for name, kind in inert.items())]):
-                return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+                return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
         except pickle.UnpicklingError as error:
             said = str(error)
             name = said.partition("GLOBAL ")[2].split(" ")[0]
             if not name.startswith(_INERT) or name in inert or len(inert) >= MOST_KINDS:
-                raise _no_tensor(path, name or said.split("\n")[-1]) from error
+                raise _no_tensor(where, name or said.split("\n")[-1]) from error
             inert[name] = _record(name)
         except Exception as error:  # whatever damaged bytes bring about
-            raise UserError(f"{path}: is not a file of torch.save ({type(error).__name__})") from error
+            raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
 
 
 def _no_tensor(where: object, name: str) -> UserError:
@@ -164,9 +173,9 @@ class _Reader(pickle._Unpickler):
     """Makes records and plain values only. It is Python's own, as the one in C takes memory for whatever number a
     damaged file gives."""
 
-    def __init__(self, file: IO[bytes], where: object, more: Collection[str]) -> None:
+    def __init__(self, file: IO[bytes], where: object) -> None:
         super().__init__(file)
-        self._where, self._more = where, more
+        self._where = where
         self._kinds: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -175,27 +184,16 @@ class _Reader(pickle._Unpickler):
             return tuple if name == "Size" else dict
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if full in self._more or full.startswith(_INERT):
+        if full.startswith(_INERT):
             return self._kinds.setdefault(full, _record(full))
         raise _no_tensor(self._where, full)
 
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
 
-
-def read_records(content: bytes, where: object, more: Collection[str] = ()) -> Any:
-    """What a plain pickle holds: plain values, and a `Record` in place of every other object.
-
-    Args:
-        content: the pickle.
-        where: stands at the head of messages.
-        more: names of objects that are expected besides those that training keeps.
-
-    Raises:
-        UserError: if it names anything else, or cannot be read.
-    """
+def read_records(content: bytes, where: object) -> Any:
+    """What a plain pickle holds: plain values, and a `Record` in place of every other object. Raises UserError, with
+    `where` at its head, if it names anything but what training keeps, or cannot be read."""
     try:
-        return _Reader(io.BytesIO(content), where, more).load()
+        return _Reader(io.BytesIO(content), where).load()
     except UserError:
         raise
     except Exception as error:  # whatever damaged bytes bring about

@@ -8,33 +8,21 @@ several logical tensors one below the other, perhaps transposed. A format is a t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pangu.checkpoint.formats.fields import load_table
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 
-PLAIN = {
-    "norm_placement": "pre",
-    "window": None,
-    "residual_scores": False,
-    "final_norm": "before_query",
-    "head_dim": None,
-    "qk_norm": False,
-    "rope_scaling": None,
-}
-"""Keys of `ModelConfig` that a format without names for them means by itself."""
-GPT2 = {**PLAIN, "norm": "layernorm", "positions": "learned", "biases": True, "kv_heads": None}
-"""What GPT-2 and PanGu-α have in common."""
-PANGU = {**GPT2, "kind": "pangu", "tied_head": True}
 PANGU_VOCAB = {40064: 40000}
 """Rows of PanGu-α's padded word embedding: those that mean something."""
 
@@ -105,82 +93,48 @@ class Job:
     """The same with their values, one at a time."""
 
 
-@dataclass(frozen=True)
-class Naming:
-    """The names of a format, weights and biases alike."""
-
-    outside: Mapping[str, str]
-    """Logical tensors outside of the layers: their names."""
-    modules: Mapping[str, tuple[str, ...]]
-    """Modules of a layer: the modules of ours that stand in them, e.g. `attn.c_attn`: query, key, value."""
-    layer: Callable[[int], str]
-    """What stands before the modules of a layer."""
-    transposed: tuple[str, ...] = ()
-    """Modules whose weight is [inputs, outputs]."""
-    columns: tuple[str, ...] = ()
-    """Modules whose outputs tensor-parallel ranks share."""
-    rows: tuple[str, ...] = ()
-    """Modules whose inputs tensor-parallel ranks share."""
-    groups: Mapping[str, int] = field(default_factory=dict)
-    """Modules whose parts are dealt out in blocks."""
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    """Other names of norms' `weight` and `bias`."""
-
-
-def one_by_one(*modules: str) -> dict[str, tuple[str, ...]]:
-    """The modules of a layer of PanGu-α under other names, in the order of the computation."""
-    ours = ("attention_norm", *(f"attention.{part}" for part in ("query", "key", "value", "output")))
-    return {theirs: (part,) for theirs, part in zip(modules, (*ours, "mlp_norm", "mlp.up", "mlp.down"), strict=True)}
-
-
-def make_table(model: ModelConfig, naming: Naming, multiple: int = 1, ranks: int = 1) -> list[Stored]:
-    """The tensors that a model has under some names.
+def make_table(
+    model: ModelConfig, names: str, multiple: int = 1, ranks: int = 1, groups: Mapping[str, int] | None = None
+) -> list[Stored]:
+    """The tensors that a model has in a format.
 
     Args:
         model: the architecture, which the format can express.
-        naming: the names.
+        names: the format's entry in tensor_names.yaml.
         multiple: rows of the word embedding and the head are padded to a multiple of it.
         ranks: files may have padded them to a multiple of 128 for each of so many.
+        groups: modules whose parts are dealt out in so many blocks.
     """
-    shapes = logical_shapes(model)
+    shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
     table = []
-    for ours, theirs in naming.outside.items():
+    for ours, theirs in naming["outside"].items():
         if ours in shapes:
             table.append(Stored(theirs, (ours,), shapes[ours]))
             if ours in ("embedding.word.weight", "head.weight"):
                 rows, width = shapes[ours]
-                shape = (-(-rows // multiple) * multiple, width)
-                table[-1] = replace(table[-1], shape=shape, cut=0, rows=range(rows, rows + 128 * ranks))
+                padded = (-(-rows // multiple) * multiple, width)
+                table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + 128 * ranks))
     for layer in range(model.layers):
-        for module, modules in naming.modules.items():
+        prefix = naming["layer"].format(layer)
+        if layer == model.query_layer:
+            prefix = naming.get("query_layer", prefix)
+        for module, modules in naming["modules"].items():
             for kind in ("weight", "bias"):
-                parts = tuple(f"layers.{layer}.{part}.{kind}" for part in modules)
-                if parts[0] in shapes:
-                    table.append(_in_layer(naming, layer, module, kind, parts, shapes))
+                parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
+                if parts:
+                    matrix = kind == "weight"
+                    theirs = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
+                    shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+                    transposed = matrix and module in naming.get("transposed", ())
+                    cut = 0 if module in naming.get("columns", ()) else None
+                    if matrix and module in naming.get("rows", ()):
+                        cut = 1
+                    blocks = (groups or {}).get(module, 1)
+                    shape = shape[::-1] if transposed else shape
+                    table.append(Stored(f"{prefix}{module}.{theirs}", parts, shape, transposed, blocks, cut))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table
-
-
-def _in_layer(
-    naming: Naming, layer: int, module: str, kind: str, parts: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> Stored:
-    transposed = module in naming.transposed and kind == "weight"
-    shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
-    cut = None
-    if module in naming.columns:
-        cut = 0
-    elif module in naming.rows and kind == "weight":
-        cut = 1
-    name = naming.kinds.get(kind, kind) if "norm" in parts[0] else kind
-    return Stored(
-        f"{naming.layer(layer)}{module}.{name}",
-        parts,
-        shape[::-1] if transposed else shape,
-        transposed,
-        naming.groups.get(module, 1),
-        cut,
-    )
 
 
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:

@@ -7,25 +7,20 @@ __0_0.distcp      items one after the other, each a file of torch.save: a chunk 
 from __future__ import annotations
 
 import io
-import struct
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats.fields import shown
-from pangu.checkpoint.formats.pickles import Record, plain_entries, read_records
-from pangu.config.errors import UserError
+from pangu.checkpoint.formats.pickles import Record, load_item, read_records
+from pangu.config.errors import UserError, shown
 
-OPEN_FILES = 8
-"""Files that are mapped into memory at a time."""
 _MODULE = "torch.distributed.checkpoint."
 
 
@@ -54,7 +49,6 @@ class Folder:
 
     def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
         self._path = path / ".metadata"
-        self._maps: dict[Path, Tensor] = {}
         try:
             metadata = _state(read_records(self._path.read_bytes(), self._path), "metadata.Metadata")
             places = {}
@@ -118,32 +112,19 @@ class Folder:
             target = whole[begin - first : end - first]
             for dim in range(1, len(chunk.sizes)):
                 target = target.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
-            target.copy_(self._rows(name, chunk, entry.dtype, begin - chunk.offsets[0], end - chunk.offsets[0]))
+            values = self._chunk(name, chunk, entry.dtype)
+            target.copy_(values[begin - chunk.offsets[0] : end - chunk.offsets[0]])
         return whole if row is None else whole[0]
 
-    def _rows(self, name: str, chunk: Chunk, dtype: torch.dtype, first: int, last: int) -> Tensor:
-        """Indices `first` to `last` of dimension 0 of a chunk; no other bytes of it are read."""
+    def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """What the item of a chunk holds."""
         where = f"{chunk.file}: {shown(name)}"
         with chunk.file.open("rb") as file:
-            begin, shape, strides, found = _described(cast(IO[bytes], _Window(file, chunk.start, chunk.length)), where)
-        if shape != chunk.sizes or found != dtype or len(strides) != len(shape):
+            file.seek(chunk.start)
+            tensor = load_item(file.read(chunk.length), where)
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
             raise UserError(f"{where}: is not the tensor {list(chunk.sizes)} of {dtype} that .metadata says")
-        sizes = (last - first, *shape[1:])
-        count = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-        begin += first * strides[0] * dtype.itemsize
-        end = begin + count * dtype.itemsize
-        if end > chunk.length:
-            raise UserError(f"{where}: is cut off")
-        span = self._bytes(chunk.file)[chunk.start + begin : chunk.start + end].clone().view(dtype)
-        return span.as_strided(sizes, strides)
-
-    def _bytes(self, file: Path) -> Tensor:
-        """All bytes of a file, on the disk until they are used."""
-        if file not in self._maps:
-            if len(self._maps) >= OPEN_FILES:
-                del self._maps[next(iter(self._maps))]
-            self._maps[file] = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-        return self._maps[file]
+        return tensor
 
 
 def _place_of(chunk: Chunk) -> tuple[Path, int]:
@@ -181,82 +162,8 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
     return values
 
 
-_STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-}
-_REBUILD = "torch._utils._rebuild_tensor_v2"
-
-
-def _described(file: IO[bytes], where: str) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Where in a file of torch.save its only tensor begins, in bytes; its shape, strides and dtype.
-
-    The bytes of the tensor are not read, which torch.load can do for files of their own only. Raises UserError.
-    """
-    if file.read(4) != b"PK\3\4":
-        raise UserError(f"{where}: is not a tensor of torch.save")
-    entries = plain_entries(file, where)
-    try:
-        found = read_records(_content(file, entries["data.pkl"]), where, (_REBUILD, *_STORAGES))
-        if not isinstance(found, Record) or found.name != _REBUILD:
-            raise TypeError("no tensor")
-        storage, offset, shape, strides = found.arguments[:4]
-        _, kind, key, *_ = storage
-        dtype = _STORAGES[kind.name]
-        entry = entries[f"data/{key}"]
-        (offset,), shape, strides = _whole_numbers((offset,)), _whole_numbers(shape), _whole_numbers(strides)
-        if "byteorder" in entries and _content(file, entries["byteorder"]) != b"little":
-            raise TypeError("another order of bytes")
-        begin = _begin(file, entry) + offset * dtype.itemsize
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, struct.error) as error:
-        raise UserError(f"{where}: is not a tensor of torch.save ({type(error).__name__})") from error
-    return begin, shape, strides, dtype
-
-
-def _begin(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where the content of an entry begins, behind its local header."""
-    file.seek(entry.header_offset + 26)
-    name, extra = struct.unpack("<HH", file.read(4))
-    return int(entry.header_offset + 30 + name + extra)
-
-
-def _content(file: IO[bytes], entry: zipfile.ZipInfo) -> bytes:
-    file.seek(_begin(file, entry))
-    return file.read(entry.file_size)
-
-
-class _Window(io.RawIOBase):
-    """Part of a file as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), max(0, self._length - self._at))
-        self._file.seek(self._start + self._at)
-        found = self._file.read(wanted)
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-
 @dataclass(frozen=True)
-class Part:
+class Block:
     """A block of a tensor that is to be written: the tensor's name and shape, and where the block lies in it."""
 
     name: str
@@ -266,12 +173,12 @@ class Part:
     dtype: torch.dtype
 
 
-def write_folder(path: Path, parts: Sequence[Part], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
+def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
     """Write a folder by torch.distributed.checkpoint, block by block.
 
     Args:
         path: the folder, which is made.
-        parts: all blocks of all tensors.
+        blocks: all blocks of all tensors.
         contents: the blocks, one at a time, in the same order.
         objects: names of objects without tensors; each is written as `[None]`.
     """
@@ -285,15 +192,15 @@ def write_folder(path: Path, parts: Sequence[Part], contents: Iterator[Tensor], 
         def create_local_plan(self) -> SavePlan:
             tensors = [
                 WriteItem(
-                    MetadataIndex(part.name, part.offsets),
+                    MetadataIndex(block.name, block.offsets),
                     WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
-                        TensorProperties(dtype=part.dtype),
-                        torch.Size(part.shape),
+                        ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes)),
+                        TensorProperties(dtype=block.dtype),
+                        torch.Size(block.shape),
                     ),
                 )
-                for part in parts
+                for block in blocks
             ]
             others = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
             self.order = iter(tensors)
