@@ -97,7 +97,7 @@ def gather_questions(options: argparse.Namespace) -> list[Questions]:
     for name in options.task:
         if name == "perplexity":
             setup = Setup(seed=options.seed, limit=options.limit, stride=options.stride, recipe=options.recipe)
-            task = Task(name, lambda _: iter(()), "text", "{answer}", test=())
+            task = Task(name, lambda _: iter(()), "{answer}", method="text")
             found.append(Questions(task, setup, chosen(_texts(options), task, setup), []))
             continue
         task = find_task(name)

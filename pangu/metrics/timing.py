@@ -1,4 +1,4 @@
-"""Which of several ways to the same result is the fastest on this machine: short timings, taken in turns."""
+"""Which of several candidates for the same result is the fastest here: short timings, taken in turns."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import torch
 Name = TypeVar("Name", bound=Hashable)
 
 ROUNDS = 10
-"""Most timings of one way, after one that warms up: libraries are loaded and kernels made then."""
+"""Most timings of one candidate, after one that warms up: libraries are loaded and kernels made then."""
 SURE = 2
-"""Timings after which a hopeless way is not timed again."""
+"""Timings after which a hopeless candidate is not timed again."""
 HOPELESS = 2.0
-"""A way is hopeless if it takes so many times as long as the fastest."""
+"""A candidate is hopeless if it takes so many times as long as the fastest."""
 TIE = 1.03
-"""Algorithms whose times differ by no more than this factor are equally fast."""
+"""Candidates whose times differ by no more than this factor are equally fast."""
 
 
-def time_ways(
-    ways: Mapping[Name, Callable[[], object]],
+def time_candidates(
+    candidates: Mapping[Name, Callable[[], object]],
     device: torch.device,
     budget_s: float | None,
     clock: Callable[[], float] | None = None,
 ) -> dict[Name, float]:
-    """Smallest time of each way, in seconds.
+    """Smallest time of each candidate, in seconds.
 
     All are timed in turns, so that what disturbs the machine disturbs all of them, and the smallest time is what it
     can do undisturbed. With one thread on a CPU it is the processor time, which other processes change least; threads
     that wait for one another take processor time as well, so with several it is the time that passes.
 
     Args:
-        ways: each does the work once.
+        candidates: each does the work once.
         device: what they compute on; an accelerator is waited for.
-        budget_s: no further round begins after so many seconds, warming up not counted, and a way that takes a quarter
-            of it is not timed again. None: the ways are collectives, of which all ranks must make as many, and what
+        budget_s: no further round begins after so many seconds, warming up not counted, and a candidate that takes a quarter
+            of it is not timed again. None: the candidates are collectives, of which all ranks must make as many, and what
             counts is how long a rank waits.
         clock: seconds; None: the one that fits.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and budget_s is not None
     read = clock or (time.process_time if alone else time.perf_counter)
-    best = dict.fromkeys(ways, math.inf)
-    for once in ways.values():
+    best = dict.fromkeys(candidates, math.inf)
+    for once in candidates.values():
         _timed(once, device, read)
-    running, began = list(ways), time.perf_counter()
+    running, began = list(candidates), time.perf_counter()
     for number in range(1, ROUNDS + 1):
         for name in running:
-            best[name] = min(best[name], _timed(ways[name], device, read))
+            best[name] = min(best[name], _timed(candidates[name], device, read))
         if budget_s is not None:
             if time.perf_counter() - began > budget_s:
                 break
@@ -67,7 +67,7 @@ def _timed(once: Callable[[], object], device: torch.device, read: Callable[[], 
 
 
 def fastest(times: Mapping[Name, float]) -> Name:
-    """The first way, in order, that is as fast as the fastest. The order is thus a preference, which keeps a choice
-    between equals the same from start to start. An infinite time stands for a way that cannot be taken."""
+    """The first candidate, in order, that is as fast as the fastest. The order is thus a preference, which keeps a choice
+    between equals the same from start to start. An infinite time stands for one that cannot be taken."""
     limit = TIE * min(times.values())
     return next(name for name, seconds in times.items() if seconds <= limit)

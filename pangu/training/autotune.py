@@ -30,7 +30,7 @@ from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions
 from pangu.layers.kernel_timing import AttentionShape, attention_trial
 from pangu.layers.kernels import attention_kernels
 from pangu.metrics.devices import processor_name
-from pangu.metrics.timing import fastest, time_ways
+from pangu.metrics.timing import fastest, time_candidates
 from pangu.models.size import layer_matrices
 from pangu.planning.activations import layer_activations
 from pangu.topology.mesh import Mesh
@@ -43,7 +43,6 @@ MESSAGE_BYTES = 2**20
 """Longest message that is timed."""
 SLOW = 1.25
 """A format whose products take so many times as long as those of fp32 is one that the processor has no use for."""
-KEYS = ("attention", "products", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Choices:
     attention: str
     """Kernel, a key of `KERNELS`."""
     products: str
-    """Way to fp32 products, in the words of `torch.set_float32_matmul_precision`."""
+    """Precision of fp32 matmuls, in the words of `torch.set_float32_matmul_precision`."""
     gather: str
     """`Algorithms.gather`."""
     scatter: str
@@ -67,14 +66,14 @@ class Choices:
 
 
 class Timer(Protocol):
-    """`time_ways`, or what stands in for it."""
+    """`time_candidates`, or what stands in for it."""
 
     def __call__(
-        self, ways: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
+        self, candidates: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
     ) -> dict[Any, float]: ...
 
 
-def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_ways) -> Choices:
+def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:
     """Choose, and say what was chosen and why.
 
     Args:
@@ -87,29 +86,40 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         UserError: if the attention kernel that is asked for cannot train this model on this device.
     """
     compute, device = config.precision.compute, mesh.device
-    ways = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
-    answers = gather_objects((processor_name(device), ways), mesh.group("world"))
-    kinds = ", ".join(sorted({kind for kind, _ in answers}))
-    messages = _messages(config, mesh)
+    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
+    processors, of_ranks = zip(*gather_objects((processor_name(device), precisions), mesh.group("world")), strict=True)
+    device_kinds = ", ".join(sorted(set(processors)))
+    shapes = _collectives(config, mesh)
+    gathered, summed = [shape for shape in shapes if shape.gathered], [shape for shape in shapes if shape.summed]
     candidates = {
         "attention": _affordable(config, attention_kernels(config.model, compute, device), device),
-        "products": [way for way in ways if all(way in others for _, others in answers)],
-        "gather": _common(
-            [gather_algorithms(message.group) for message in messages if message.gathered], mesh.algorithms.gather
-        ),
-        "scatter": _common(
-            [scatter_algorithms(message.group) for message in messages if message.summed], mesh.algorithms.scatter
-        ),
+        "products": _common(of_ranks, ""),
+        "gather": _common([gather_algorithms(shape.group) for shape in gathered], mesh.algorithms.gather),
+        "scatter": _common([scatter_algorithms(shape.group) for shape in summed], mesh.algorithms.scatter),
     }
-    old = recorded if isinstance(recorded, dict) else {}
-    kept = _keep(candidates, old, kinds, compute)
-    times = _times(config, mesh, candidates, messages, timer)
-    chosen = {"gather": fastest(times.gather), "scatter": fastest(times.scatter)}
-    chosen["attention"], chosen["products"] = fastest(times.together)
-    figures = old.get("milliseconds")
-    milliseconds = {key: figures[key] for key in kept if key in figures} if isinstance(figures, dict) else {}
-    choices = Choices(**chosen, device=kinds, compute=compute, milliseconds=milliseconds | times.told(chosen))
-    _tell(config, choices, kept, mesh)
+    previous = recorded if isinstance(recorded, dict) else {}
+    kept = _keep(candidates, previous, device_kinds, compute)
+    seconds = {
+        "products": _time_matmuls(config, mesh, candidates["products"], timer),
+        "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
+        "gather": _time_collectives(gathered, candidates["gather"], gather_trial, mesh, timer),
+        "scatter": _time_collectives(summed, candidates["scatter"], scatter_trial, mesh, timer),
+    }
+    for times in seconds.values():  # the slowest rank decides
+        times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
+    # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
+    both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
+    attention, products = fastest(both)
+    seconds["attention"] = {kernel: time for (kernel, way), time in seconds["attention"].items() if way == products}
+    seconds["products"] = {way: min(t for (_, w), t in both.items() if w == way) for way in candidates["products"]}
+    saved = previous.get("milliseconds")
+    milliseconds = {key: saved[key] for key in kept if key in saved} if isinstance(saved, dict) else {}
+    for key in ("attention", "products", "gather", "scatter"):
+        if len(seconds[key]) > 1:
+            milliseconds[key] = {name: round(1000 * time, 3) for name, time in seconds[key].items()}
+    algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
+    choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds)
+    _log_choices(config, choices, kept)
     return choices
 
 
@@ -119,7 +129,7 @@ def save_choices(folder: Path, choices: Choices) -> None:
         write_atomically(folder / "choices.json", f"{json.dumps(asdict(choices), indent=1)}\n".encode())
 
 
-def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways) -> None:
+def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candidates) -> None:
     """Say if products of a 16-bit format take longer here than those of fp32: the processor has no instructions for it,
     and torch makes do with others. All ranks may call it; it says nothing on most."""
     asked, device = config.precision.compute, mesh.device
@@ -127,8 +137,8 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways)
         return
     size = round((work_limit(device) / 2) ** (1 / 3))
     formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", asked)}
-    passes = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
-    times = timer(passes, device, FORMATS_S)
+    trials = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
+    times = timer(trials, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
     if times[asked] > SLOW * times[best] and times[asked] > SLOW * times["fp32"]:
         log.warning(
@@ -141,14 +151,14 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_ways)
         )
 
 
-def _messages(config: RunConfig, mesh: Mesh) -> list[CollectiveShape]:
+def _collectives(config: RunConfig, mesh: Mesh) -> list[CollectiveShape]:
     """The gathers and reduce-scatters of a layer."""
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]
     sums = torch.bfloat16 if config.precision.reduce == "bf16" else torch.promote_types(compute, torch.float32)
     states = model.sequence * config.batch.micro_size * model.hidden
-    found = []
+    shapes = []
     for axis, used, numel, dtype, gathered, summed in (
         ("tensor", layout.sequence, states, compute, True, True),
         ("gather", layout.zero > 0, weights, compute, True, False),
@@ -158,13 +168,13 @@ def _messages(config: RunConfig, mesh: Mesh) -> list[CollectiveShape]:
         group = mesh.group(axis) if used else None
         if group is not None:
             share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            found.append(CollectiveShape(group, share * mesh.layout.world, dtype, gathered, summed))
-    return found
+            shapes.append(CollectiveShape(group, share * mesh.layout.world, dtype, gathered, summed))
+    return shapes
 
 
-def _common(ways: Sequence[list[str]], usual: str) -> list[str]:
-    """The ways that all groups have."""
-    return [way for way in ways[0] if all(way in others for others in ways)] if ways else [usual]
+def _common(lists: Sequence[list[str]], default: str) -> list[str]:
+    """The candidates that are in all lists, in the order of the first; `default` if there is no list."""
+    return [name for name in lists[0] if all(name in names for names in lists)] if lists else [default]
 
 
 def _affordable(config: RunConfig, kernels: list[str], device: torch.device) -> list[str]:
@@ -172,129 +182,56 @@ def _affordable(config: RunConfig, kernels: list[str], device: torch.device) -> 
     explicit scores save in time on long sequences is not worth their memory."""
     kind: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
 
-    def kept(kernel: str) -> int:
+    def saved_bytes(kernel: str) -> int:
         return sum(layer_activations(config, kernel, device=kind).values())
 
-    return [kernel for kernel in kernels if kernel == kernels[0] or kept(kernel) <= 2 * kept(kernels[0])]
+    return [k for k in kernels if k == kernels[0] or saved_bytes(k) <= 2 * saved_bytes(kernels[0])]
 
 
-def _keep(candidates: dict[str, list[str]], old: Mapping[str, Any], kinds: str, compute: str) -> list[str]:
+def _keep(candidates: dict[str, list[str]], previous: Mapping[str, Any], device: str, compute: str) -> list[str]:
     """Narrow the candidates to what the checkpoint has chosen; returns the choices that are kept."""
-    same = old.get("device") == kinds and old.get("compute") == compute
+    same = previous.get("device") == device and previous.get("compute") == compute
     kept = []
-    for key, ways in candidates.items():
-        if len(ways) == 1 or not old:
+    for key, names in candidates.items():
+        if len(names) == 1 or not previous:
             continue
-        if same and old.get(key) in ways:
-            candidates[key] = [old[key]]
+        if same and previous.get(key) in names:
+            candidates[key] = [previous[key]]
             kept.append(key)
         elif same:
-            log.info("%-12s the checkpoint's, %r, cannot be had in this layout: timed anew", key, old.get(key))
+            log.info("%-12s the checkpoint's, %r, cannot be had in this layout: timed anew", key, previous.get(key))
         else:
-            where = f"{old.get('device')!r}, {old.get('compute')!r}"
-            log.info("%-12s the checkpoint's, %r, was chosen on %s: timed anew", key, old.get(key), where)
+            where = f"{previous.get('device')!r}, {previous.get('compute')!r}"
+            log.info("%-12s the checkpoint's, %r, was chosen on %s: timed anew", key, previous.get(key), where)
     return kept
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of every candidate, of the slowest rank; 0 where there is no choice."""
-
-    attention: dict[tuple[str, str], float]
-    """By kernel and way to products, on which a kernel's own depend."""
-    products: dict[str, float]
-    gather: dict[str, float]
-    scatter: dict[str, float]
-
-    @property
-    def together(self) -> dict[tuple[str, str], float]:
-        """Attention and products of a micro-batch."""
-        return {pair: seconds + self.products[pair[1]] for pair, seconds in self.attention.items()}
-
-    def told(self, chosen: Mapping[str, str]) -> dict[str, dict[str, float]]:
-        """What there was to choose from, in milliseconds: kernels with the way that was chosen, ways with the kernel
-        that is the fastest in them."""
-        figures = {
-            "attention": {kernel: s for (kernel, way), s in self.attention.items() if way == chosen["products"]},
-            "products": {way: min(s for (_, w), s in self.together.items() if w == way) for way in self.products},
-            "gather": self.gather,
-            "scatter": self.scatter,
-        }
-        return {
-            key: {way: round(1000 * s, 3) for way, s in times.items()}
-            for key, times in figures.items()
-            if len(times) > 1
-        }
-
-
-def _times(
-    config: RunConfig,
-    mesh: Mesh,
-    candidates: Mapping[str, list[str]],
-    messages: Sequence[CollectiveShape],
-    timer: Timer,
-) -> _Times:
-    device, dtype, ways = mesh.device, DTYPES[config.precision.compute], candidates["products"]
-    pairs = list(itertools.product(candidates["attention"], ways))
-    times = _Times(
-        dict.fromkeys(pairs, 0.0),
-        dict.fromkeys(ways, 0.0),
-        dict.fromkeys(candidates["gather"], 0.0),
-        dict.fromkeys(candidates["scatter"], 0.0),
-    )
-    if len(ways) > 1:
-        _time_products(times.products, _products(config, mesh.layout.tensor), device, dtype, timer)
-    if len(pairs) > 1:
-        shape, worth = _attention_shape(config, mesh.layout.tensor).cut(work_limit(device))
-        once = {kernel: attention_trial(kernel, shape, dtype, device) for kernel in candidates["attention"]}
-        passes = {(kernel, way): partial(_by, way, once[kernel]) for kernel, way in pairs}
-        for pair, seconds in timer(passes, device, ATTENTION_S).items():
-            times.attention[pair] = config.model.layers * worth * seconds
-    for found, make, wanted in (
-        (times.gather, gather_trial, [message for message in messages if message.gathered]),
-        (times.scatter, scatter_trial, [message for message in messages if message.summed]),
-    ):
-        if len(found) > 1:
-            numbered = list(itertools.product(found, range(len(wanted))))
-            sends = {(way, i): make(wanted[i], way) for way, i in numbered}
-            for (way, _), seconds in timer(sends, device, None).items():
-                found[way] += seconds
-    tables: list[dict[Any, float]] = [times.attention, times.products, times.gather, times.scatter]
-    agreed = iter(largest_of([seconds for table in tables for seconds in table.values()], mesh))
-    return _Times(*({name: next(agreed) for name in table} for table in tables))
-
-
-def _by(way: str, once: Callable[[], object]) -> None:
-    with matmul_precision(way):
-        once()
-
-
-def _products(config: RunConfig, ranks: int) -> list[Matmul]:
-    """Those of a micro-batch, on a tensor-parallel rank."""
-    model = config.model
+def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
+    """Seconds of the matmuls of a micro-batch, on a tensor-parallel rank, by precision; 0 where there is no choice."""
+    model, ranks, seconds = config.model, mesh.layout.tensor, dict.fromkeys(precisions, 0.0)
+    if len(precisions) == 1:
+        return seconds
     tokens = model.sequence * config.batch.micro_size
-    some = min(tokens, config.loss.chunk or tokens)
-    layers = [Matmul(tokens, inputs, outputs, model.layers) for inputs, outputs in layer_matrices(model, ranks)]
-    return [*layers, Matmul(some, model.hidden, -(-model.vocab // ranks), -(-tokens // some))]
+    chunk = min(tokens, config.loss.chunk or tokens)
+    matmuls = [Matmul(tokens, inputs, outputs, model.layers) for inputs, outputs in layer_matrices(model, ranks)]
+    matmuls.append(Matmul(chunk, model.hidden, -(-model.vocab // ranks), -(-tokens // chunk)))
+    cuts = [matmul.cut(work_limit(mesh.device)) for matmul in matmuls]
+    trials = [matmul_trial(smaller, DTYPES[config.precision.compute], mesh.device) for smaller, _ in cuts]
+    candidates = {(way, i): partial(_run_in, way, trial) for i, trial in enumerate(trials) for way in precisions}
+    for (way, i), time in timer(candidates, mesh.device, PRODUCTS_S).items():
+        seconds[way] += cuts[i][1] * time
+    return seconds
 
 
-def _time_products(
-    found: dict[str, float], products: Sequence[Matmul], device: torch.device, dtype: torch.dtype, timer: Timer
-) -> None:
-    passes: dict[tuple[str, int], Callable[[], object]] = {}
-    worth = []
-    for number, product in enumerate(products):
-        smaller, times = product.cut(work_limit(device))
-        worth.append(times)
-        once = matmul_trial(smaller, dtype, device)
-        passes |= {(way, number): partial(_by, way, once) for way in found}
-    for (way, number), seconds in timer(passes, device, PRODUCTS_S).items():
-        found[way] += worth[number] * seconds
-
-
-def _attention_shape(config: RunConfig, ranks: int) -> AttentionShape:
-    model = config.model
-    return AttentionShape(
+def _time_attention(
+    config: RunConfig, mesh: Mesh, kernels: Sequence[str], precisions: Sequence[str], timer: Timer
+) -> dict[Any, float]:
+    """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice."""
+    model, ranks = config.model, mesh.layout.tensor
+    pairs = list(itertools.product(kernels, precisions))
+    if len(pairs) == 1:
+        return dict.fromkeys(pairs, 0.0)
+    whole = AttentionShape(
         rows=config.batch.micro_size,
         heads=model.heads // ranks,
         kv_heads=(model.kv_heads or model.heads) // ranks,
@@ -304,21 +241,47 @@ def _attention_shape(config: RunConfig, ranks: int) -> AttentionShape:
         window=model.window,
         biased=model.positions in ("alibi", "relative"),
     )
+    shape, repeats = whole.cut(work_limit(mesh.device))
+    dtype = DTYPES[config.precision.compute]
+    trials = {kernel: attention_trial(kernel, shape, dtype, mesh.device) for kernel in kernels}
+    times = timer({pair: partial(_run_in, pair[1], trials[pair[0]]) for pair in pairs}, mesh.device, ATTENTION_S)
+    return {pair: model.layers * repeats * times[pair] for pair in pairs}
 
 
-def _tell(config: RunConfig, choices: Choices, kept: Sequence[str], mesh: Mesh) -> None:
+def _run_in(precision: str, trial: Callable[[], object]) -> None:
+    with matmul_precision(precision):
+        trial()
+
+
+def _time_collectives(
+    shapes: Sequence[CollectiveShape],
+    algorithms: Sequence[str],
+    trial: Callable[[CollectiveShape, str], Callable[[], object]],
+    mesh: Mesh,
+    timer: Timer,
+) -> dict[Any, float]:
+    """Seconds of all these collectives once, by algorithm; 0 where there is no choice."""
+    seconds = dict.fromkeys(algorithms, 0.0)
+    if len(algorithms) > 1:
+        trials = {(name, i): trial(shape, name) for name in algorithms for i, shape in enumerate(shapes)}
+        for (name, _), time in timer(trials, mesh.device, None).items():
+            seconds[name] += time
+    return seconds
+
+
+def _log_choices(config: RunConfig, choices: Choices, kept: Sequence[str]) -> None:
     """One line for each choice."""
-    asked = {
+    keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",
     }
-    for key in KEYS:
-        figures = choices.milliseconds.get(key, {})
-        if key not in asked and not figures:
+    for name in ("attention", "products", "gather", "scatter"):
+        figures = choices.milliseconds.get(name, {})
+        if name not in keys and not figures:
             continue
-        words = [asked[key]] if key in asked else []
-        words += ["kept from the checkpoint"] if key in kept else []
+        reasons = [keys[name]] if name in keys else []
+        reasons += ["kept from the checkpoint"] if name in kept else []
         if figures:
-            timed = "of a micro-batch" if key in asked else "of a message"
-            words.append(f"ms {timed}: " + ", ".join(f"{way} {figure:.3g}" for way, figure in figures.items()))
-        log.info("%-12s %s (%s)", key, getattr(choices, key), "; ".join(words))
+            timed = "of a micro-batch" if name in keys else "of a message"
+            reasons.append(f"ms {timed}: " + ", ".join(f"{way} {figure:.3g}" for way, figure in figures.items()))
+        log.info("%-12s %s (%s)", name, getattr(choices, name), "; ".join(reasons))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pangu.metrics.timing import ROUNDS, SURE, fastest, time_ways
+from pangu.metrics.timing import ROUNDS, SURE, fastest, time_candidates
 
 CPU = torch.device("cpu")
 
@@ -33,12 +33,12 @@ class Stopwatch:
 def test_the_smallest_time_counts_and_the_first_does_not() -> None:
     watch = Stopwatch()
     ways = {"a": watch.way("a", 0.0, 0.3, 0.1, 0.2), "b": watch.way("b", 9.0, 0.2)}
-    assert time_ways(ways, CPU, 100.0, lambda: watch.now) == {"a": 0.09999999999999964, "b": 0.1999999999999993}
+    assert time_candidates(ways, CPU, 100.0, lambda: watch.now) == {"a": 0.09999999999999964, "b": 0.1999999999999993}
 
 
 def test_ways_take_turns_and_hopeless_ones_drop_out() -> None:
     watch = Stopwatch()
-    times = time_ways({"a": watch.way("a", 1.0), "b": watch.way("b", 4.0)}, CPU, 100.0, lambda: watch.now)
+    times = time_candidates({"a": watch.way("a", 1.0), "b": watch.way("b", 4.0)}, CPU, 100.0, lambda: watch.now)
     assert times == {"a": 1.0, "b": 4.0}
     assert watch.calls[: 2 * (SURE + 1)] == ["a", "b"] * (SURE + 1)
     assert watch.calls.count("b") == SURE + 1
@@ -47,7 +47,7 @@ def test_ways_take_turns_and_hopeless_ones_drop_out() -> None:
 
 def test_every_rank_makes_as_many_collectives_however_slow_they_are() -> None:
     watch = Stopwatch()
-    time_ways({"a": watch.way("a", 1.0), "b": watch.way("b", 50.0)}, CPU, None, lambda: watch.now)
+    time_candidates({"a": watch.way("a", 1.0), "b": watch.way("b", 50.0)}, CPU, None, lambda: watch.now)
     assert watch.calls == ["a", "b"] * (ROUNDS + 1)
 
 

@@ -46,11 +46,11 @@ def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer
         return next((seconds[word] for word in words if word in seconds), 1e6)
 
     def timer(
-        ways: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
+        candidates: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
     ) -> dict[Any, float]:
         if asked is not None:
-            asked.extend(ways)
-        return {name: look_up(name) for name in ways}
+            asked.extend(candidates)
+        return {name: look_up(name) for name in candidates}
 
     return timer
 
@@ -208,7 +208,7 @@ def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a dry run measures")
 
-    monkeypatch.setattr(autotune, "time_ways", refuse)
+    monkeypatch.setattr(autotune, "time_candidates", refuse)
     monkeypatch.setattr(running, "choose", refuse)
     monkeypatch.setattr(running, "warn_of_slow_format", refuse)
     running.run(composed("+config=quickstart", "dry_run=true", f"train.output={tmp_path / 'run'}"))

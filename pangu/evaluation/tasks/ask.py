@@ -13,8 +13,7 @@ from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.scoring import Score, score
 from pangu.evaluation.tasks.prompts import Prompts, Setup, chosen
-from pangu.evaluation.tasks.readers import find, of_the_benchmark
-from pangu.evaluation.tasks.task import SLOT, Item, Task
+from pangu.evaluation.tasks.task import SLOT, Item, Task, find_files, published_format
 from pangu.metrics.record import perplexity
 
 CHUNK = 16
@@ -61,8 +60,8 @@ def read_questions(task: Task, folder: Path, setup: Setup) -> Questions:
 
 
 def _read(task: Task, folder: Path, patterns: tuple[str, ...]) -> Iterator[Item]:
-    for path in find(folder, patterns):
-        with of_the_benchmark(path):
+    for path in find_files(folder, patterns):
+        with published_format(path):
             yield from task.read(path)
 
 
