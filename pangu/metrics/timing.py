@@ -36,8 +36,8 @@ def time_candidates(
     Args:
         candidates: each does the work once.
         device: what they compute on; an accelerator is waited for.
-        budget_s: no further round begins after so many seconds, warming up not counted, and a candidate that takes a quarter
-            of it is not timed again. None: the candidates are collectives, of which all ranks must make as many, and what
+        budget_s: no further round begins after so many seconds, warming up not counted, and what takes a quarter of it
+            is not timed again. None: the candidates are collectives, of which all ranks must make as many, and what
             counts is how long a rank waits.
         clock: seconds; None: the one that fits.
     """
@@ -67,7 +67,7 @@ def _timed(once: Callable[[], object], device: torch.device, read: Callable[[], 
 
 
 def fastest(times: Mapping[Name, float]) -> Name:
-    """The first candidate, in order, that is as fast as the fastest. The order is thus a preference, which keeps a choice
-    between equals the same from start to start. An infinite time stands for one that cannot be taken."""
+    """The first candidate that is as fast as the fastest: the order is a preference, which keeps a choice between
+    equals the same from start to start. An infinite time stands for one that cannot be taken."""
     limit = TIE * min(times.values())
     return next(name for name, seconds in times.items() if seconds <= limit)
