@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import bin_path, idx_path, open_indexed
-from pangu.data.stdlib import StdlibPaths, find_damage, is_prepared, prepare_stdlib
 from pangu.data.stream import SampleStream, Stream, SyntheticStream
-from pangu.data.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from pangu.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
     May write and take long; called by one process of each file system, before `open_sources` of any. Raises UserError.
     """
     if isinstance(data, StdlibData):
+        from pangu.data.stdlib import prepare_stdlib
+
         prepare_stdlib(data.folder, model.vocab, data.validation_fraction, data.packing, show_progress)
     elif isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
@@ -45,7 +49,11 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
     if isinstance(data, StdlibData):
         data = _as_indexed(data, model)
     _check_exist([*data.train, *data.validation])
-    tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
+    tokenizer = None
+    if data.tokenizer:
+        from pangu.data.tokenizers import load_tokenizer
+
+        tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer and tokenizer.vocab_size > model.vocab:
         raise UserError(f"model.vocab = {model.vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
     train = _open(data.train, data.weights, model, seed, shuffle=True)
@@ -63,6 +71,8 @@ def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
 
 def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
     """The tokenizer of prepared data. Raises UserError if it is another one than was written."""
+    from pangu.data.stdlib import StdlibPaths, find_damage
+
     paths = StdlibPaths(Path(data.folder))
     if paths.manifest.is_file() and paths.tokenizer.is_file() and find_damage(paths, paths.tokenizer.name):
         raise UserError(
@@ -74,6 +84,8 @@ def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
 
 def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
     """The indexed files and the tokenizer that `prepare` made."""
+    from pangu.data.stdlib import StdlibPaths, is_prepared
+
     paths = StdlibPaths(Path(data.folder))
     if not is_prepared(paths, model.vocab, data.validation_fraction):
         raise UserError(

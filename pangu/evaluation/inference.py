@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from pangu.collectives.reduce import all_reduce
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
-from pangu.data.tokenizers import Tokenizer
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only
 from pangu.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from pangu.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import Durations, Timeline, simulate
+from pangu.pipeline.simulate import simulate
+from pangu.pipeline.timeline import Durations, Timeline
 
 GOOD_BUBBLE = 0.1
 """A larger idle share is worth a warning."""

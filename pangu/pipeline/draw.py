@@ -23,8 +23,10 @@ from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.pipeline.actions import COMPUTE, SENDS, Action, Kind
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.simulate import Event, Gap, Timeline
+from pangu.pipeline.simulate import Gap
+from pangu.pipeline.simulate import gaps as gaps_of
 from pangu.pipeline.theory import bubble
+from pangu.pipeline.timeline import Event, Timeline
 
 LOOKS = {
     Kind.FORWARD: ("forward", 0.35, ""),
@@ -82,7 +84,7 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     axes = figure.add_subplot()
     inches = width / timeline.makespan
     _draw_computing(axes, timeline, inches)
-    gaps = timeline.gaps(measured)
+    gaps = gaps_of(timeline, measured)
     _draw_gaps(axes, timeline.schedule, gaps, inches)
     _draw_messages(axes, timeline, measured)
     axes.set(xlabel=f"time ({unit})", xlim=(0, timeline.makespan), ylim=(timeline.schedule.stages, 0))

@@ -23,8 +23,8 @@ from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.simulate import Event
 from pangu.pipeline.stages import hidden_state_shapes
+from pangu.pipeline.timeline import Event
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 

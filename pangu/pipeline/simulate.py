@@ -2,55 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
 from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of
 from pangu.pipeline.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds (or any one unit) per action; a sequence has one entry per chunk in model order."""
-
-    forward: float | Sequence[float] = 1.0
-    backward_input: float | Sequence[float] = 1.0
-    backward_weight: float | Sequence[float] = 1.0
-    """A BACKWARD takes backward_input + backward_weight."""
-    link: float = 0.0
-    """A message's time from when it is sent and its receive posted until it can be used. Messages do not slow each
-    other down; gathers and reductions of parameters take no time."""
-
-    def per_chunk(self, num_chunks: int) -> dict[Kind, list[float]]:
-        """Duration of each kind of compute action, by chunk. Raises ValueError for a sequence of another length."""
-
-        def spread(name: str, value: float | Sequence[float]) -> list[float]:
-            values = list(value) if isinstance(value, Sequence) else [value] * num_chunks
-            if len(values) != num_chunks:
-                raise ValueError(f"{name} has {len(values)} entries: needs one per chunk, {num_chunks}")
-            return values
-
-        forward = spread("forward", self.forward)
-        to_input = spread("backward_input", self.backward_input)
-        to_weight = spread("backward_weight", self.backward_weight)
-        return {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: [a + b for a, b in zip(to_input, to_weight, strict=True)],
-            Kind.BACKWARD_INPUT: to_input,
-            Kind.BACKWARD_WEIGHT: to_weight,
-        }
-
-
-class Event(NamedTuple):
-    """An action that took place. A send's time is that of its message's transfer."""
-
-    stage: int
-    action: Action
-    start: float
-    stop: float
+from pangu.pipeline.timeline import Durations, Event, Timeline
 
 
 class Gap(NamedTuple):
@@ -65,81 +22,27 @@ class Gap(NamedTuple):
     """What that waits for."""
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When every stage did what in one step, simulated or measured."""
+def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
+    """What the stages do instead of computing, between the first computation of any stage and the last.
 
-    schedule: Schedule
-    events: tuple[Event, ...]
-    """In any order. Simulated: compute actions and sends."""
-
-    @cached_property
-    def computing(self) -> tuple[tuple[Event, ...], ...]:
-        """The forwards and backwards of each stage, in order of time."""
-        stages: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
-        for event in self.events:
+    Where a computation needs a message, the stage waits for it from when all that it did before is done. Of what
+    was `measured` that is also what posts messages and what concerns parameters; otherwise it takes no time.
+    """
+    stage_gaps: list[Gap] = []
+    end = timeline.start + timeline.makespan
+    for stage in range(timeline.schedule.stages):
+        events = [e for e in timeline.events if e.stage == stage] if measured else timeline.computing[stage]
+        computed = free = timeline.start
+        for event in sorted(events, key=lambda event: event.start):
             if event.action.kind in COMPUTE:
-                stages[event.stage].append(event)
-        return tuple(tuple(sorted(events, key=lambda event: event.start)) for events in stages)
-
-    @cached_property
-    def start(self) -> float:
-        """When the first stage began to compute."""
-        return min(events[0].start for events in self.computing)
-
-    @cached_property
-    def makespan(self) -> float:
-        """From the first computation of any stage to the last."""
-        return max(events[-1].stop for events in self.computing) - self.start
-
-    @cached_property
-    def stage_bubbles(self) -> tuple[float, ...]:
-        """Share of the makespan that each stage does not compute: idle / makespan."""
-        return tuple(1 - sum(event.stop - event.start for event in events) / self.makespan for events in self.computing)
-
-    @cached_property
-    def bubble(self) -> float:
-        """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
-        return sum(self.stage_bubbles) / len(self.stage_bubbles)
-
-    def gaps(self, measured: bool) -> tuple[Gap, ...]:
-        """What the stages do instead of computing, between the first computation of any stage and the last.
-
-        Where a computation needs a message, the stage waits for it from when all that it did before is done. Of what
-        was `measured` that is also what posts messages and what concerns parameters; otherwise it takes no time.
-        """
-        found: list[Gap] = []
-        end = self.start + self.makespan
-        for stage in range(self.schedule.stages):
-            own = [e for e in self.events if e.stage == stage] if measured else self.computing[stage]
-            computed = free = self.start
-            for event in sorted(own, key=lambda event: event.start):
-                if event.action.kind in COMPUTE:
-                    awaited = input_of(event.action, self.schedule.stage_of)
-                    waits = event.start if awaited is None else min(max(computed, free), event.start)
-                    found.append(Gap(stage, computed, waits, event.action, None))
-                    found.append(Gap(stage, waits, event.start, event.action, awaited))
-                    computed = event.stop
-                free = event.stop
-            found.append(Gap(stage, computed, end, None, None))
-        return tuple(gap for gap in found if gap.stop > gap.start)
-
-    def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
-        """Most activations held at once by each stage, in activations of one chunk for one micro-batch.
-
-        One is held from the start of its forward to the end of its backward. Where the backward is split, the share
-        `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
-        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 holds what 1F1B holds, p - r.
-        """
-        released = {Kind.FORWARD: -1.0, Kind.BACKWARD: 1.0, Kind.BACKWARD_INPUT: 1.0 - kept_for_weight}
-        peaks = []
-        for events in self.computing:
-            live = peak = 0.0
-            for event in events:
-                live -= released.get(event.action.kind, kept_for_weight)
-                peak = max(peak, live)
-            peaks.append(peak)
-        return tuple(peaks)
+                awaited = input_of(event.action, timeline.schedule.stage_of)
+                waits = event.start if awaited is None else min(max(computed, free), event.start)
+                stage_gaps.append(Gap(stage, computed, waits, event.action, None))
+                stage_gaps.append(Gap(stage, waits, event.start, event.action, awaited))
+                computed = event.stop
+            free = event.stop
+        stage_gaps.append(Gap(stage, computed, end, None, None))
+    return tuple(gap for gap in stage_gaps if gap.stop > gap.start)
 
 
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:

@@ -13,7 +13,7 @@ from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import Durations
+from pangu.pipeline.timeline import Durations
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 

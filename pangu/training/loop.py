@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.config.errors import UserError
@@ -21,12 +21,14 @@ from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, perplexity, speed
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
-from pangu.pipeline.simulate import Timeline
+from pangu.pipeline.timeline import Timeline
 from pangu.training.faults import SpikeDetector, culprits, find_non_finite, find_replica_difference
 from pangu.training.process import Heartbeat, StopSignals
 from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
-from pangu.training.validation import Benchmarks, Validation
+
+if TYPE_CHECKING:
+    from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
 

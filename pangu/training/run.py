@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import make_run_folder, save_config
-from pangu.checkpoint.run_tokenizer import keep_tokenizer
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.config.printable import PrintableFormatter
 from pangu.config.schema import RunConfig
@@ -30,11 +29,12 @@ from pangu.topology.launch import Launch, choose_device
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.loop import Loop
-from pangu.training.preflight import check_cluster, raise_open_files
 from pangu.training.process import Heartbeat, StopSignals, only_run
 from pangu.training.saving import begin_with, find_checkpoint, load_checkpoint
 from pangu.training.step import Trainer, assemble
-from pangu.training.validation import Benchmarks, Validation, in_training
+
+if TYPE_CHECKING:
+    from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
 
@@ -67,14 +67,20 @@ def run(values: Mapping[str, Any]) -> None:
         return
     device = choose_device(config.train.device, launch)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
-    raise_open_files(launch.world)
+    if launch.world > 1:
+        from pangu.training.preflight import raise_open_files
+
+        raise_open_files(launch.world)
     mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     output = Path(config.train.output)
     try:
         with ExitStack() as stack:
             stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
             agree(mesh, lambda: make_run_folder(output), here=mesh.is_first)
-            check_cluster(config, mesh)
+            if launch.world > 1:
+                from pangu.training.preflight import check_cluster
+
+                check_cluster(config, mesh)
             agree(mesh, lambda: stack.enter_context(only_run(output)), here=mesh.is_first)
             _train(config, mesh, launch, stages, StopSignals(mesh, began, config.train.stop_after_s))
     finally:
@@ -85,7 +91,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signal
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
-    benchmarks = Benchmarks(config, sources) if config.evaluate.every else None
+    benchmarks = _benchmarks(config, sources)
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
     choices = choose(config, mesh, None if checkpoint is None else read_index(checkpoint).get("choices"))
@@ -102,9 +108,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signal
     # only now: a run that is refused must not overwrite what another one left
     agree(mesh, lambda: _describe_folder(output, config, choices), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
-        validation = None
-        if sources.validation is not None and config.validation.every:
-            validation = Validation(config, sources.validation, mesh)
+        validation = _validation(config, sources, mesh)
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
@@ -131,6 +135,8 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:
     save_config(output, config)
     save_choices(output, choices)
     if tokenizer := tokenizer_of(config.data):
+        from pangu.checkpoint.run_tokenizer import keep_tokenizer
+
         keep_tokenizer(output, tokenizer)
 
 
@@ -143,6 +149,24 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     agree(mesh, make, here=mesh.is_first)
     agree(mesh, make, here=launch.local_rank == 0 and not mesh.is_first)
     return open_sources(config.data, config.model, config.train.seed)
+
+
+def _benchmarks(config: RunConfig, sources: Sources) -> Benchmarks | None:
+    """None if `evaluate` asks for none. Raises UserError if their files are wrong."""
+    if not config.evaluate.every:
+        return None
+    from pangu.training.validation import Benchmarks
+
+    return Benchmarks(config, sources)
+
+
+def _validation(config: RunConfig, sources: Sources, mesh: Mesh) -> Validation | None:
+    """None if there is no validation split, or the run does not ask for it."""
+    if sources.validation is None or not config.validation.every:
+        return None
+    from pangu.training.validation import Validation
+
+    return Validation(config, sources.validation, mesh)
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
@@ -172,6 +196,7 @@ def _finish(loop: Loop, prompts: list[list[int]], seconds: float) -> None:
     config, texts = loop.config, []
     if prompts:
         from pangu.evaluation.generation import Sampling, continue_prompts
+        from pangu.training.validation import in_training
 
         model = in_training(config, loop.trainer, loop.sources.tokenizer)
         sampling = Sampling(

@@ -20,7 +20,6 @@ from pangu.metrics.plots import plot_loss
 from pangu.metrics.record import perplexity
 from pangu.metrics.text import duration
 from pangu.models.size import num_parameters
-from pangu.pipeline.simulate import simulate
 from pangu.training.loop import Loop
 
 log = logging.getLogger("pangu")
@@ -65,6 +64,7 @@ def draw_pictures(loop: Loop) -> None:
     with writing(output):
         if loop.trainer.mesh.layout.pipeline > 1:
             from pangu.pipeline.draw import draw
+            from pangu.pipeline.simulate import simulate
 
             stages = loop.trainer.stages
             draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")

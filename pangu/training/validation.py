@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +12,12 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
-from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.inference import LoadedModel, mean_loss
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
+
+if TYPE_CHECKING:
+    from pangu.data.tokenizers import Tokenizer
 
 
 class Validation:

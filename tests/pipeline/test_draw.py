@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from pangu.config.errors import UserError
 from pangu.pipeline.draw import MARKERS, draw, write_trace
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, Timeline, simulate
+from pangu.pipeline.simulate import gaps, simulate
+from pangu.pipeline.timeline import Durations, Timeline
 
 
 def texts(svg: Path) -> list[str]:
@@ -39,7 +40,7 @@ def test_numbers_stages_and_bubble_are_in_the_picture(tmp_path: Path) -> None:
     found = Counter(texts(tmp_path / "plots" / "pipeline.svg"))
     for micro in range(4):
         awaited = [found[f"{micro}{chunk} from stage {stage}"] for chunk in "ab" for stage in range(3)]
-        short = [gap for gap in drawn.gaps(measured=False) if gap.awaited and gap.awaited[2] == micro]
+        short = [gap for gap in gaps(drawn, measured=False) if gap.awaited and gap.awaited[2] == micro]
         # F, I and W of both chunks on each stage, and what is waited for, if there is room
         boxes = found[f"{micro}a"] + found[f"{micro}b"]
         assert 2 * 3 * 3 <= boxes <= 2 * 3 * 3 + len(short) - sum(awaited)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, Timeline, simulate
+from pangu.pipeline.simulate import simulate
+from pangu.pipeline.timeline import Durations, Timeline
 from tests.spawn import repository
 
 TABLES = repository().parent / "shared" / "reference" / "tables"

@@ -12,7 +12,8 @@ from pangu.pipeline import theory
 from pangu.pipeline.actions import COMPUTE, Kind
 from pangu.pipeline.orders import SCHEDULES, Family, Order
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import Durations, Timeline, simulate
+from pangu.pipeline.simulate import simulate
+from pangu.pipeline.timeline import Durations, Timeline
 
 NAMES = ["1f1b", "breadth_first", "gpipe", "interleaved", "zb_h1", "zb_v"]
 

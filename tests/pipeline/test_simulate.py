@@ -6,7 +6,8 @@ import pytest
 
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, Event, Gap, simulate
+from pangu.pipeline.simulate import Gap, gaps, simulate
+from pangu.pipeline.timeline import Durations, Event
 
 
 def test_two_stages_by_hand() -> None:
@@ -25,13 +26,13 @@ def test_two_stages_by_hand() -> None:
     assert timeline.stage_bubbles == pytest.approx((9.5 / 13.5, 5 / 13.5))
     assert timeline.bubble == pytest.approx((9.5 + 5) / 27)
     activation, gradient = (Kind.RECV_ACTIVATION, 1, 0), (Kind.RECV_GRADIENT, 0, 0)
-    assert timeline.gaps(measured=False) == (
+    assert gaps(timeline, measured=False) == (
         Gap(0, 1, 10.5, Action(Kind.BACKWARD, 0, 0, reduce=True), gradient),
         Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
         Gap(1, 10, 13.5, None, None),
     )
     # were these times measured, the first stage would have sent until 1.5
-    assert timeline.gaps(measured=True) == (
+    assert gaps(timeline, measured=True) == (
         Gap(0, 1, 1.5, Action(Kind.BACKWARD, 0, 0, reduce=True), None),
         Gap(0, 1.5, 10.5, Action(Kind.BACKWARD, 0, 0, reduce=True), gradient),
         Gap(1, 0, 1.5, Action(Kind.FORWARD, 1, 0), activation),
@@ -43,7 +44,7 @@ def test_two_stages_by_hand() -> None:
 def test_gaps_are_all_that_is_not_computed(name: str, v: int) -> None:
     timeline = simulate(make_schedule(name, 4, v, 6), Durations(1, 1, 1, 0.3))
     for stage, bubble in enumerate(timeline.stage_bubbles):
-        idle = [gap.stop - gap.start for gap in timeline.gaps(measured=False) if gap.stage == stage]
+        idle = [gap.stop - gap.start for gap in gaps(timeline, measured=False) if gap.stage == stage]
         assert sum(idle) == pytest.approx(bubble * timeline.makespan)
 
 
