@@ -8,9 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, exit_status, printable, writing
 from pangu.config.files import parse_json, write_atomically
-from pangu.config.printable import printable
 from pangu.data.files import progress_bar
 from pangu.evaluation.command import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts

@@ -23,8 +23,7 @@ from pangu.checkpoint.formats.mindspore import MindSporeSource
 from pangu.checkpoint.index import checksum, find_damage, read_index, require_facts
 from pangu.checkpoint.run_folder import save_config, trained_model
 from pangu.config.build import build
-from pangu.config.errors import UserError
-from pangu.config.printable import printable
+from pangu.config.errors import UserError, printable
 from pangu.config.schema import RunConfig
 from pangu.data.indexed import IndexedWriter, open_indexed
 from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib

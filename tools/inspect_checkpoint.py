@@ -17,8 +17,7 @@ from rich.text import Text
 
 from pangu.checkpoint.files import read_tensor
 from pangu.checkpoint.index import find_damage, read_index, require_facts
-from pangu.config.errors import UserError, exit_status
-from pangu.config.printable import printable
+from pangu.config.errors import UserError, exit_status, printable
 from pangu.metrics.text import size
 
 SHOWN = ("step", "samples", "skipped", "layout", "identity")

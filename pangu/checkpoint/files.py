@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pangu.checkpoint.index import FORMAT, VERSION, checksum, read_index
 from pangu.checkpoint.safetensors_file import write_safetensors
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 from pangu.config.files import flush, write_atomically
 
 FILE_BYTES = 2**30
@@ -225,7 +225,7 @@ def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice
             if common := _common(part, piece):
                 needed.setdefault(piece["file"], []).append((part, piece, common))
     for file, pieces in needed.items():
-        with _reading(path / file), safe_open(path / file, framework="pt") as opened, torch.no_grad():
+        with reading(path / file, SafetensorError), safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
                 there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
                 here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
@@ -264,24 +264,12 @@ def _delete(path: Path) -> None:
     shutil.rmtree(_doomed(path), ignore_errors=True)
 
 
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Of a file that was whole a moment ago."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read ({error})") from error
-
-
-@contextmanager
-def _saving(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched. Free space or "
-            "mend the folder's permissions, then start the same command again: it continues from the newest one"
-        ) from error
+def _saving(path: Path) -> AbstractContextManager[None]:
+    works = (
+        "older checkpoints are untouched. Free space or mend the folder's permissions, then start the same command "
+        "again: it continues from the newest one"
+    )
+    return reading(path, rule="the checkpoint could not be written", works=works)
 
 
 def _write_file(

@@ -1,6 +1,6 @@
 """The index of a checkpoint, believed as far as it is checked: it may be damaged, or crafted by who can write it.
 
-`index.json` is one object: `format`, `version`, facts of the run (`FACTS`), `checksum` of all the rest, and
+`index.json` is one object: `format`, `version`, facts of the run (`_FACTS`), `checksum` of all the rest, and
 
     tensors     KIND/NAME -> shape and dtype of the whole tensor, and `pieces`, which cover it, each element once:
                 {file, key: its name in the file, offsets: place in the whole tensor, shape}
@@ -16,7 +16,7 @@ import math
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ FORMAT = "pangu-checkpoint"
 VERSION = 3
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
 """Formats of tensors -> their names in a file and the bytes of an element."""
-_FILE = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _MOST_DIMS = 8
 """Dimensions of a tensor; the corners of a piece double with each."""
 
@@ -129,15 +128,20 @@ def _problems(index: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         yield "tensors and files must be given"
         return
-    for name, fits in FACTS.items():
-        if name in index and not fits(index[name]):
-            yield f"{name} = {index[name]!r:.200}"
+    for fact, pattern in _FACTS.items():
+        if not _matches(index, {fact: pattern}):
+            yield f"{fact[:-1]} = {index[fact[:-1]]!r:.200}"
     if _is_count(index.get("step")) and _is_count(index.get("skipped")) and index["skipped"] > index["step"]:
         yield f"{index['skipped']} of {index['step']} steps are skipped"
-    yield from (f"files: {name!r:.200}: {entry!r:.200}" for name, entry in files.items() if not _is_file(name, entry))
+    for name, entry in files.items():
+        if not (_FILE_NAME.fullmatch(name) and _matches(entry, _FILE)):  # a name leads out of no folder
+            yield f"files: {name!r:.200}: {entry!r:.200}"
     keys: set[tuple[str, str]] = set()
     for name, entry in tensors.items():
-        if not name.isprintable() or not _is_tensor(entry):
+        dims = len(entry["shape"]) if _matches(entry, _TENSOR) else -1
+        pieces = entry["pieces"] if dims >= 0 else ()
+        alike = all(len(piece["shape"]) == len(piece["offsets"]) == dims for piece in pieces)
+        if not name.isprintable() or dims < 0 or not alike:
             yield f"tensors: {name!r:.200}: no shape, format and pieces of a tensor"
             continue
         for piece in entry["pieces"]:
@@ -154,41 +158,6 @@ def _problems_of_piece(piece: Mapping[str, Any], entry: Mapping[str, Any], files
         yield f"{piece['file']!r:.200} is not among the files"
     elif math.prod(piece["shape"]) * _DTYPES[entry["dtype"]][1] > files[piece["file"]]["bytes"]:
         yield f"a piece {piece['shape']} does not fit into {piece['file']}"
-
-
-def _is_file(name: str, entry: Any) -> bool:
-    """Whether an entry of `files` is one; its name leads out of no folder."""
-    return bool(
-        _FILE.fullmatch(name)
-        and isinstance(entry, dict)
-        and _is_count(entry.get("bytes"))
-        and isinstance(entry.get("sha256"), str)
-        and _SHA256.fullmatch(entry["sha256"])
-    )
-
-
-def _is_tensor(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and _are_sizes(entry.get("shape"), None)
-        and isinstance(entry.get("dtype"), str)
-        and entry["dtype"] in _DTYPES
-        and isinstance(entry.get("pieces"), list)
-        and all(
-            isinstance(piece, dict)
-            and isinstance(piece.get("file"), str)
-            and isinstance(piece.get("key"), str)
-            and _are_sizes(piece.get("shape"), len(entry["shape"]))
-            and _are_sizes(piece.get("offsets"), len(entry["shape"]))
-            for piece in entry["pieces"]
-        )
-    )
-
-
-def _are_sizes(value: Any, dims: int | None) -> bool:
-    """Whether a value is a shape or a place, of so many dimensions."""
-    fits = isinstance(value, list) and len(value) <= _MOST_DIMS and all(map(_is_count, value))
-    return fits and (dims is None or len(value) == dims)
 
 
 def cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:
@@ -225,59 +194,65 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _is_rollback(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_count(value.get("step"))
-        and _is_count(value.get("back_to"))
-        and isinstance(value.get("fault"), str)
-        and isinstance(value.get("left_out"), list)
-        and len(value["left_out"]) == 2
-        and all(map(_is_count, value["left_out"]))
-    )
+def _is_sizes(value: Any) -> bool:
+    """Whether a value is a shape or a place."""
+    return isinstance(value, list) and len(value) <= _MOST_DIMS and all(map(_is_count, value))
 
 
-def _is_watch(value: Any) -> bool:
-    """Whether a value is a state of `pangu.training.faults.Watch`."""
-    if not isinstance(value, dict):
-        return False
-    losses, rollbacks = value.get("losses", []), value.get("rollbacks", [])
-    counts = [value.get(name, 0) for name in ("skipped_in_a_row", "left_out")]
-    lists = isinstance(losses, list) and isinstance(rollbacks, list)
-    return lists and all(map(_is_number, losses)) and all(map(_is_rollback, rollbacks)) and all(map(_is_count, counts))
+def _matches(value: Any, pattern: Any) -> bool:
+    """Whether a value of JSON is as a pattern: a type, a test, a regular expression; a list of such, of any length; or
+    an object with at least the keys of a dictionary, those with a `?` may be missing."""
+    if isinstance(pattern, dict):
+        return isinstance(value, dict) and all(
+            _matches(value[name], inner) if (name := key.rstrip("?")) in value else key.endswith("?")
+            for key, inner in pattern.items()
+        )
+    if isinstance(pattern, list):
+        return isinstance(value, list) and all(_matches(one, pattern[0]) for one in value)
+    if isinstance(pattern, type):
+        return isinstance(value, pattern)
+    if isinstance(pattern, re.Pattern):
+        return isinstance(value, str) and pattern.fullmatch(value) is not None
+    return bool(pattern(value))
 
 
-def _is_loss_scale(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_number(value.get("scale"))
-        and 0 < value["scale"] < math.inf
-        and _is_count(value.get("clean_steps"))
-    )
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+_FILE = {"bytes": _is_count, "sha256": re.compile(r"[0-9a-f]{64}")}
+_TENSOR = {
+    "shape": _is_sizes,
+    "dtype": re.compile("|".join(_DTYPES)),
+    "pieces": [{"file": str, "key": str, "shape": _is_sizes, "offsets": _is_sizes}],
+}
+_ROLLBACK = {
+    "step": _is_count,
+    "back_to": _is_count,
+    "fault": str,
+    "left_out": lambda value: _matches(value, [_is_count]) and len(value) == 2,
+}
+_LOSS_SCALE = {"scale": lambda value: _is_number(value) and 0 < value < math.inf, "clean_steps": _is_count}
+_FACTS: dict[str, Any] = {
+    "step?": _is_count,
+    "skipped?": _is_count,
+    "samples?": _is_count,
+    # `pangu.training.faults`
+    "watch?": {
+        "losses?": [_is_number],
+        "rollbacks?": [_ROLLBACK],
+        "skipped_in_a_row?": _is_count,
+        "left_out?": _is_count,
+    },
+    "loss_scale?": lambda value: value is None or _matches(value, _LOSS_SCALE),
+    "order?": _is_count,
+    # what was timed at the start of the run, as far as it is told when it continues
+    "choices?": lambda value: value is None or _are_choices(value),
+    "frozen?": [str],
+    "identity?": dict,
+    "layout?": dict,
+}
+"""Facts of a run that an index may hold, and what each must be."""
 
 
 def _are_choices(value: Any) -> bool:
-    """Whether a value is what `pangu.training.autotune.Choices` was, as far as it is told when a run continues."""
     times = value.get("milliseconds", {}) if isinstance(value, dict) else None
     return isinstance(times, dict) and all(
         isinstance(figures, dict) and all(map(_is_number, figures.values())) for figures in times.values()
     )
-
-
-FACTS: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "skipped": _is_count,
-    "samples": _is_count,
-    "watch": _is_watch,
-    "loss_scale": lambda value: value is None or _is_loss_scale(value),
-    "order": _is_count,
-    "choices": lambda value: value is None or _are_choices(value),
-    "frozen": lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
-    "identity": _is_object,
-    "layout": _is_object,
-}
-"""Facts of a run that an index may hold, and what each must be."""

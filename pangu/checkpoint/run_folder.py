@@ -12,7 +12,7 @@ import yaml
 from pangu.checkpoint.files import list_checkpoints, require_fit
 from pangu.config.build import build
 from pangu.config.data import DataConfig
-from pangu.config.errors import ConfigError, UserError, writing
+from pangu.config.errors import ConfigError, UserError, reading, writing
 from pangu.config.files import open_regular, refuse_links, write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
@@ -29,6 +29,7 @@ class Trained:
     precision: PrecisionConfig
 
 
+_UNREADABLE = "the configuration of the run cannot be read"
 MOST_BYTES = 4 * 2**20
 """Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
@@ -95,10 +96,8 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     """
     path = checkpoint.resolve().parent.parent / "config.yaml"
     values = _read_yaml(path)
-    try:
+    with reading(path, TypeError, KeyError, rule=_UNREADABLE):
         known = {field.name: values[field.name] for field in fields(Trained)}
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read ({error})") from error
     try:
         trained = build(Trained, known)
     except ConfigError as error:
@@ -106,23 +105,18 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     weights = sum(name.startswith("weight/") for name in index["tensors"])
     if trained.model.layers > weights:
         raise UserError(f"{path}: model.layers = {trained.model.layers}: {checkpoint} holds {weights} tensors in all")
-    try:
+    # no heads, or a negative width
+    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of model describe none"):
         shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
-    except (ArithmeticError, RuntimeError, ValueError) as error:  # no heads, or a negative width
-        raise UserError(f"{path}: the keys of model describe none ({error})") from error
     require_fit(checkpoint, index, shapes, "weight")
     return trained
 
 
 def _read_yaml(path: Path) -> Any:
-    try:
+    # ValueError: not UTF-8, or a date that there never was; RecursionError: brackets within brackets
+    with reading(path, ValueError, RecursionError, yaml.YAMLError, rule=_UNREADABLE):
         with open_regular(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return yaml.load(content.decode(), _Loader)
-    except RecursionError as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read (brackets within brackets)") from error
-    # ValueError: not UTF-8, or a date that there never was
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: the configuration of the run cannot be read ({error})") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pangu.config.data import DataConfig, TokenizerConfig
 from pangu.config.errors import UserError, writing
+from pangu.config.files import new_path, remove
 from pangu.data.sources import tokenizer_of
 
 _FILE, _FOLDER = "tokenizer.model", "tokenizer"
@@ -31,13 +32,11 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
     """
     source = Path(tokenizer.path)
     name = _FOLDER if source.is_dir() else _FILE
-    target, partial = run / name, run / f".{name}.partial"
-    if source.resolve() == target.resolve():
+    if source.resolve() == (run / name).resolve():
         return name
     if not source.exists():
         raise UserError(f"the tokenizer {source} does not exist")
-    with writing(run):
-        _remove(partial)
+    with writing(run), new_path(run / name) as partial:
         if source.is_dir():
             partial.mkdir()
             # without a class in tokenizer_config.json transformers looks into config.json
@@ -47,8 +46,7 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
         else:
             shutil.copy(source, partial)
         for other in (_FILE, _FOLDER):
-            _remove(run / other)
-        partial.rename(target)
+            remove(run / other)
     return name
 
 
@@ -71,10 +69,3 @@ def require_inside(folder: Path, file: Path) -> None:
         raise UserError(
             f"{file}: is a link to {target}, out of the folder, and is not copied; put the file there itself"
         )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

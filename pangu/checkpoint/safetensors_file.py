@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from pangu.config.files import flush
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Formats of weights: their names in a file."""
@@ -50,8 +51,7 @@ def write_safetensors(
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    flush(path)
     return digest.hexdigest()
 
 

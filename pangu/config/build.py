@@ -12,8 +12,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pangu.config.bounds import FREE, Bounds, Filled
-from pangu.config.errors import ConfigError, Problem
-from pangu.config.nearest import close_names
+from pangu.config.errors import ConfigError, Problem, close_names
 
 T = TypeVar("T")
 _MISSING = object()

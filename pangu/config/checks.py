@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pangu.config import architecture, evaluate
 from pangu.config.attention import obstacles
 from pangu.config.build import findings, read
-from pangu.config.data import IndexedData, StdlibData, SyntheticData
-from pangu.config.errors import ConfigError, Problem
-from pangu.config.faults import contradictions
+from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData
+from pangu.config.errors import ConfigError, Problem, any_of, divisors_near, multiples_near
 from pangu.config.layout_checks import data_size, layout_problems
-from pangu.config.nearest import any_of, multiples_near
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 
 MINIMUM_STDLIB_VOCAB = 512
@@ -48,11 +46,70 @@ def check(config: RunConfig, world: int) -> int:
 def find_problems(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """A configuration and all that is wrong with it on any number of processes; see `build.read`."""
     config, problems = read(RunConfig, values)
-    return config, problems + [problem for rule in _RULES for problem in findings(rule, config)]
+    problems += contradictions(config.model) + [problem for rule in _RULES for problem in findings(rule, config)]
+    return config, problems
 
 
-def _architecture(config: RunConfig) -> Iterator[Problem]:
-    yield from architecture.contradictions(config.model)
+def find_model_problems(model: ModelConfig) -> list[Problem]:
+    """All that is wrong with an architecture that was not read by `build`: single values and contradictions."""
+    checked, problems = read(ModelConfig, asdict(model), "model")
+    return problems + contradictions(checked)
+
+
+def contradictions(model: ModelConfig) -> list[Problem]:
+    """What is wrong between the keys of an architecture, whatever computes it."""
+    rules = (_heads, _rotation, _scaling, _distances, _query_layer)
+    return [problem for rule in rules for problem in findings(rule, model)]
+
+
+def _heads(model: ModelConfig) -> Iterator[Problem]:
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        near = divisors_near(model.heads, model.kv_heads)
+        yield Problem("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}", any_of(near))
+    if model.head_dim is None and model.hidden % model.heads:
+        near = divisors_near(model.hidden, model.heads)
+        yield Problem("model.heads", model.heads, f"must divide model.hidden = {model.hidden}", any_of(near))
+
+
+def _rotation(model: ModelConfig) -> Iterator[Problem]:
+    if model.rope_base is not None and model.positions != "rope":
+        rule = f"{model.positions} positions do not turn"
+        yield Problem("model.rope_base", model.rope_base, rule, "null works, or model.positions=rope")
+    if model.positions == "rope" and model.head_size % 2:
+        rule = f"turns pairs of elements, and the head size {model.head_size_key} = {model.head_size} is odd"
+        yield Problem("model.positions", "rope", rule, "learned works, or an even head size")
+
+
+def _scaling(model: ModelConfig) -> Iterator[Problem]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if model.positions != "rope":
+        rule = f"{model.positions} positions do not turn"
+        yield Problem("model.rope_scaling", asdict(scaling), rule, "null works, or model.positions=rope")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        rule = f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor:g}"
+        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, "4 works with 1")
+
+
+def _distances(model: ModelConfig) -> Iterator[Problem]:
+    for key in ("relative_buckets", "relative_distance"):
+        value = getattr(model, key)
+        if value is not None and model.positions != "relative":
+            rule = f"{model.positions} positions have no buckets"
+            yield Problem(f"model.{key}", value, rule, "null works, or model.positions=relative")
+    if model.positions == "relative":
+        buckets, furthest = model.num_relative_buckets, model.furthest_relative
+        if furthest <= buckets // 2:
+            rule = f"must be above {buckets // 2}: half of model.relative_buckets = {buckets} hold one distance each"
+            yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
+
+
+def _query_layer(model: ModelConfig) -> Iterator[Problem]:
+    if model.kind == "gpt" and model.final_norm == "after_query":
+        yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
+    if model.kind == "pangu" and model.layers == 1:
+        yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
 
 
 def _kernel(config: RunConfig) -> Iterator[Problem]:
@@ -173,11 +230,9 @@ def _held_out(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sample(config: RunConfig) -> Iterator[Problem]:
-    data, tokens = config.data, config.sample.tokens
-    if tokens and (isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None)):
-        works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
-        rule = f"data.kind = {data.kind} has no tokenizer here"
-        yield Problem("sample.tokens", tokens, rule, f"sample.tokens=0 works{works}")
+    tokens = config.sample.tokens
+    if tokens:
+        yield from _without_tokenizer(config.data, "sample.tokens", tokens)
     if tokens and not config.sample.prompts:
         yield Problem("sample.prompts", [], "sample.tokens > 0 needs a text to continue")
 
@@ -208,15 +263,29 @@ def _stop_after(config: RunConfig) -> Iterator[Problem]:
 
 
 def _faults(config: RunConfig) -> Iterator[Problem]:
-    yield from contradictions(config.faults, saves=config.checkpoint.every > 0)
+    if config.faults.action == "rollback" and not config.checkpoint.every:
+        rule = "checkpoint.every = 0 saves nothing to go back to"
+        yield Problem("faults.action", "rollback", rule, "stop works, or checkpoint.every=100")
 
 
 def _evaluate(config: RunConfig) -> Iterator[Problem]:
-    yield from evaluate.contradictions(config.evaluate, config.data)
+    evaluate, off = config.evaluate, "evaluate.every=0 works"
+    if evaluate.every and not evaluate.tasks:
+        yield Problem("evaluate.tasks", "[]", "names no task", f"{off}, or e.g. [lambada]")
+    if evaluate.every and evaluate.data is None:
+        yield Problem("evaluate.data", None, "must be the folder of the tasks' files", off)
+    if evaluate.every:
+        yield from _without_tokenizer(config.data, "evaluate.every", evaluate.every)
+
+
+def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Problem]:
+    """What is wrong with a key that needs the tokenizer of the data if there is none."""
+    if isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None):
+        works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
+        yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer here", f"{key}=0 works{works}")
 
 
 _RULES: tuple[Rule, ...] = (
-    _architecture,
     _kernel,
     _recompute,
     _loss_scale,

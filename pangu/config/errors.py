@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
+import logging
+import math
+import re
 import reprlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from pangu.config.printable import printable
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlong = _SHORT.maxother = 60
+
+
+# control characters but for newline and tab, line separators, directions of writing, halves of surrogate pairs
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with each character that a terminal would obey instead of showing written as its escape, `\\x1b`."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log messages as they are, made printable: they quote names and values of files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class UserError(Exception):
@@ -105,6 +123,24 @@ def writing(target: Path) -> Iterator[None]:
         raise UserError(f"cannot write {target}: {advice}") from error
 
 
+@contextmanager
+def reading(source: object, *errors: type[Exception], rule: str = "cannot be read", works: str = "") -> Iterator[None]:
+    """Turn an OSError of the block, or one of `errors`, into a UserError: `source`, the rule, and the cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, *errors)):
+            raise
+        cause = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            other = error.filename is not None and str(error.filename) != str(source)
+            cause = f"{error.filename}: {error.strerror}" if other else error.strerror
+        text = f"{source}: {rule} ({shown(cause)})"
+        raise UserError(f"{text}; {works}" if works else text) from error
+
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of any command that SIGINT ends."""
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
@@ -135,3 +171,29 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
+    """The divisors of `number` that are nearest to `near`, in increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
+    return sorted(divisors[:count])
+
+
+def multiples_near(factor: int, near: int) -> list[int]:
+    """The multiples of `factor` on either side of `near`, without 0."""
+    below = near // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple > 0]
+
+
+def any_of(values: list[int]) -> str:
+    """How they are told."""
+    return f"nearest that work: {', '.join(map(str, values))}"
+
+
+def close_names(name: str, names: Iterable[str]) -> list[str]:
+    """The dotted names whose last part is much like that of `name`."""
+    everywhere = dict.fromkeys(names)
+    wanted, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
+    close = difflib.get_close_matches(wanted, lasts, n=1, cutoff=0.8)
+    return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

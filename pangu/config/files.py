@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 
 DEPTH = 100
 """Brackets within brackets that a file may have. Files of this field have fewer than ten; Python's own limit depends on
@@ -47,7 +48,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 def read_json(path: Path, *, shared: bool = False) -> Any:
     """The value in a JSON file; in a `shared` folder it must be a regular file. Raises UserError if it is none."""
-    try:
+    with reading(path):
         if shared:
             with open_regular(path, "rb") as file:
                 content = file.read()
@@ -55,14 +56,8 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
             if path.exists() and not path.is_file():  # a named pipe would wait for ever, a device never end
                 raise UserError(f"{path}: is no regular file")
             content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    try:
+    with reading(path, ValueError, rule="cannot be read: it is not JSON in UTF-8"):
         return parse_json(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read: it is not UTF-8") from error
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read: it is not JSON ({error})") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -173,6 +168,31 @@ def _give_name(file: BinaryIO, path: Path) -> None:
         os.link(str(file.fileno()), path, src_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """A name beside `path` for a new file or folder, which becomes `path` when the block ends and all is on disk.
+
+    After an error nothing of it is left. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    remove(partial)
+    try:
+        yield partial
+        for file in (partial, *partial.rglob("*")):
+            flush(file)
+        partial.rename(path)
+    finally:
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pangu.config.build import describe, hints_of, options_of, tag_of
-from pangu.config.errors import UserError, exit_status
-from pangu.config.nearest import close_names
+from pangu.config.errors import UserError, close_names, exit_status
 from pangu.config.schema import RunConfig
 
 WIDTH = 120

@@ -13,8 +13,6 @@ from typing import Annotated, Literal
 
 from pangu.config.bounds import Bounds, Count, Filename, Length, Natural, NotNegative, Positive
 from pangu.config.data import DataConfig
-from pangu.config.evaluate import EvaluateConfig
-from pangu.config.faults import FaultsConfig
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import AdamConfig, LambConfig, LrScheduleConfig, PrecisionConfig
 
@@ -160,6 +158,47 @@ class ValidationConfig:
     """Held-out sequences in one validation."""
 
 
+TaskName = Literal[
+    "afqmc",
+    "cmnli",
+    "ocnli",
+    "tnews",
+    "iflytek",
+    "csl",
+    "cluewsc2020",
+    "chid",
+    "cmrc2019",
+    "c3",
+    "cmrc2018",
+    "drcd",
+    "dureader",
+    "webqa",
+    "pd",
+    "cft",
+    "cmrc2017",
+    "wplc",
+    "lambada",
+    "wikitext",
+]
+"""The tasks of `evaluation.tasks.catalogue`."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Benchmarks during training; the same tasks as those of scripts/evaluate.py."""
+
+    every: Natural
+    """Steps between evaluations, which also happen at the end; 0: none."""
+    tasks: tuple[TaskName, ...]
+    """Names of tasks, e.g. [afqmc, lambada]."""
+    data: Filename | None
+    """Folder with one folder of the benchmark's own files for each task, e.g. DATA/afqmc/dev.json."""
+    shots: Natural
+    """Examples before each question."""
+    limit: Count | None
+    """Questions of each task, the same ones every time; null: all."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved and where a run begins."""
@@ -179,6 +218,34 @@ class CheckpointConfig:
     init_from: Filename | None
     """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
     folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Loss spikes, gradients that are not finite step after step, slow ranks. A step whose gradient is not finite is
+    skipped in any case."""
+
+    action: Literal["warn", "stop", "rollback"]
+    """What follows a spike or too many skipped steps. `warn`: a line in the log; `stop`: the run ends with an error;
+    `rollback`: it continues from the newest checkpoint, without the batches that led to the fault (Chowdhery et al.
+    2022, section 5.1)."""
+    spike: Positive | None
+    """A loss is a spike if it is so many standard deviations above the mean of the steps before it, or not finite.
+    null: spikes are not looked for."""
+    spike_window: Annotated[int, Bounds(least=2, most=2**31 - 1)]
+    """Steps that the mean and the deviation are taken over; no loss is a spike before there are as many."""
+    max_skipped: Natural
+    """More skipped steps in a row than this are a fault."""
+    skip_after: Natural
+    """Batches behind the one at fault that a rollback leaves out too."""
+    max_rollbacks: Count
+    """The run ends with an error at a fault that comes after so many rollbacks."""
+    slow_every: Natural
+    """Steps between comparisons of how long the ranks compute; 0: none."""
+    slow_factor: Annotated[float, Bounds(above=1)]
+    """A rank is named in the log and in the metrics if it computes longer than the median by this factor. What ranks
+    have to do by their layers is allowed for, and time in which a stage waits for others does not count; ranks that
+    share matrices, or weights under ZeRO-3, wait for each other inside their layers and are slow together."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 """Suffix -> loader of the `datasets` library. `.txt` is read here."""
@@ -72,7 +72,7 @@ def read_documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
 def _read_text(path: Path) -> Iterator[str]:
     lines: list[str] = []
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with reading(path), path.open(encoding="utf-8-sig") as file:
             for line in file:
                 if line.strip():
                     lines.append(line)
@@ -81,8 +81,6 @@ def _read_text(path: Path) -> Iterator[str]:
                     lines = []
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8; convert it first, e.g. iconv -f GB18030 -t UTF-8") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if lines:
         yield "".join(lines).rstrip("\n")
 
@@ -91,7 +89,8 @@ def _read_records(path: Path, text_key: str) -> Iterator[str]:
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
+    # the library's readers raise errors of their own and of theirs
+    with reading(path, Exception, rule=f"cannot be read as {READERS[path.suffix]}"):
         path.open("rb").close()  # the library does not say which file is missing
         name = glob.escape(str(path))
         records = datasets.load_dataset(READERS[path.suffix], data_files=name, split="train", streaming=True)
@@ -101,13 +100,6 @@ def _read_records(path: Path, text_key: str) -> Iterator[str]:
                     f"{path}: a record has no text under {text_key!r}; it has {sorted(record)}; see --text-key"
                 )
             yield record[text_key]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except UserError:
-        raise
-    except Exception as error:  # the library's readers raise errors of their own and of theirs
-        first_line = (str(error) or type(error).__name__).split("\n")[0]
-        raise UserError(f"cannot read {path} as {READERS[path.suffix]}: {first_line}") from error
 
 
 def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:

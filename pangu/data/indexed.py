@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 from pangu.config.files import NewFile
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -136,7 +136,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
     format, or does not belong to the other.
     """
     idx, data = idx_path(prefix), bin_path(prefix)
-    try:
+    with reading(prefix):
         size = data.stat().st_size
         with idx.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -159,8 +159,6 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
             raise UserError(f"{idx}: its document index is damaged; write the files again")
         tokens = np.memmap(data, dtype=number_format, mode="r")
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename or prefix}: {error.strerror or error}") from error
     return IndexedTokens(str(prefix), tokens, lengths, documents)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import sentencepiece
 
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 
 SPACE, NEWLINE = "▂", "▃"
 """What PanGu-α writes for a space and a newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""
@@ -44,14 +44,9 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise UserError(f"the tokenizer model {path} does not exist")
-        try:
+        rule = "is not a SentencePiece model (or only a pointer to one that Git LFS keeps), or a damaged one"
+        with reading(path, RuntimeError, ValueError, rule=rule):
             self.processor = _processor(Path(path).read_bytes())
-        except OSError as error:
-            raise UserError(f"cannot read the tokenizer model {path}: {error.strerror}") from error
-        except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"{path} is not a SentencePiece model (or only a pointer to one that Git LFS keeps), or a damaged one"
-            ) from error
         self.vocab_size: int = self.processor.vocab_size()
         ids = [self.processor.piece_to_id(piece) for piece in _END_PIECES]
         self.eod: int | None = next((i for i in ids if i != self.processor.unk_id()), None)
@@ -103,11 +98,9 @@ class HuggingFaceTokenizer:
             ) from error
         if not Path(path).is_dir():
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
-        try:
+        # of a damaged file, the library's readers raise errors of their own and any other
+        with reading(path, Exception, rule="transformers cannot load a tokenizer from there"):
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # of a damaged file, the library's readers raise errors of their own and any other
-            first_line = str(error).strip().split("\n")[0]
-            raise UserError(f"transformers cannot load a tokenizer from {path}: {first_line}") from error
         self.vocab_size: int = len(self._tokenizer)
         self.eod: int | None = self._tokenizer.eos_token_id
 

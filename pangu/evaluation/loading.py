@@ -21,7 +21,7 @@ from pangu.checkpoint.run_tokenizer import kept_tokenizer
 from pangu.checkpoint.weights import load_weights
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
-from pangu.config.architecture import find_problems
+from pangu.config.checks import find_model_problems
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
@@ -108,7 +108,7 @@ def _exported(path: Path) -> _Found:
     source = HuggingFaceSource(path)
     untold = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
     model = ModelConfig(**{**untold, "attention": "auto", **source.known})
-    refuse(path / "config.json", find_problems(model))
+    refuse(path / "config.json", find_model_problems(model))
     table, shapes = source.table(model), logical_shapes(model)
     dtype = next(iter(require_fit(source, table).values())).dtype
     stored = {part: entry for entry in table for part in entry.parts}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice
 from pangu.collectives.reduce import gather_objects, largest
-from pangu.config.faults import FaultsConfig
+from pangu.config.schema import FaultsConfig
 from pangu.training.saving import MOMENTS, moments_of, weights_of
 from pangu.training.step import StepResult, Trainer
 

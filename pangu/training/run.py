@@ -14,7 +14,7 @@ import torch
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
-from pangu.config.printable import PrintableFormatter
+from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.layers.kernels import attention_kernels

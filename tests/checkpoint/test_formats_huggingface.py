@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
-from pangu.config.architecture import find_problems
-from pangu.config.errors import UserError
+from pangu.config.checks import find_model_problems
+from pangu.config.errors import UserError, printable
 from pangu.config.model import ModelConfig, RopeScaling
-from pangu.config.printable import printable
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -91,7 +90,7 @@ def test_published_models(name: str) -> None:
     text, expected = PUBLISHED[name]
     told = read_model(json.loads(text), Path("config.json"))
     assert {key: told[key] for key in expected} == expected
-    assert not list(find_problems(ModelConfig(**{**UNTOLD, **told})))
+    assert not list(find_model_problems(ModelConfig(**{**UNTOLD, **told})))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -172,7 +171,7 @@ def read_anything(kind: str, data: st.DataObject) -> None:
     said = ""
     try:
         model = ModelConfig(**{**UNTOLD, **read_model(config, Path("config.json"))})
-        said = "\n".join(map(str, find_problems(model)))
+        said = "\n".join(map(str, find_model_problems(model)))
     except UserError as error:
         said = str(error)
     assert printable(said) == said

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from omegaconf import ListConfig, OmegaConf
 
 from pangu.config.checks import check, find_problems
-from pangu.config.errors import ConfigError
-from pangu.config.evaluate import TaskName
+from pangu.config.errors import ConfigError, divisors_near, multiples_near
 from pangu.config.layout_checks import layout_problems
-from pangu.config.nearest import divisors_near, multiples_near
+from pangu.config.schema import TaskName
 from pangu.evaluation.tasks.catalogue import TASKS
 from tests.configs import RECIPES, composed, config
 

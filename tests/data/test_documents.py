@@ -76,7 +76,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_a_file_that_is_gone(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*gone"):
+    with pytest.raises(UserError, match=r"gone.*: cannot be read"):
         list(read_documents([tmp_path / f"gone{suffix}"], "text"))
 
 

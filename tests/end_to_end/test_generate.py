@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pangu.config.printable import printable
+from pangu.config.errors import printable
 from scripts.generate import main
 from tests.end_to_end.commands import called, on_ranks
 from tests.spawn import repository

@@ -15,8 +15,7 @@ import torch
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.config.build import build
 from pangu.config.errors import UserError
-from pangu.config.faults import FaultsConfig
-from pangu.config.schema import RunConfig
+from pangu.config.schema import FaultsConfig, RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout

@@ -63,8 +63,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         "config/checks.py",
         "config/layout_checks.py",
         "config/attention.py",
-        "config/evaluate.py",
-        "config/faults.py",
         "dataclasses.py",
         "copy.py",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from pangu.checkpoint.formats.stored import Job, Source, Stored, join, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown, writing
+from pangu.config.files import new_path
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
@@ -156,15 +156,10 @@ def convert(
         join(entry, [take(where[part], found[where[part].name], part, shapes) for part in entry.parts])
         for entry in table
     ]
-    partial = output.with_name(f".{output.name}.partial")
     with writing(output), torch.no_grad():
-        _remove(partial)
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with new_path(output) as partial:
             target.write(partial, Job(config, tokenizer, output, tensor, table, described, contents()))
-            partial.rename(output)
-        finally:
-            _remove(partial)
 
 
 def require_fit(source: Source, table: list[Stored]) -> dict[str, Tensor]:
@@ -192,10 +187,3 @@ def _fits(shape: tuple[int, ...], stored: Stored) -> bool:
     if shape[1:] != stored.shape[1:] or len(shape) != len(stored.shape):
         return False
     return shape[0] == stored.shape[0] or (stored.rows is not None and shape[0] in stored.rows)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

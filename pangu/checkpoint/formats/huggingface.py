@@ -19,7 +19,7 @@ from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table
 from pangu.checkpoint.run_tokenizer import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, shown
+from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 
@@ -113,17 +113,15 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
         return {str(name): value.to("meta") for name, value in pickled if isinstance(value, Tensor)}
     formats: dict[str, torch.dtype] = {}
     described = {}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
-                shape, code = part.get_shape(), part.get_dtype()
-                if code not in formats:
-                    # one element tells the format
-                    formats[code] = part[(slice(0, 1),) * len(shape)].dtype
-                described[name] = torch.empty(shape, dtype=formats[code], device="meta")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: is not a safetensors file ({error})") from error
+    rule = "is not a safetensors file"
+    with reading(file, SafetensorError, rule=rule), safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            shape, code = part.get_shape(), part.get_dtype()
+            if code not in formats:
+                # one element tells the format
+                formats[code] = part[(slice(0, 1),) * len(shape)].dtype
+            described[name] = torch.empty(shape, dtype=formats[code], device="meta")
     return described
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from pangu.checkpoint.formats.fields import load_table
 from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table, require_expressible
 from pangu.checkpoint.safetensors_file import bytes_of
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 from pangu.config.model import ModelConfig
 
 CONTENT_BYTES = 512 * 2**20
@@ -229,11 +229,10 @@ def _rank(file: Path) -> int:
 
 
 def _read_array(file: Path) -> np.ndarray:
-    try:
+    # numpy parses the header with Python's own parser
+    with reading(file, Exception, rule="is no array of numbers, and nothing else is read"):
         # np.load would open a zip file of arrays too
         array = np.lib.format.open_memmap(file, mode="r")
-    except Exception as error:  # numpy parses the header with Python's own parser
-        raise UserError(f"{file}: is no array of numbers, and nothing else is read ({error})") from error
     if array.dtype not in (np.float64, np.float32, np.float16) or array.ndim != 2:
         raise UserError(f"{file}: {array.dtype} {list(array.shape)}; a table of floating-point numbers is expected")
     return array
@@ -242,20 +241,22 @@ def _read_array(file: Path) -> np.ndarray:
 def _read_checkpoint(file: Path) -> dict[str, _Piece]:
     """Names and places of the tensors in a file; their values are left there."""
     pieces: dict[str, _Piece] = {}
-    try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for value in _message(data, slice(0, len(data)))[1]:
-                named = _message(data, value)
-                tensor = _message(data, named[2][0])
-                kind = _TYPES.get(data[tensor[2][0]].decode())
-                found = _Piece(_integers(data, tensor.get(1, [])), kind)
-                name = data[named[1][0]].decode()
-                piece = pieces.setdefault(name, found)
-                if (piece.shape, piece.dtype) != (found.shape, found.dtype) or min(found.shape, default=0) < 0:
-                    raise ValueError(f"{name}: parts {list(piece.shape)} and {list(found.shape)} of one tensor")
-                piece.chunks += [(file, content.start, content.stop - content.start) for content in tensor.get(3, [])]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{file}: is not a MindSpore checkpoint, or an encrypted one ({error})") from error
+    rule = "is not a MindSpore checkpoint, or an encrypted one"
+    with (
+        reading(file, ValueError, KeyError, IndexError, rule=rule),
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        for value in _message(data, slice(0, len(data)))[1]:
+            named = _message(data, value)
+            tensor = _message(data, named[2][0])
+            kind = _TYPES.get(data[tensor[2][0]].decode())
+            found = _Piece(_integers(data, tensor.get(1, [])), kind)
+            name = data[named[1][0]].decode()
+            piece = pieces.setdefault(name, found)
+            if (piece.shape, piece.dtype) != (found.shape, found.dtype) or min(found.shape, default=0) < 0:
+                raise ValueError(f"{name}: parts {list(piece.shape)} and {list(found.shape)} of one tensor")
+            piece.chunks += [(file, content.start, content.stop - content.start) for content in tensor.get(3, [])]
     for name, piece in pieces.items():
         length = sum(length for _, _, length in piece.chunks)
         if piece.dtype is not None and math.prod(piece.shape) * piece.dtype.itemsize != length and piece.shape != (0,):
@@ -266,7 +267,7 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
 def _read_strategy(file: Path) -> dict[str, _Layout]:
     """How each tensor is cut."""
     layouts = {}
-    try:
+    with reading(file, ValueError, KeyError, IndexError, rule="is not a strategy file of MindSpore"):
         data = file.read_bytes()
         for item in _message(data, slice(0, len(data)))[3]:
             named = _message(data, item)
@@ -274,8 +275,6 @@ def _read_strategy(file: Path) -> dict[str, _Layout]:
             devices, dims = (_integers(data, _message(data, layout[key][0]).get(1, [])) for key in (1, 2))
             step, size = (next(iter(_integers(data, layout.get(key, []))), 0) for key in (6, 7))
             layouts[data[named[1][0]].decode()] = _Layout(devices, dims, step, size)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{file}: is not a strategy file of MindSpore ({error})") from error
     return layouts
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from pangu.config.errors import UserError, shown
+from pangu.config.errors import UserError, reading, shown
 
 
 class Record:
@@ -139,11 +139,9 @@ def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
         UserError: unless they lie in it as they are, which is how torch writes them: the bytes of a compressed entry
             would be taken for a tensor's, and a small file could unpack to any size.
     """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except Exception as error:  # whatever damaged bytes bring about
-        raise UserError(f"{where}: is not a file of torch.save ({type(error).__name__})") from error
+    # whatever damaged bytes bring about
+    with reading(where, Exception, rule="is not a file of torch.save"), zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
     end = file.seek(0, io.SEEK_END)
     for entry in entries:
         if entry.header_offset + entry.file_size > end:
@@ -192,9 +190,5 @@ class _Reader(pickle._Unpickler):
 def read_records(content: bytes, where: object) -> Any:
     """What a plain pickle holds: plain values, and a `Record` in place of every other object. Raises UserError, with
     `where` at its head, if it names anything but what training keeps, or cannot be read."""
-    try:
+    with reading(where, Exception):  # whatever damaged bytes bring about
         return _Reader(io.BytesIO(content), where).load()
-    except UserError:
-        raise
-    except Exception as error:  # whatever damaged bytes bring about
-        raise UserError(f"{where}: cannot be read ({type(error).__name__})") from error

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats.pickles import Record, load_item, read_records
-from pangu.config.errors import UserError, shown
+from pangu.config.errors import UserError, reading, shown
 
 _MODULE = "torch.distributed.checkpoint."
 
@@ -49,7 +49,8 @@ class Folder:
 
     def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
         self._path = path / ".metadata"
-        try:
+        rule = "is not the metadata of torch.distributed.checkpoint"
+        with reading(self._path, LookupError, TypeError, ValueError, AttributeError, OverflowError, rule=rule):
             metadata = _state(read_records(self._path.read_bytes(), self._path), "metadata.Metadata")
             places = {}
             for index, info in metadata["storage_data"].items():
@@ -60,11 +61,6 @@ class Folder:
                 for name, found in metadata["state_dict_metadata"].items()
                 if wanted(name) and _is(found, "metadata.TensorStorageMetadata")
             }
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, OverflowError) as error:
-            raise UserError(
-                f"{self._path}: is not the metadata of torch.distributed.checkpoint ({type(error).__name__})"
-            ) from error
-
         chunks = sorted((chunk for entry in self.entries.values() for chunk in entry.chunks), key=_place_of)
         for one, other in pairwise(chunks):
             if one.file == other.file and one.start + one.length > other.start:
