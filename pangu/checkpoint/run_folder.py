@@ -1,9 +1,13 @@
-"""What a run folder keeps: its configuration in config.yaml, its checkpoints."""
+"""What a run folder keeps: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer.
+
+With that copy it can be moved and used from anywhere.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,13 @@ import yaml
 
 from pangu.checkpoint.files import list_checkpoints, require_fit
 from pangu.config.build import build
-from pangu.config.data import DataConfig
+from pangu.config.data import DataConfig, TokenizerConfig
 from pangu.config.errors import ConfigError, UserError, reading, writing
-from pangu.config.files import open_regular, refuse_links, write_atomically
+from pangu.config.files import new_path, open_regular, refuse_links, remove, write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import PrecisionConfig
 from pangu.config.schema import RunConfig
+from pangu.data.sources import tokenizer_of
 from pangu.models.parameters import logical_shapes
 
 
@@ -30,6 +35,12 @@ class Trained:
 
 
 _UNREADABLE = "the configuration of the run cannot be read"
+_TOKENIZER_FILE, _TOKENIZER_FOLDER = "tokenizer.model", "tokenizer"
+_TOKENIZER_NAMES = (
+    *("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
+    "chat_template",
+)
+"""Beginnings of the names of a tokenizer's files in a folder of Hugging Face."""
 MOST_BYTES = 4 * 2**20
 """Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
@@ -73,6 +84,14 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("references (*name) are not read here")
         return super().compose_node(parent, index)
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What must not change between the parts of one run. The attention kernel may: it computes the same function."""
+    model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
+    del model["attention"]
+    values = {f"model.{key}": value for key, value in model.items()}
+    return values | {"optimizer.name": config.optimizer.name, "train.seed": config.train.seed}
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -120,3 +139,56 @@ def _read_yaml(path: Path) -> Any:
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return yaml.load(content.decode(), _Loader)
+
+
+def kept_tokenizer(run: Path, data: DataConfig) -> TokenizerConfig | None:
+    """The tokenizer of a run: the copy in its folder or, where there is none, the one that its data names."""
+    tokenizer = tokenizer_of(data)
+    copies = [run / name for name in (_TOKENIZER_FILE, _TOKENIZER_FOLDER) if (run / name).exists()]
+    return replace(tokenizer, path=str(copies[0])) if tokenizer and copies else tokenizer
+
+
+def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
+    """Copy a tokenizer into a run folder, whole or not at all; returns its name there.
+
+    Raises UserError if it is not there, or a foreign folder's link leads out of it.
+    """
+    source = Path(tokenizer.path)
+    name = _TOKENIZER_FOLDER if source.is_dir() else _TOKENIZER_FILE
+    if source.resolve() == (run / name).resolve():
+        return name
+    if not source.exists():
+        raise UserError(f"the tokenizer {source} does not exist")
+    with writing(run), new_path(run / name) as partial:
+        if source.is_dir():
+            partial.mkdir()
+            # without a class in tokenizer_config.json transformers looks into config.json
+            own = source / "config.json"
+            for file in [*tokenizer_files(source), *([own] if own.is_file() and not own.is_symlink() else [])]:
+                shutil.copy(file, partial)
+        else:
+            shutil.copy(source, partial)
+        for other in (_TOKENIZER_FILE, _TOKENIZER_FOLDER):
+            remove(run / other)
+    return name
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What of a Hugging Face folder belongs to its tokenizer. Raises UserError as `require_inside`."""
+    found = sorted(file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_NAMES) and file.is_file())
+    for file in found:
+        require_inside(folder, file)
+    return found
+
+
+def require_inside(folder: Path, file: Path) -> None:
+    """Raise UserError for a link that leads out of a foreign folder: a copy would give away any file of this machine.
+
+    Hugging Face's cache, whose snapshots are links into the folder of blobs beside them, is no danger.
+    """
+    target = file.resolve()
+    homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
+    if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):
+        raise UserError(
+            f"{file}: is a link to {target}, out of the folder, and is not copied; put the file there itself"
+        )

@@ -43,32 +43,14 @@ _ENCODED_AT_ONCE = 32
 _LEFTOVER_SECONDS = 3600
 
 
-@dataclass(frozen=True)
 class StdlibPaths:
-    """The files in a prepared folder."""
+    """A prepared folder: the SentencePiece model, the prefixes of the indexed training and validation documents, and
+    what was made and how large it is, which is written last."""
 
-    folder: Path
-    """The folder itself."""
-
-    @property
-    def tokenizer(self) -> Path:
-        """SentencePiece model."""
-        return self.folder / "tokenizer.model"
-
-    @property
-    def train(self) -> Path:
-        """Prefix of the indexed training documents."""
-        return self.folder / "train"
-
-    @property
-    def validation(self) -> Path:
-        """Prefix of the indexed held-out documents."""
-        return self.folder / "validation"
-
-    @property
-    def manifest(self) -> Path:
-        """What was made and how large it is; written last."""
-        return self.folder / "manifest.json"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer, self.manifest = folder / "tokenizer.model", folder / "manifest.json"
+        self.train, self.validation = folder / "train", folder / "validation"
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:
     save_config(output, config)
     save_choices(output, choices)
     if tokenizer := tokenizer_of(config.data):
-        from pangu.checkpoint.run_tokenizer import keep_tokenizer
+        from pangu.checkpoint.run_folder import keep_tokenizer
 
         keep_tokenizer(output, tokenizer)
 

@@ -30,8 +30,8 @@ from pangu.checkpoint.files import (
     tidy,
     write_slices,
 )
-from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import read_index, require_facts
+from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.weights import damage, intact, load_weights
 from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
 from pangu.config.data import DataConfig, IndexedData

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pangu.checkpoint.run_tokenizer import keep_tokenizer
+from pangu.checkpoint.run_folder import keep_tokenizer
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.formats import huggingface, megatron, megatron_dist, megatron_names, mindspore, native
+from pangu.checkpoint.formats import huggingface, megatron_dist, megatron_names, megatron_ranks, mindspore, native
 from pangu.checkpoint.formats.stored import Job, Source, Stored, join, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
@@ -39,10 +39,10 @@ class Format:
 FORMATS = {
     "pangu": Format(native.PanguSource, native.table, native.write),
     "huggingface": Format(huggingface.HuggingFaceSource, huggingface.table, huggingface.write),
-    "megatron": Format(megatron.open_folder, megatron_names.table, megatron.write_ranks, ranks=True),
+    "megatron": Format(megatron_dist.open_folder, megatron_names.table, megatron_ranks.write, ranks=True),
     "mindspore": Format(mindspore.MindSporeSource, mindspore.table, mindspore.write),
 }
-TORCH_DIST = Format(megatron.open_folder, megatron_dist.dist_table, megatron.write_dist)
+TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write)
 """Megatron's other format, which is read like the first."""
 _SHAPING = (
     "kind",
@@ -162,7 +162,7 @@ def convert(
             target.write(partial, Job(config, tokenizer, output, tensor, table, described, contents()))
 
 
-def require_fit(source: Source, table: list[Stored]) -> dict[str, Tensor]:
+def require_fit(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
     """The tensors of the files on the meta device. Raises UserError unless they are those of the table."""
     problems: list[str] = []
     found = source.inspect(table, problems)

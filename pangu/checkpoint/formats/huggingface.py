@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from pangu.checkpoint.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table
-from pangu.checkpoint.run_tokenizer import require_inside, tokenizer_files
+from pangu.checkpoint.run_folder import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading, shown
@@ -51,9 +51,10 @@ class HuggingFaceSource(Source):
                 if (full := self._full(name)) in self._found:
                     raise UserError(f"{file}: {shown(name)} is in {self._found[full][0]} as well")
                 self._found[full] = (file, name, tensor)
-        if self.known["layers"] > len(self._found):
-            told = f"{len(self._found)} tensors for {self.known['layers']} layers"
-            raise UserError(f"{path}: the files do not hold the model of config.json: {told}")
+        # causal masks that older versions stored, and the copy of a tied head
+        tied = r"|lm_head\.weight" if self.known["tied_head"] else ""
+        buffers = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
+        self.tensors = {name: tensor for name, (_, _, tensor) in self._found.items() if not buffers.fullmatch(name)}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
             require_inside(path, path / "vocab.model")
@@ -70,12 +71,6 @@ class HuggingFaceSource(Source):
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, 1)
-
-    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
-        # causal masks that older versions stored, and the copy of a tied head
-        tied = r"|lm_head\.weight" if self.known["tied_head"] else ""
-        buffers = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
-        return {name: tensor for name, (_, _, tensor) in self._found.items() if not buffers.fullmatch(name)}
 
     def read(self, stored: Stored) -> Tensor:
         file, name, _ = self._found[stored.name]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats.fields import check_fields
-from pangu.checkpoint.formats.megatron_names import fused_name, plain_name, table
+from pangu.checkpoint.formats.megatron_names import TRACKER, begin_release, fused_name, plain_name, table
 from pangu.checkpoint.formats.megatron_options import ROWS, read_model, write_options
-from pangu.checkpoint.formats.megatron_ranks import options_of
+from pangu.checkpoint.formats.megatron_ranks import RankSource, options_of
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.formats.torch_dist import Block, Folder, write_folder
@@ -76,9 +75,8 @@ class DistSource(Source):
             if len(places) > 1 and [name[-2:] for name, _ in places] != ["_w", "_v"]:
                 raise UserError(f"{path}: {shown(full)} is in the files more than once")
         self._tensor = options.get("tensor_model_parallel_size")
-        shapes = {name: tuple(self._meta(name).shape) for name in self._where}
-        self.known = read_model(options, shapes, 1, {}, path)
-        self.packing = {}
+        self.tensors = {name: self._meta(name) for name in self._where}
+        self.known = read_model(options, {name: tuple(t.shape) for name, t in self.tensors.items()}, 1, {}, path)
 
     def _meta(self, name: str) -> Tensor:
         entries = [(self._folder.entries[stored], layer) for stored, layer in self._where[name]]
@@ -100,12 +98,29 @@ class DistSource(Source):
             for stored in table(model, 1)
         ]
 
-    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
-        return {name: self._meta(name) for name in self._where}
-
     def read(self, stored: Stored) -> Tensor:
         parts = [self._folder.read(name, layer) for name, layer in self._where[stored.name]]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def open_folder(path: Path) -> Source:
+    """A folder for `--load`, or that of one iteration in it. Raises UserError."""
+    tracker = path / TRACKER
+    if tracker.is_file():
+        latest = tracker.read_bytes()[:20].strip()
+        number = latest.isdigit() and int(latest)
+        path = path / (f"iter_{number:07d}" if latest.isdigit() else "release")
+        if not path.is_dir():
+            raise UserError(
+                f"{tracker}: says {shown(latest.decode(errors='replace'))}, and there is no folder {path.name}"
+            )
+    if (path / ".metadata").is_file():
+        return DistSource(path)
+    if not any(folder.is_dir() for folder in path.glob("mp_rank_*")):
+        raise UserError(
+            f"{path}: no folder mp_rank_00 here, no .metadata, nor a latest_checkpointed_iteration.txt that names one"
+        )
+    return RankSource(path)
 
 
 def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
@@ -116,7 +131,8 @@ def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 
 def write(path: Path, job: Job) -> None:
-    """The folder of an iteration, with stacked layers: no optimizer, iteration 0."""
+    """A folder for `--load`, with stacked layers: no optimizer, iteration 0."""
+    path = begin_release(path)
     blocks = []
     for stored, tensor in zip(job.table, job.described, strict=True):
         name = fused_name(stored.name)

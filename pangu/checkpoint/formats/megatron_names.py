@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from pangu.checkpoint.formats.fields import load_table
@@ -10,6 +11,9 @@ from pangu.checkpoint.formats.megatron_options import ROWS
 from pangu.checkpoint.formats.stored import Stored, make_table, require_expressible
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the newest iteration of a folder for `--load`."""
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
@@ -34,6 +38,13 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     # rows of the queries, keys and values that belong together; gate and up of each rank
     groups = {"self_attention.linear_qkv": heads, "mlp.linear_fc1": tensor}
     return make_table(model, name, ROWS * tensor, tensor, groups)
+
+
+def begin_release(path: Path) -> Path:
+    """Begin a folder for `--load`, marked as a release; returns the folder of its only iteration."""
+    path.mkdir(parents=True)
+    (path / TRACKER).write_text("release", encoding="utf-8")
+    return path / "release"
 
 
 def plain_name(name: str) -> str:

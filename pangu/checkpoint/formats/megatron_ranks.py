@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pangu.checkpoint.formats.megatron_names import plain_name, table
+from pangu.checkpoint.formats.megatron_names import begin_release, plain_name, table
 from pangu.checkpoint.formats.megatron_options import read_model, write_options
 from pangu.checkpoint.formats.pickles import Record, load_pickle, tensors_of
 from pangu.checkpoint.formats.stored import Job, Source, Stored
@@ -54,7 +54,6 @@ class RankSource(Source):
             "pipeline_model_parallel_size": [len(files[0])],
         }
         self.known = read_model(options, shapes, len(files), layout, self._paths[0])
-        self.packing = {}
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, len(self._ranks))
@@ -114,6 +113,9 @@ def _rank_files(path: Path) -> list[list[Path]]:
 def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tied: bool) -> dict[str, Tensor]:
     """Tensors of all stages of a rank. Each stage counts its layers from 0, and so does each of its virtual stages, of
     which all stages have the first before any has the second."""
+    # 8 layers, 2 stages with 2 virtual stages each:    stage 0          stage 1
+    #                               virtual stage 0     layers 0, 1      layers 2, 3
+    #                               virtual stage 1     layers 4, 5      layers 6, 7
     joined: dict[str, Tensor] = {}
     chunks = [_models(found, file) for found, file in zip(loaded, files, strict=True)]
     if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
@@ -154,7 +156,8 @@ def _models(found: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
 
 
 def write(path: Path, job: Job) -> None:
-    """Files for each tensor-parallel rank: no optimizer, iteration 0."""
+    """A folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
+    path = begin_release(path)
     pangu = job.config.model.kind == "pangu"
     opened = []
     described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]

@@ -106,6 +106,9 @@ class _Layout:
 
     def place(self, rank: int, dims: int) -> tuple[tuple[int, int], ...]:
         """For each dimension, which of how many pieces a rank has."""
+        # a device matrix [2, 4] has rank 4 a + b at (a, b); axes are counted from the right: axis 0 is b, with a stride
+        # of 1 rank, and axis 1 is a, with a stride of 4. dims [1, -1] cut rows in 2: ranks 0 to 3 have the first half.
+        # The optimizer then cuts dimension 0 again, among ranks `step` apart.
         places = []
         for axis in (*self.dims, *[-1] * (dims - len(self.dims))):
             count = self.devices[-1 - axis] if axis >= 0 else 1
@@ -116,14 +119,6 @@ class _Layout:
             index, pieces = places[0]
             places[0] = (index * count + rank // self.step % count, pieces * count)
         return tuple(places)
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A whole tensor and its pieces by the place of each."""
-
-    shape: tuple[int, ...]
-    pieces: dict[tuple[int, ...], _Piece]
 
 
 class MindSporeSource(Source):
@@ -147,20 +142,25 @@ class MindSporeSource(Source):
         for rank, file in ranks.items():
             for name, piece in _read_checkpoint(file).items():
                 slices.setdefault(name.replace("backbone.embedding.", "backbone."), {})[rank] = piece
-        self._problems: list[str] = []
-        self._tensors: dict[str, _Tensor] = {}
+        problems: list[str] = []
+        self.problems = problems
+        self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
+        tensors: dict[str, Tensor] = {}
+        self.tensors = tensors
         for name, pieces in slices.items():
             shape = next(iter(pieces.values())).shape
             # a single number, which is no weight, has the shape [0]
             if not _STATE.fullmatch(name) and shape and 0 not in shape:
-                self._tensors[name] = self._whole(name, pieces, layouts.get(name, _Layout()))
+                whole, self._pieces[name] = _whole(name, pieces, layouts.get(name, _Layout()), problems)
+                tensors[name] = torch.empty(whole, dtype=next(iter(pieces.values())).dtype, device="meta")
         self._arrays = {
             f"backbone.{name}.embedding_table": _read_array(file)
             for name in _TABLES
             for file in ([] if path.is_file() else path.rglob(f"{name}.npy"))
         }
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        shapes |= {name: array.shape for name, array in self._arrays.items()}
+        for name, array in self._arrays.items():
+            tensors[name] = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, device="meta")
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         try:
             vocab, hidden = shapes["backbone.word_embedding.embedding_table"]
             sequence, _ = shapes["backbone.position_embedding.embedding_table"]
@@ -176,50 +176,41 @@ class MindSporeSource(Source):
             "vocab": vocab,
             "sequence": sequence,
         }
-        self.packing = {}
-
-    def _whole(self, name: str, slices: dict[int, _Piece], layout: _Layout) -> _Tensor:
-        """Where the slices of a tensor stand in it."""
-        first = next(iter(slices.values()))
-        if len(layout.dims) > len(first.shape):
-            cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
-            raise UserError(f"{name}: {list(first.shape)} in the files, and {cuts}")
-        places = {rank: layout.place(rank, len(first.shape)) for rank in slices}
-        counts = [count for _, count in next(iter(places.values()))]
-        pieces = {tuple(index for index, _ in places[rank]): piece for rank, piece in slices.items()}
-        if missing := math.prod(counts) - len(pieces):
-            self._problems.append(f"{name}: {missing} of its {math.prod(counts)} slices are missing")
-        if any(piece.shape != first.shape or piece.dtype != first.dtype for piece in pieces.values()):
-            self._problems.append(f"{name}: its slices have different shapes or formats")
-        if first.dtype is None:
-            self._problems.append(f"{name}: its format is none of {', '.join(_TYPES)}")
-        return _Tensor(tuple(size * count for size, count in zip(first.shape, counts, strict=True)), pieces)
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, 1)
 
-    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
-        problems += self._problems
-        found = {
-            name: torch.empty(tensor.shape, dtype=next(iter(tensor.pieces.values())).dtype, device="meta")
-            for name, tensor in self._tensors.items()
-        }
-        return found | {
-            name: torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, device="meta")
-            for name, array in self._arrays.items()
-        }
-
     def read(self, stored: Stored) -> Tensor:
         if stored.name in self._arrays:
             return torch.from_numpy(np.array(self._arrays[stored.name]))
-        tensor = self._tensors[stored.name]
-        if len(tensor.pieces) == 1:
-            return next(iter(tensor.pieces.values())).read()
-        whole = torch.empty(tensor.shape, dtype=next(iter(tensor.pieces.values())).dtype)
-        for place, piece in tensor.pieces.items():
+        pieces = self._pieces[stored.name]
+        if len(pieces) == 1:
+            return next(iter(pieces.values())).read()
+        whole = torch.empty_like(self.tensors[stored.name], device="cpu")
+        for place, piece in pieces.items():
             room = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, piece.shape, strict=True))
             whole[room].copy_(piece.read())
         return whole
+
+
+def _whole(
+    name: str, slices: dict[int, _Piece], layout: _Layout, problems: list[str]
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], _Piece]]:
+    """The shape of a tensor, and its slices by the place of each; what is wrong with them goes into `problems`."""
+    first = next(iter(slices.values()))
+    if len(layout.dims) > len(first.shape):
+        cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
+        raise UserError(f"{name}: {list(first.shape)} in the files, and {cuts}")
+    places = {rank: layout.place(rank, len(first.shape)) for rank in slices}
+    counts = [count for _, count in next(iter(places.values()))]
+    pieces = {tuple(index for index, _ in places[rank]): piece for rank, piece in slices.items()}
+    if missing := math.prod(counts) - len(pieces):
+        problems.append(f"{name}: {missing} of its {math.prod(counts)} slices are missing")
+    if any(piece.shape != first.shape or piece.dtype != first.dtype for piece in pieces.values()):
+        problems.append(f"{name}: its slices have different shapes or formats")
+    if first.dtype is None:
+        problems.append(f"{name}: its format is none of {', '.join(_TYPES)}")
+    return tuple(size * count for size, count in zip(first.shape, counts, strict=True)), pieces
 
 
 def _rank(file: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,10 +17,15 @@ from pangu.checkpoint.files import (
     write_one_by_one,
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored
-from pangu.checkpoint.identity import identity
 from pangu.checkpoint.index import find_damage, read_index
-from pangu.checkpoint.run_folder import newest_checkpoint, save_config, trained_model
-from pangu.checkpoint.run_tokenizer import keep_tokenizer, kept_tokenizer
+from pangu.checkpoint.run_folder import (
+    identity,
+    keep_tokenizer,
+    kept_tokenizer,
+    newest_checkpoint,
+    save_config,
+    trained_model,
+)
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
@@ -41,19 +45,17 @@ class PanguSource(Source):
         config = trained_model(self._path, self._index)
         self.known = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
-        self.tokenizer = kept_tokenizer(self._path.resolve().parent.parent, config.data)
-
-    def table(self, model: ModelConfig) -> list[Stored]:
-        return table(model, 1)
-
-    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
-        return {
+        self.tensors = {
             name.removeprefix("weight/"): torch.empty(
                 entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"
             )
             for name, entry in self._index["tensors"].items()
             if name.startswith("weight/")
         }
+        self.tokenizer = kept_tokenizer(self._path.resolve().parent.parent, config.data)
+
+    def table(self, model: ModelConfig) -> list[Stored]:
+        return table(model, 1)
 
     def read(self, stored: Stored) -> Tensor:
         return read_tensor(self._path, self._index, f"weight/{stored.name}")

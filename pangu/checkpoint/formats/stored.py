@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,21 +53,23 @@ class Source(ABC):
 
     known: dict[str, Any]
     """Keys of `ModelConfig` that the files tell."""
-    packing: dict[str, Any]
+    packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     tokenizer: TokenizerConfig | None = None
     """The tokenizer that lies beside the weights."""
+    tensors: Mapping[str, Tensor]
+    """Every tensor of the files, whole and on the meta device; buffers and the state of the optimizer are left out."""
+    problems: Sequence[str] = ()
+    """What is wrong with the pieces of tensors."""
 
     @abstractmethod
     def table(self, model: ModelConfig) -> list[Stored]:
         """The tensors that a model has in this format."""
 
-    @abstractmethod
-    def inspect(self, table: Sequence[Stored], problems: list[str]) -> dict[str, Tensor]:
-        """Every tensor of the files, whole and on the meta device; what is wrong with its pieces goes into `problems`.
-
-        Tensors that are no weights (buffers, state of the optimizer) are left out.
-        """
+    def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
+        """The tensors, of files that hold those of `table`; what is wrong with their pieces goes into `problems`."""
+        problems += self.problems
+        return self.tensors
 
     @abstractmethod
     def read(self, stored: Stored) -> Tensor:
@@ -140,6 +143,8 @@ def make_table(
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
     """The stored tensor that some logical ones make; padding is 0."""
     whole = parts[0]
+    # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
+    # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece
     if len(parts) > 1:
         whole = torch.cat([part.unflatten(0, (stored.groups, -1)) for part in parts], dim=1).flatten(0, 1)
     if stored.transposed:
