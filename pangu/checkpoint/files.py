@@ -83,13 +83,16 @@ def start(path: Path) -> None:
         partial.mkdir(parents=True)
 
 
-def write_slices(path: Path, writer: int, slices: Iterable[tuple[str, Slice]]) -> Written:
+def write_slices(
+    path: Path, writer: int, slices: Iterable[tuple[str, Slice]], contents: Iterator[Tensor] | None = None
+) -> Written:
     """Write some slices of logical tensors into the started checkpoint `path`.
 
     Args:
         path: final folder of the checkpoint.
         writer: number that no other process of this save uses.
         slices: (`KIND/NAME`, slice) pairs, several for one name if need be; no element may be written twice.
+        contents: their tensors, one at a time, if the slices have them on the meta device.
 
     Raises:
         UserError: if the disk refuses.
@@ -97,16 +100,8 @@ def write_slices(path: Path, writer: int, slices: Iterable[tuple[str, Slice]]) -
     written = Written()
     with _saving(path):
         for batch in _batches(slices):
-            _write_file(_partial(path), writer, batch, (part.tensor for _, part in batch), written)
-    return written
-
-
-def write_one_by_one(path: Path, described: Sequence[tuple[str, Slice]], contents: Iterator[Tensor]) -> Written:
-    """As `write_slices`, of tensors that come one at a time; `described` holds them on the meta device."""
-    written = Written()
-    with _saving(path):
-        for batch in _batches(described):
-            _write_file(_partial(path), 0, batch, itertools.islice(contents, len(batch)), written)
+            tensors = itertools.islice(contents, len(batch)) if contents else (part.tensor for _, part in batch)
+            _write_file(_partial(path), writer, batch, tensors, written)
     return written
 
 
@@ -163,15 +158,15 @@ def discard(path: Path) -> None:
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
     """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
     not count. Raises a UserError that names those that the disk keeps; they are whole."""
-    kept = []
+    problems = []
     passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
     for path in passing[: -keep or None] if keep else []:
         try:
             _delete(path)
         except OSError as error:
-            kept.append(f"{path}: cannot be deleted ({error.strerror})")
-    if kept:
-        raise UserError("\n".join(kept))
+            problems.append(f"{path}: cannot be deleted ({error.strerror})")
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def tidy(folder: Path, step: int) -> list[Path]:
@@ -207,29 +202,29 @@ def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple
         raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
 
 
-def load(path: Path, index: Mapping[str, Any], wanted: Sequence[tuple[str, Slice]]) -> None:
+def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
     """Copy the slices that are asked for out of a checkpoint without damage, however it was cut.
 
     Args:
         path: the checkpoint.
         index: from `read_index`.
-        wanted: (`KIND/NAME`, slice to fill) pairs.
+        slices: (`KIND/NAME`, slice to fill) pairs.
 
     Raises:
         UserError: naming every tensor that is missing or has another shape, or a file that cannot be read.
     """
-    require_fit(path, index, {name: part.shape for name, part in wanted})
-    needed: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
-    for name, part in wanted:
+    require_fit(path, index, {name: part.shape for name, part in slices})
+    by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
+    for name, part in slices:
         for piece in index["tensors"][name]["pieces"]:
             if common := _common(part, piece):
-                needed.setdefault(piece["file"], []).append((part, piece, common))
-    for file, pieces in needed.items():
+                by_file.setdefault(piece["file"], []).append((part, piece, common))
+    for file, pieces in by_file.items():
         with reading(path / file, SafetensorError), safe_open(path / file, framework="pt") as opened, torch.no_grad():
             for part, piece, common in pieces:
-                there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
-                here = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
-                part.tensor[here].copy_(opened.get_slice(piece["key"])[there])
+                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
+                target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
+                part.tensor[target].copy_(opened.get_slice(piece["key"])[source])
 
 
 def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:

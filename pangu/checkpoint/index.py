@@ -99,9 +99,9 @@ def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: in
 
 def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[Mapping[str, Any], str]]) -> str:
     """What is wrong with a file, compared with what the index says of it and of its `pieces`, or nothing."""
-    found = file.lstat()
-    if stat.S_ISREG(found.st_mode) and found.st_size != expected["bytes"]:
-        return f"{found.st_size} bytes, and {expected['bytes']} were written"
+    status = file.lstat()
+    if stat.S_ISREG(status.st_mode) and status.st_size != expected["bytes"]:
+        return f"{status.st_size} bytes, and {expected['bytes']} were written"
     with open_regular(file, "rb") as opened:
         if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
             return "its checksum is another one than was written"

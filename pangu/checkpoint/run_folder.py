@@ -96,8 +96,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 def newest_checkpoint(path: Path) -> Path:
     """The newest checkpoint of the run folder that `path` is; any other path as it is."""
-    found = list_checkpoints(path / "checkpoints")
-    return found[-1] if found else path
+    checkpoints = list_checkpoints(path / "checkpoints")
+    return checkpoints[-1] if checkpoints else path
 
 
 def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
@@ -116,9 +116,9 @@ def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     path = checkpoint.resolve().parent.parent / "config.yaml"
     values = _read_yaml(path)
     with reading(path, TypeError, KeyError, rule=_UNREADABLE):
-        known = {field.name: values[field.name] for field in fields(Trained)}
+        groups = {field.name: values[field.name] for field in fields(Trained)}
     try:
-        trained = build(Trained, known)
+        trained = build(Trained, groups)
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from error
     weights = sum(name.startswith("weight/") for name in index["tensors"])
@@ -175,10 +175,10 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """What of a Hugging Face folder belongs to its tokenizer. Raises UserError as `require_inside`."""
-    found = sorted(file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_NAMES) and file.is_file())
-    for file in found:
+    files = sorted(file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_NAMES) and file.is_file())
+    for file in files:
         require_inside(folder, file)
-    return found
+    return files
 
 
 def require_inside(folder: Path, file: Path) -> None:

@@ -21,12 +21,12 @@ def damage(path: Path, mesh: Mesh) -> list[str]:
     """
     newer = None
     try:
-        mine = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+        lines = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
     except NewerFormatError as error:
-        mine, newer = [], str(error)
+        lines, newer = [], str(error)
     except UserError as error:
-        mine = [str(error)]
-    answers = gather_objects((mine, newer), mesh.group("world"))
+        lines = [str(error)]
+    answers = gather_objects((lines, newer), mesh.group("world"))
     for _, newer in answers:
         if newer is not None:
             raise NewerFormatError(newer)
@@ -56,10 +56,10 @@ def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -
             differs.
     """
     index = read_index(intact(path, mesh))
-    wanted = [(f"weight/{name}", part) for name, part in weights]
+    slices = [(f"weight/{name}", part) for name, part in weights]
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in gather_objects({name: slice_.shape for name, slice_ in wanted}, mesh.group("world")):
+    for part in gather_objects({name: slice_.shape for name, slice_ in slices}, mesh.group("world")):
         shapes |= part
     require_fit(path, index, shapes, "weight")
-    load(path, index, wanted)
+    load(path, index, slices)
     return index

@@ -183,14 +183,14 @@ class _Reader:
         if get_origin(option) is dict:
             return dict(value) if isinstance(value, Mapping) else _MISSING
         text = isinstance(value, str) and option is float and not self._texts
-        found: Any = _MISSING if text else _plain(option, value)
-        if found is _MISSING or bounds is None:
-            return found
-        rule = bounds.broken(found)
+        converted: Any = _MISSING if text else _plain(option, value)
+        if converted is _MISSING or bounds is None:
+            return converted
+        rule = bounds.broken(converted)
         if rule is None:
-            return found
-        infinite = isinstance(found, float) and not math.isfinite(found)
-        return self._wrong(path, value if infinite else found, rule, "null works" if infinite and optional else "")
+            return converted
+        infinite = isinstance(converted, float) and not math.isfinite(converted)
+        return self._wrong(path, value if infinite else converted, rule, "null works" if infinite and optional else "")
 
     def _list(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         if not isinstance(value, (list, tuple)) or (kinds[-1] is not Ellipsis and len(kinds) != len(value)):

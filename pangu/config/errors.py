@@ -194,6 +194,6 @@ def any_of(values: list[int]) -> str:
 def close_names(name: str, names: Iterable[str]) -> list[str]:
     """The dotted names whose last part is much like that of `name`."""
     everywhere = dict.fromkeys(names)
-    wanted, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
-    close = difflib.get_close_matches(wanted, lasts, n=1, cutoff=0.8)
+    last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
+    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
     return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

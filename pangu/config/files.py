@@ -62,10 +62,10 @@ def read_json(path: Path, *, shared: bool = False) -> Any:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises UserError if it is none."""
-    found = read_json(path)
-    if not isinstance(found, dict):
+    value = read_json(path)
+    if not isinstance(value, dict):
         raise UserError(f"{path}: is no JSON object")
-    return found
+    return value
 
 
 def open_regular(path: Path, mode: str, **options: Any) -> Any:

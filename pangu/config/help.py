@@ -85,15 +85,15 @@ def _entries(kind: type, path: str) -> Iterator[tuple[str, str]]:
         text = docstrings(kind)[field]
         if not groups:
             yield name, _paragraph(f"{name}: {type_in_words(hint)}", text)
-        found: dict[str, dict[str, str]] = {}
+        texts: dict[str, dict[str, str]] = {}
         for group in groups:
             assert isinstance(group, type)
             tag = tag_of(group)
             chosen = f" [{name}.{tag[0]} = {tag[1]}]" if tag and len(groups) > 1 else ""
-            found.setdefault(name, {})[chosen] = _paragraph(f"{name}: {describe(hint)}", inspect.getdoc(group) or text)
+            texts.setdefault(name, {})[chosen] = _paragraph(f"{name}: {describe(hint)}", inspect.getdoc(group) or text)
             for key, explained in _entries(group, f"{name}."):
-                found.setdefault(key, {})[chosen] = explained
-        for key, alternatives in found.items():
+                texts.setdefault(key, {})[chosen] = explained
+        for key, alternatives in texts.items():
             if len(alternatives) == len(groups) and len(set(alternatives.values())) == 1:
                 yield key, next(iter(alternatives.values()))
             else:
@@ -113,7 +113,7 @@ def docstrings(kind: type) -> dict[str, str]:
     """The text under each field of a dataclass."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    texts = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)
@@ -121,8 +121,8 @@ def docstrings(kind: type) -> dict[str, str]:
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):
-            found[statement.target.id] = inspect.cleandoc(str(following.value.value))
-    return found
+            texts[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return texts
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> str:

@@ -83,18 +83,18 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
     one_model = parallel.tensor * parallel.pipeline
     keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
     values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")
-    needed = one_model * (parallel.data or 1)
-    if world < needed:
+    least = one_model * (parallel.data or 1)
+    if world < least:
         yield Problem(
             keys,
             values,
-            f"needs {'' if parallel.data else 'at least '}{needed} devices, one process each, and this run has {world}",
-            f"start {needed} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
+            f"needs {'' if parallel.data else 'at least '}{least} devices, one process each, and this run has {world}",
+            f"start {least} processes (torchrun --nproc-per-node and --nnodes), look at the layout on this machine "
             "with dry_run=true, or take a smaller preset such as +config=quickstart",
         )
-    elif world % one_model or (parallel.data and world != needed):
-        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{needed}"
-        works = f"processes that work: {needed}" if parallel.data else any_of(multiples_near(one_model, world))
+    elif world % one_model or (parallel.data and world != least):
+        rule = f"this run has {world} processes, which is not {'a multiple of ' if not parallel.data else ''}{least}"
+        works = f"processes that work: {least}" if parallel.data else any_of(multiples_near(one_model, world))
         yield Problem(keys, values, rule, works)
 
 

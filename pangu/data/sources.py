@@ -108,7 +108,7 @@ def _check_exist(prefixes: list[str]) -> None:
     """Raise one UserError for all files that are missing."""
     missing = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if missing:
-        near = sorted({str(found.with_suffix("")) for path in missing for found in path.parent.glob("*.idx")})
+        near = sorted({str(index.with_suffix("")) for path in missing for index in path.parent.glob("*.idx")})
         hint = f"; prefixes in the same folders: {', '.join(near[:8])}" if near else ""
         listed = ", ".join(str(path) for path in missing)
         raise UserError(

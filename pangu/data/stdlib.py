@@ -106,12 +106,12 @@ def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> b
 
 def find_damage(paths: StdlibPaths, *names: str) -> list[str]:
     """Those of the named files (none: all) whose checksums are not those of the manifest; all if it cannot be read."""
-    looked_at = names or sorted(_names(paths))
+    chosen = names or sorted(_names(paths))
     try:
         written = read_json(paths.manifest, shared=True)["files"]
-        return [name for name in looked_at if _record(paths.folder / name) != written[name]]
+        return [name for name in chosen if _record(paths.folder / name) != written[name]]
     except (UserError, OSError, KeyError, TypeError):
-        return list(looked_at)
+        return list(chosen)
 
 
 def _names(paths: StdlibPaths) -> set[str]:

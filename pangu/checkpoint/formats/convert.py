@@ -45,21 +45,8 @@ FORMATS = {
 TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write)
 """Megatron's other format, which is read like the first."""
 _SHAPING = (
-    "kind",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "sequence",
-    "ffn",
-    "norm",
-    "biases",
-    "tied_head",
-    "positions",
-    "head_dim",
-    "qk_norm",
-    "rope_scaling",
-    "window",
+    *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
+    *("rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
 )
 """Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, what is given
 wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
@@ -80,8 +67,8 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     Raises:
         ConfigError: naming all keys in which the two contradict each other, and a number of heads that nobody tells.
     """
-    told = {key: value for key, value in known.items() if key not in named}
-    model = replace(given, **told)
+    unnamed = {key: value for key, value in known.items() if key not in named}
+    model = replace(given, **unnamed)
     if model.kv_heads == model.heads:
         model = replace(model, kv_heads=None)
     if model.head_dim is not None and model.head_dim * model.heads == model.hidden:
@@ -142,7 +129,7 @@ def convert(
     model, shapes = config.model, logical_shapes(config.model)
     table = target.table(model, tensor)
     stored = source.table(model)
-    found = require_fit(source, stored)
+    tensors = require_fit(source, stored)
     where = {part: entry for entry in stored for part in entry.parts}
     # parts of a fused tensor come one after the other
     read = lru_cache(maxsize=1)(source.read)
@@ -153,7 +140,7 @@ def convert(
             yield join(entry, [take(where[part], read(where[part]), part, shapes) for part in entry.parts])
 
     described = [
-        join(entry, [take(where[part], found[where[part].name], part, shapes) for part in entry.parts])
+        join(entry, [take(where[part], tensors[where[part].name], part, shapes) for part in entry.parts])
         for entry in table
     ]
     with writing(output), torch.no_grad():
@@ -165,22 +152,22 @@ def convert(
 def require_fit(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
     """The tensors of the files on the meta device. Raises UserError unless they are those of the table."""
     problems: list[str] = []
-    found = source.inspect(table, problems)
+    tensors = source.inspect(table, problems)
     expected = {stored.name: stored for stored in table}
-    problems += [f"{shown(name)}: {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in CODES]
-    problems += [f"{name}: missing" for name in expected if name not in found]
+    problems += [f"{shown(name)}: {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in CODES]
+    problems += [f"{name}: missing" for name in expected if name not in tensors]
     problems += [
-        f"{shown(name)}: {list(found[name].shape)}, not in the model" for name in found if name not in expected
+        f"{shown(name)}: {list(tensors[name].shape)}, not in the model" for name in tensors if name not in expected
     ]
     for name, stored in expected.items():
-        if name in found and not _fits(tuple(found[name].shape), stored):
-            problems.append(f"{name}: {list(found[name].shape)} in the files, {list(stored.shape)} in the model")
+        if name in tensors and not _fits(tuple(tensors[name].shape), stored):
+            problems.append(f"{name}: {list(tensors[name].shape)} in the files, {list(stored.shape)} in the model")
     if problems:
         if len(problems) > MOST_LINES:
             problems[MOST_LINES:] = [f"and {len(problems) - MOST_LINES} more"]
         lines = "\n".join(f"  {line}" for line in problems)
         raise UserError(f"the files do not hold this model; nothing is written:\n{lines}")
-    return found
+    return tensors
 
 
 def _fits(shape: tuple[int, ...], stored: Stored) -> bool:

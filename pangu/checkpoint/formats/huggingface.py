@@ -126,10 +126,10 @@ def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     file = path / "generation_config.json"
     ends: list[int] = []
     for source, values in ((path / "config.json", config), (file, read_json_object(file) if file.is_file() else {})):
-        told = values.get("eos_token_id")
-        ids = told if isinstance(told, list) else [] if told is None else [told]
+        end = values.get("eos_token_id")
+        ids = end if isinstance(end, list) else [] if end is None else [end]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise UserError(f"{source}: eos_token_id = {shown(told)}: must be an id, a list of ids or null")
+            raise UserError(f"{source}: eos_token_id = {shown(end)}: must be an id, a list of ids or null")
         ends += [i for i in ids if i >= 0]
     eod, *stop = dict.fromkeys(ends) or [None]
     pad = config.get("pad_token_id")

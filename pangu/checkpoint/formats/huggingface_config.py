@@ -199,9 +199,9 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_size,
     }
-    told = {theirs: keys[ours] for ours, theirs in kind.keys.items()}
+    fields = {theirs: keys[ours] for ours, theirs in kind.keys.items()}
     derived = {key: value for key, value in _derived_fields(model).items() if key in kind.derived.split()}
-    return {"model_type": kind.name, **told, **derived, **kind.writes}
+    return {"model_type": kind.name, **fields, **derived, **kind.writes}
 
 
 def _derived_fields(model: ModelConfig) -> dict[str, Any]:

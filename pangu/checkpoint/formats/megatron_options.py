@@ -58,10 +58,10 @@ def read_model(
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
     names = {ours: theirs for theirs, ours in _NUMBERS.items() if options.get(theirs) is not None}
-    told, problems = read_keys(ModelConfig, {ours: options[theirs] for ours, theirs in names.items()}, names)
+    keys, problems = read_keys(ModelConfig, {ours: options[theirs] for ours, theirs in names.items()}, names)
     refuse(where, problems)
     try:
-        told = (_port if TOP in shapes else _core)(options, shapes, ranks, told)
+        keys = (_port if TOP in shapes else _core)(options, shapes, ranks, keys)
     except KeyError as error:
         raise UserError(
             f"{where}: neither a PanGu-α of Megatron 1.1 nor a GPT of Megatron-Core: no {error} in it"
@@ -72,34 +72,34 @@ def read_model(
     agree = dict(layout) | {
         "num_layers": [layers],
         "encoder_num_layers": [layers, None],
-        "hidden_size": [told["hidden"]],
-        "ffn_hidden_size": [told["ffn"], None],
+        "hidden_size": [keys["hidden"]],
+        "ffn_hidden_size": [keys["ffn"], None],
     }
-    if heads := told.get("heads"):
-        head = told["hidden"] / heads
+    if heads := keys.get("heads"):
+        head = keys["hidden"] / heads
         agree |= {"kv_channels": [head, None], "softmax_scale": [None, 1 / math.sqrt(head)]}
     if TOP not in shapes:
-        agree |= _core_agrees(options, told)
+        agree |= _core_agrees(options, keys)
     refuse(where, disagreements(options, agree, "does not agree with the tensors; {} does"))
-    return told | {"layers": layers + (TOP in shapes)}
+    return keys | {"layers": layers + (TOP in shapes)}
 
 
-def _port(options: _Options, shapes: _Shapes, ranks: int, told: dict[str, Any]) -> dict[str, Any]:
+def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     """Keys that PanGu-α's tensors tell, and those of the options."""
     rows, hidden = shapes["language_model.embedding.word_embeddings.weight"]
     keys = {
         "kind": "pangu",
         "hidden": hidden,
-        "vocab": told.get("vocab", PANGU_VOCAB.get(rows * ranks, rows * ranks)),
+        "vocab": numbers.get("vocab", PANGU_VOCAB.get(rows * ranks, rows * ranks)),
         "sequence": shapes[TOP][0],
         "ffn": shapes["language_model.transformer.topQueryLayer.mlp.dense_h_to_4h.weight"][0] * ranks,
     }
     if gelus := [options[name] is True for name in ("bias_gelu_fusion", "openai_gelu") if name in options]:
         keys["activation"] = "gelu_tanh" if any(gelus) else "gelu"
-    return {key: value for key, value in told.items() if key != "rope_base"} | keys
+    return {key: value for key, value in numbers.items() if key != "rope_base"} | keys
 
 
-def _core(options: _Options, shapes: _Shapes, ranks: int, told: dict[str, Any]) -> dict[str, Any]:
+def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
     """Keys that a GPT's tensors tell, and those of the options."""
     rows, hidden = shapes["embedding.word_embeddings.weight"]
     layer = "decoder.layers.0."
@@ -112,41 +112,41 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, told: dict[str, Any]) 
     keys: dict[str, Any] = {
         "kind": "gpt",
         "hidden": hidden,
-        "vocab": told.get("vocab", rows * ranks),
+        "vocab": numbers.get("vocab", rows * ranks),
         "ffn": ffn,
         "activation": "swiglu" if gated else "gelu_tanh" if tanh else "gelu",
         "norm": "layernorm" if "decoder.final_layernorm.bias" in shapes else "rmsnorm",
         "biases": biases,
         "tied_head": "output_layer.weight" not in shapes,
         "positions": "learned" if table else "rope",
-        "rope_base": None if table else told.get("rope_base", 10000.0),
+        "rope_base": None if table else numbers.get("rope_base", 10000.0),
     }
     if table:
         keys["sequence"] = table[0]
-    if heads := told.get("heads"):
+    if heads := numbers.get("heads"):
         qkv = shapes[f"{layer}self_attention.linear_qkv.weight"][0] * ranks
         keys["kv_heads"] = (qkv - hidden) * heads // hidden // 2
-    return told | keys
+    return numbers | keys
 
 
-def _core_agrees(options: _Options, told: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+def _core_agrees(options: _Options, keys: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     """Options that a GPT's tensors tell as well: what they say."""
-    gated = told["activation"] == "swiglu"
+    gated = keys["activation"] == "swiglu"
     agree: dict[str, Sequence[Any]] = {
-        "normalization": ["LayerNorm" if told["norm"] == "layernorm" else "RMSNorm"],
-        "add_bias_linear": [told["biases"]],
+        "normalization": ["LayerNorm" if keys["norm"] == "layernorm" else "RMSNorm"],
+        "add_bias_linear": [keys["biases"]],
         "swiglu": [gated],
         "gated_linear_unit": [gated],
-        "position_embedding_type": ["learned_absolute" if told["positions"] == "learned" else "rope"],
-        "untie_embeddings_and_output_weights": [not told["tied_head"]],
+        "position_embedding_type": ["learned_absolute" if keys["positions"] == "learned" else "rope"],
+        "untie_embeddings_and_output_weights": [not keys["tied_head"]],
     }
-    if told["positions"] == "learned":
-        agree["max_position_embeddings"] = [told["sequence"]]
-    if "kv_heads" in told:
-        grouped = told["kv_heads"] != told["heads"]
+    if keys["positions"] == "learned":
+        agree["max_position_embeddings"] = [keys["sequence"]]
+    if "kv_heads" in keys:
+        grouped = keys["kv_heads"] != keys["heads"]
         agree["group_query_attention"] = [grouped, True]
         if options.get("group_query_attention") is True:
-            agree["num_query_groups"] = [told["kv_heads"]]
+            agree["num_query_groups"] = [keys["kv_heads"]]
     return agree
 
 

@@ -26,9 +26,9 @@ from pangu.config.errors import UserError, shown
 from pangu.config.model import ModelConfig
 
 
-def options_of(found: Mapping[str, Any], where: object) -> dict[str, Any]:
+def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Megatron's options, as far as a file has them. Raises UserError if they are in any other object than its own."""
-    options = found.get("args")
+    options = content.get("args")
     if options is None:
         return {}
     if not isinstance(options, argparse.Namespace):
@@ -46,7 +46,7 @@ class RankSource(Source):
         loaded = [[load_pickle(file) for file in stages] for stages in files]
         options = options_of(loaded[0][0], files[0][0])
         tied = options.get("untie_embeddings_and_output_weights") is False
-        self._ranks = [_join_stages(stages, found, tied) for stages, found in zip(files, loaded, strict=True)]
+        self._ranks = [_join_stages(stages, contents, tied) for stages, contents in zip(files, loaded, strict=True)]
         shapes = {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items()}
         layout: dict[str, Sequence[Any]] = {
             "model_parallel_size": [len(files), None],
@@ -92,9 +92,9 @@ def _rank_files(path: Path) -> list[list[Path]]:
         raise UserError(
             f"{path}: {shown(wrong[0])} is no folder of a tensor-parallel rank or pipeline stage (mp_rank_00_000)"
         )
-    found = {(int(number[1]), number[2] and int(number[2])): path / number[0] for number in numbers if number}
-    ranks = {rank for rank, _ in found}
-    stages = {stage for _, stage in found}
+    paths = {(int(number[1]), number[2] and int(number[2])): path / number[0] for number in numbers if number}
+    ranks = {rank for rank, _ in paths}
+    stages = {stage for _, stage in paths}
     last = max(stage or 0 for stage in stages)
     files: list[list[Path]] = []
     for rank in range(max(ranks) + 1):
@@ -110,14 +110,14 @@ def _rank_files(path: Path) -> list[list[Path]]:
     return files
 
 
-def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tied: bool) -> dict[str, Tensor]:
+def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], tied: bool) -> dict[str, Tensor]:
     """Tensors of all stages of a rank. Each stage counts its layers from 0, and so does each of its virtual stages, of
     which all stages have the first before any has the second."""
     # 8 layers, 2 stages with 2 virtual stages each:    stage 0          stage 1
     #                               virtual stage 0     layers 0, 1      layers 2, 3
     #                               virtual stage 1     layers 4, 5      layers 6, 7
-    joined: dict[str, Tensor] = {}
-    chunks = [_models(found, file) for found, file in zip(loaded, files, strict=True)]
+    tensors_of_rank: dict[str, Tensor] = {}
+    chunks = [_models(content, file) for content, file in zip(contents, files, strict=True)]
     if wrong := [file for file, stage in zip(files, chunks, strict=True) if len(stage) != len(chunks[0])]:
         raise UserError(f"{wrong[0]}: has not as many virtual stages as {files[0]}")
     layers = 0
@@ -130,29 +130,29 @@ def _join_stages(files: Sequence[Path], loaded: Sequence[Mapping[str, Any]], tie
             numbers = {name: int(number[1]) for name in tensors if (number := _LAYER.search(name))}
             for name, tensor in tensors.items():
                 full = _LAYER.sub(f"layers.{numbers[name] + layers}.", name, count=1) if name in numbers else name
-                if full in joined:
+                if full in tensors_of_rank:
                     raise UserError(f"{file}: {shown(full)} is in an earlier pipeline stage as well")
-                joined[full] = tensor
+                tensors_of_rank[full] = tensor
             layers += len(set(numbers.values()))
-    return joined
+    return tensors_of_rank
 
 
 _LAYER = re.compile(r"layers\.(\d{1,6})\.", re.ASCII)
 
 
-def _models(found: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
+def _models(content: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
     """The tensors of a file, those of each virtual stage (`model0`, `model1`, ...) apart."""
-    keys = [key for key in found if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
-    models = [found[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
-    made: list[dict[str, Tensor]] = []
-    for model in models or [found.get("model", found.get("module", found))]:
-        made.append({})
+    keys = [key for key in content if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
+    models = [content[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
+    tensors: list[dict[str, Tensor]] = []
+    for model in models or [content.get("model", content.get("module", content))]:
+        tensors.append({})
         for name, tensor in tensors_of(model):
-            if (plain := plain_name(name)) in made[-1]:
+            if (plain := plain_name(name)) in tensors[-1]:
                 raise UserError(f"{where}: {shown(plain)} is in the file more than once")
             if not plain.endswith("_extra_state"):
-                made[-1][plain] = tensor
-    return made
+                tensors[-1][plain] = tensor
+    return tensors
 
 
 def write(path: Path, job: Job) -> None:

@@ -242,11 +242,11 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
             named = _message(data, value)
             tensor = _message(data, named[2][0])
             kind = _TYPES.get(data[tensor[2][0]].decode())
-            found = _Piece(_integers(data, tensor.get(1, [])), kind)
+            part = _Piece(_integers(data, tensor.get(1, [])), kind)
             name = data[named[1][0]].decode()
-            piece = pieces.setdefault(name, found)
-            if (piece.shape, piece.dtype) != (found.shape, found.dtype) or min(found.shape, default=0) < 0:
-                raise ValueError(f"{name}: parts {list(piece.shape)} and {list(found.shape)} of one tensor")
+            piece = pieces.setdefault(name, part)
+            if (piece.shape, piece.dtype) != (part.shape, part.dtype) or min(part.shape, default=0) < 0:
+                raise ValueError(f"{name}: parts {list(piece.shape)} and {list(part.shape)} of one tensor")
             piece.chunks += [(file, content.start, content.stop - content.start) for content in tensor.get(3, [])]
     for name, piece in pieces.items():
         length = sum(length for _, _, length in piece.chunks)

@@ -14,7 +14,7 @@ from pangu.checkpoint.files import (
     commit,
     read_tensor,
     start,
-    write_one_by_one,
+    write_slices,
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.index import find_damage, read_index
@@ -82,7 +82,7 @@ def write(path: Path, job: Job) -> None:
         (f"weight/{stored.name}", Slice(tensor, stored.shape, (0,) * tensor.dim()))
         for stored, tensor in zip(job.table, job.described, strict=True)
     ]
-    written = write_one_by_one(checkpoint, described, job.contents)
+    written = write_slices(checkpoint, 0, described, job.contents)
     facts = {
         "step": 0,
         "skipped": 0,

@@ -63,12 +63,12 @@ def load_pickle(path: Path) -> dict[str, Any]:
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
             plain_entries(file, path)
-    found = _load(path, path, mmap=zipped)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__}, and a dictionary of tensors is expected")
-    for name, tensor in tensors_of(found):
+    content = _load(path, path, mmap=zipped)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, and a dictionary of tensors is expected")
+    for name, tensor in tensors_of(content):
         require_plain_tensor(tensor, f"{path}: {shown(name)}")
-    return found
+    return content
 
 
 def load_item(content: bytes, where: str) -> Tensor:
@@ -81,18 +81,18 @@ def load_item(content: bytes, where: str) -> Tensor:
     return tensor
 
 
-def tensors_of(found: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors of nested dictionaries and lists with their dotted names."""
     seen = set()
-    rest: list[tuple[str, Any]] = [("", found)]
-    while rest:
-        prefix, value = rest.pop()
+    stack: list[tuple[str, Any]] = [("", content)]
+    while stack:
+        prefix, value = stack.pop()
         if isinstance(value, Tensor):
             yield prefix, value
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            rest += [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in items]
+            stack += [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in items]
 
 
 def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:

@@ -66,13 +66,13 @@ class Folder:
             if one.file == other.file and one.start + one.length > other.start:
                 raise UserError(f"{one.file}: two chunks of tensors share the bytes from {other.start} on")
 
-    def _entry(self, name: str, found: dict[str, Any], places: dict[Any, dict[str, Any]]) -> Entry:
-        dtype, shape = found["properties"].state[0], _whole_numbers(found["size"])
+    def _entry(self, name: str, state: dict[str, Any], places: dict[Any, dict[str, Any]]) -> Entry:
+        dtype, shape = state["properties"].state[0], _whole_numbers(state["size"])
         if not isinstance(dtype, torch.dtype) or not shape or not prod(shape):
             raise UserError(f"{self._path}: {shown(name)} of shape {list(shape)} is not a tensor of numbers")
         chunks = []
-        for state in (_state(chunk, "metadata.ChunkStorageMetadata") for chunk in found["chunks"]):
-            offsets, sizes = _whole_numbers(state["offsets"]), _whole_numbers(state["sizes"])
+        for chunk in (_state(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]):
+            offsets, sizes = _whole_numbers(chunk["offsets"]), _whole_numbers(chunk["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape) or (name, offsets) not in places:
                 raise UserError(f"{self._path}: {shown(name)}: nothing says where the chunk at {list(offsets)} lies")
             chunks.append(self._place(name, offsets, sizes, places[name, offsets], dtype))
@@ -141,14 +141,14 @@ def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...], dim: int = 0) -> bool
     return end == shape[dim] and all(_tile(slab, shape, dim + 1) for slab in slabs.values())
 
 
-def _is(found: Any, name: str) -> bool:
-    return isinstance(found, Record) and found.name == _MODULE + name and isinstance(found.state, dict)
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Record) and value.name == _MODULE + name and isinstance(value.state, dict)
 
 
-def _state(found: Any, name: str) -> dict[str, Any]:
-    if not _is(found, name):
+def _state(value: Any, name: str) -> dict[str, Any]:
+    if not _is(value, name):
         raise TypeError(f"no {name}")
-    state: dict[str, Any] = found.state
+    state: dict[str, Any] = value.state
     return state
 
 
