@@ -86,16 +86,13 @@ def start(path: Path) -> None:
 def write_slices(
     path: Path, writer: int, slices: Iterable[tuple[str, Slice]], contents: Iterator[Tensor] | None = None
 ) -> Written:
-    """Write some slices of logical tensors into the started checkpoint `path`.
+    """Write some slices of logical tensors into the started checkpoint `path`. Raises UserError if the disk refuses.
 
     Args:
         path: final folder of the checkpoint.
         writer: number that no other process of this save uses.
         slices: (`KIND/NAME`, slice) pairs, several for one name if need be; no element may be written twice.
         contents: their tensors, one at a time, if the slices have them on the meta device.
-
-    Raises:
-        UserError: if the disk refuses.
     """
     written = Written()
     with _saving(path):
@@ -122,13 +119,7 @@ def _batches(slices: Iterable[tuple[str, Slice]]) -> Iterator[list[tuple[str, Sl
 def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> None:
     """Write the index of what all writers wrote and give the checkpoint its name, which replaces one that has it.
 
-    Args:
-        path: final folder.
-        parts: what every writer returned.
-        facts: JSON-able facts of the run, stored as they are.
-
-    Raises:
-        UserError: if the disk refuses.
+    `facts` of the run are stored as they are. Raises UserError if the disk refuses.
     """
     index: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "tensors": {}, "files": {}}
     for part in parts:
@@ -171,11 +162,8 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 def tidy(folder: Path, step: int) -> list[Path]:
     """Make the checkpoint of `step` the newest: rename later ones, which are damaged or belong to a course that the run
-    has left, and delete what killed processes left half-written or half-deleted.
-
-    Returns:
-        The new names; nothing lists these checkpoints any more.
-    """
+    has left, and delete what killed processes left half-written or half-deleted. Returns the new names, which nothing
+    lists any more."""
     for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
         for rest in folder.glob(pattern):
             shutil.rmtree(rest, ignore_errors=True)
@@ -203,15 +191,9 @@ def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple
 
 
 def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
-    """Copy the slices that are asked for out of a checkpoint without damage, however it was cut.
+    """Fill slices, named `KIND/NAME`, out of a checkpoint without damage, however it was cut.
 
-    Args:
-        path: the checkpoint.
-        index: from `read_index`.
-        slices: (`KIND/NAME`, slice to fill) pairs.
-
-    Raises:
-        UserError: naming every tensor that is missing or has another shape, or a file that cannot be read.
+    Raises a UserError that names every tensor that is missing or has another shape, or a file that cannot be read.
     """
     require_fit(path, index, {name: part.shape for name, part in slices})
     by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}

@@ -25,16 +25,10 @@ CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", tor
 def write_safetensors(
     path: Path, described: Mapping[str, Tensor], contents: Iterable[Tensor], facts: Mapping[str, str] | None = None
 ) -> str:
-    """Write a file and wait until it is on the disk.
+    """Write a file, wait until it is on the disk, and return its SHA-256 in hexadecimal digits.
 
-    Args:
-        path: the file.
-        described: names, shapes and formats, if need be of tensors on the meta device.
-        contents: the tensors themselves, one at a time, in the same order.
-        facts: texts that go into the header.
-
-    Returns:
-        SHA-256 of the file, in hexadecimal digits.
+    `described` has names, shapes and formats, if need be of tensors on the meta device, `contents` the tensors
+    themselves, one at a time, in the same order; `facts` go into the header.
     """
     header: dict[str, object] = {"__metadata__": dict(facts)} if facts else {}
     end = 0

@@ -16,8 +16,7 @@ from pangu.topology.mesh import Mesh
 def damage(path: Path, mesh: Mesh) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files.
 
-    Raises:
-        UserError: on all ranks, if nothing is, but a newer version of pangu has written it.
+    Raises NewerFormatError on all ranks if a newer version of pangu has written it.
     """
     newer = None
     try:
@@ -41,19 +40,10 @@ def intact(path: Path, mesh: Mesh) -> Path:
 
 
 def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -> dict[str, Any]:
-    """Fill slices of logical tensors with the weights of a checkpoint, and take nothing else of it.
+    """Fill this rank's slices of a model with the weights of a checkpoint, take nothing else of it; returns its index.
 
-    Args:
-        path: the checkpoint.
-        mesh: its ranks hold all tensors of a model between them.
-        weights: names and slices to fill of this rank.
-
-    Returns:
-        The index of the checkpoint.
-
-    Raises:
-        UserError: on all ranks, if it is damaged, or naming every tensor that only one of the two has or whose shape
-            differs.
+    The ranks of `mesh` hold all tensors of the model between them. Raises UserError on all of them if the checkpoint is
+    damaged, or naming every tensor that only one of the two has or whose shape differs.
     """
     index = read_index(intact(path, mesh))
     slices = [(f"weight/{name}", part) for name, part in weights]

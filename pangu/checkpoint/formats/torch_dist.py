@@ -170,13 +170,9 @@ class Block:
 
 
 def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
-    """Write a folder by torch.distributed.checkpoint, block by block.
+    """Make a folder by torch.distributed.checkpoint, block by block; `contents` has the blocks in their order.
 
-    Args:
-        path: the folder, which is made.
-        blocks: all blocks of all tensors.
-        contents: the blocks, one at a time, in the same order.
-        objects: names of objects without tensors; each is written as `[None]`.
+    Each of `objects`, names of objects without tensors, is written as `[None]`.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
