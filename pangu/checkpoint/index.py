@@ -32,7 +32,7 @@ VERSION = 3
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
 """Formats of tensors -> their names in a file and the bytes of an element."""
 _FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
-_MOST_DIMS = 8
+MOST_DIMS = 8
 """Dimensions of a tensor; the corners of a piece double with each."""
 
 
@@ -196,7 +196,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_sizes(value: Any) -> bool:
     """Whether a value is a shape or a place."""
-    return isinstance(value, list) and len(value) <= _MOST_DIMS and all(map(_is_count, value))
+    return isinstance(value, list) and len(value) <= MOST_DIMS and all(map(_is_count, value))
 
 
 def _matches(value: Any, pattern: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats.pickles import Record, load_item, read_records
+from pangu.checkpoint.index import MOST_DIMS, cover
 from pangu.config.errors import UserError, reading, shown
 
 _MODULE = "torch.distributed.checkpoint."
@@ -45,9 +46,9 @@ class Entry:
 
 
 class Folder:
-    """The tensors of a folder whose names are wanted. Raises UserError if they cannot be read as a whole."""
+    """The tensors of a folder that are weights. Raises UserError if they cannot be read as a whole."""
 
-    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, path: Path, is_weight: Callable[[str], bool]) -> None:
         self._path = path / ".metadata"
         rule = "is not the metadata of torch.distributed.checkpoint"
         with reading(self._path, LookupError, TypeError, ValueError, AttributeError, OverflowError, rule=rule):
@@ -59,7 +60,7 @@ class Folder:
             self.entries = {
                 name: self._entry(name, found.state, places)
                 for name, found in metadata["state_dict_metadata"].items()
-                if wanted(name) and _is(found, "metadata.TensorStorageMetadata")
+                if is_weight(name) and _is(found, "metadata.TensorStorageMetadata")
             }
         chunks = sorted((chunk for entry in self.entries.values() for chunk in entry.chunks), key=_place_of)
         for one, other in pairwise(chunks):
@@ -68,7 +69,7 @@ class Folder:
 
     def _entry(self, name: str, state: dict[str, Any], places: dict[Any, dict[str, Any]]) -> Entry:
         dtype, shape = state["properties"].state[0], _whole_numbers(state["size"])
-        if not isinstance(dtype, torch.dtype) or not shape or not prod(shape):
+        if not isinstance(dtype, torch.dtype) or not 0 < len(shape) <= MOST_DIMS or not prod(shape):
             raise UserError(f"{self._path}: {shown(name)} of shape {list(shape)} is not a tensor of numbers")
         chunks = []
         for chunk in (_state(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]):
@@ -76,7 +77,7 @@ class Folder:
             if len(offsets) != len(shape) or len(sizes) != len(shape) or (name, offsets) not in places:
                 raise UserError(f"{self._path}: {shown(name)}: nothing says where the chunk at {list(offsets)} lies")
             chunks.append(self._place(name, offsets, sizes, places[name, offsets], dtype))
-        if not _tile(chunks, shape):
+        if not cover(list(shape), [{"offsets": list(c.offsets), "shape": list(c.sizes)} for c in chunks]):
             raise UserError(f"{self._path}: {shown(name)}: its chunks do not make the whole tensor {list(shape)}")
         return Entry(dtype, shape, chunks)
 
@@ -125,20 +126,6 @@ class Folder:
 
 def _place_of(chunk: Chunk) -> tuple[Path, int]:
     return chunk.file, chunk.start
-
-
-def _tile(chunks: Sequence[Chunk], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Do chunks make the dimensions of a tensor from `dim` on, each element once? They must lie as a grid does: in
-    slabs along one dimension, each cut along the next."""
-    if dim == len(shape):
-        return len(chunks) == 1
-    slabs: dict[tuple[int, int], list[Chunk]] = {}
-    for chunk in chunks:
-        slabs.setdefault((chunk.offsets[dim], chunk.sizes[dim]), []).append(chunk)
-    end = 0
-    for start, size in sorted(slabs):
-        end = end + size if start == end else -1
-    return end == shape[dim] and all(_tile(slab, shape, dim + 1) for slab in slabs.values())
 
 
 def _is(value: Any, name: str) -> bool:
