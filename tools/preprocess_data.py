@@ -36,7 +36,7 @@ class Encoded:
     """One document as a worker returns it."""
 
     ids: NDArray[np.int32]
-    held_out: bool
+    validation: bool
     num_bytes: int
 
 
@@ -98,7 +98,7 @@ def preprocess(options: argparse.Namespace) -> None:
         task = progress.add_task("Encoding documents", total=None)
         for documents in parallel_map(encode, batches, options.workers):
             for document in documents:
-                writers[document.held_out].add(document.ids)
+                writers[document.validation].add(document.ids)
                 num_bytes += document.num_bytes
             progress.advance(task, len(documents))
         _check_filled(options, writers)
@@ -116,7 +116,7 @@ def encode_documents(config: TokenizerConfig, eod: int | None, holdout: float, d
     return [
         Encoded(
             ids=np.array([*tokenizer.encode(document), *end], dtype=np.int32),
-            held_out=random_key("held out", document) < holdout * 2**64,
+            validation=random_key("held out", document) < holdout * 2**64,
             num_bytes=len(document.encode()),
         )
         for document in documents

@@ -220,7 +220,7 @@ def _files(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.weights", data.weights, rule, "null: in proportion to their tokens")
 
 
-def _held_out(config: RunConfig) -> Iterator[Problem]:
+def _validation(config: RunConfig) -> Iterator[Problem]:
     data, every = config.data, config.validation.every
     without = isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation)
     if every and not config.dry_run and without:
@@ -297,7 +297,7 @@ _RULES: tuple[Rule, ...] = (
     _packing,
     _vocabulary,
     _files,
-    _held_out,
+    _validation,
     _sample,
     _checkpoint,
     _stop_after,

@@ -156,7 +156,7 @@ def docstrings(source: str) -> str:
     return "\n\n".join(filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, documented))))
 
 
-def held_out(sources: list[Source], fraction: float) -> set[str]:
+def validation_split(sources: list[Source], fraction: float) -> set[str]:
     """Names of the held-out files: those whose hash is below `fraction`, but at least one and never all."""
     hashes = sorted((random_key("held out", source.name) / 2**64, source.name) for source in sources)
     count = sum(value < fraction for value, _ in hashes)
@@ -204,7 +204,7 @@ def _write_documents(
     paths: StdlibPaths, sources: list[Source], validation_fraction: float, vocab: int, progress: Progress
 ) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(paths.tokenizer))
-    names = held_out(sources, validation_fraction)
+    names = validation_split(sources, validation_fraction)
     parts = [
         (paths.train, [source for source in sources if source.name not in names]),
         (paths.validation, [source for source in sources if source.name in names]),

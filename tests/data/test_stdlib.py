@@ -20,7 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.data import stdlib
 from pangu.data.indexed import open_indexed
-from pangu.data.stdlib import Source, StdlibPaths, held_out, is_prepared, prepare_stdlib
+from pangu.data.stdlib import Source, StdlibPaths, is_prepared, prepare_stdlib, validation_split
 from pangu.data.tokenizers import load_tokenizer
 from tests.data.conftest import library_files
 from tests.library import FRACTION, PACKING, VOCAB
@@ -101,12 +101,12 @@ def test_small_library(small_library: Path, tmp_path: Path) -> None:
 @given(names=st.sets(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=50), fraction=st.floats(0, 1))
 def test_held_out_is_a_matter_of_the_name(names: set[str], fraction: float) -> None:
     sources = [Source(name, ("text",)) for name in sorted(names)]
-    chosen = held_out(sources, fraction)
+    chosen = validation_split(sources, fraction)
     assert chosen < names
     assert chosen
-    assert held_out(sources[::-1], fraction) == chosen
-    assert chosen <= held_out(sources, min(1.0, fraction + 0.2))
-    less = held_out(sources[1:], fraction) if len(sources) > 2 else chosen
+    assert validation_split(sources[::-1], fraction) == chosen
+    assert chosen <= validation_split(sources, min(1.0, fraction + 0.2))
+    less = validation_split(sources[1:], fraction) if len(sources) > 2 else chosen
     assert len(less ^ chosen) <= 2  # at the bounds one may come in for one that goes
 
 
