@@ -1,4 +1,4 @@
-"""Algorithms to a collective with the same result."""
+"""The algorithms of a collective, which give the same result, and a trial of each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pangu.collectives.reduce import Handle, start_all_gather, start_reduce_scatter
+from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.topology.mesh import Algorithms
 
 
@@ -32,29 +31,23 @@ def gather_algorithms(group: dist.ProcessGroup) -> list[str]:
 def scatter_algorithms(group: dist.ProcessGroup) -> list[str]:
     """Algorithms to reduce and scatter, the preferred one first. All add up in the order of the ranks: where an element
     stands in a message must not change its sum. gloo's own adds up in that of its ring; for two ranks that is the same.
-    An accelerator's backend is left its own."""
+    """
     if dist.get_backend(group) != "gloo":
         return ["own"]
     return ["exchange", "own"] if dist.get_world_size(group) == 2 else ["exchange"]
 
 
-def gather_trial(message: CollectiveShape, way: str) -> Callable[[], object]:
+def gather_trial(shape: CollectiveShape, algorithm: str) -> Callable[[], object]:
     """Gathers once, on a CPU."""
-    whole, part = _whole_and_part(message)
-    return lambda: _completed(start_all_gather(whole, part, message.group, Algorithms(gather=way)))
+    whole, part = torch.zeros(shape.numel, dtype=shape.dtype), _part(shape)
+    return lambda: start_all_gather(whole, part, shape.group, Algorithms(gather=algorithm)).wait()
 
 
-def scatter_trial(message: CollectiveShape, way: str) -> Callable[[], object]:
+def scatter_trial(shape: CollectiveShape, algorithm: str) -> Callable[[], object]:
     """Reduces and scatters once, on a CPU."""
-    whole, part = _whole_and_part(message)
-    return lambda: _completed(start_reduce_scatter(part, whole, message.group, Algorithms(scatter=way)))
+    whole, part = torch.zeros(shape.numel, dtype=shape.dtype), _part(shape)
+    return lambda: start_reduce_scatter(part, whole, shape.group, Algorithms(scatter=algorithm)).wait()
 
 
-def _whole_and_part(message: CollectiveShape) -> tuple[Tensor, Tensor]:
-    ranks = dist.get_world_size(message.group)
-    return torch.zeros(message.numel, dtype=message.dtype), torch.zeros(message.numel // ranks, dtype=message.dtype)
-
-
-def _completed(work: Handle | None) -> None:
-    assert work is not None
-    work.wait()
+def _part(shape: CollectiveShape) -> torch.Tensor:
+    return torch.zeros(shape.numel // dist.get_world_size(shape.group), dtype=shape.dtype)

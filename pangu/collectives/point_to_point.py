@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -14,38 +14,37 @@ from torch import Tensor
 from pangu.topology.mesh import Mesh
 
 
-class _Watched:
+class _WatchedSend:
     """A gloo send. It is never known as completed before somebody waits for it: a thread of its own does."""
 
     def __init__(self, work: dist.Work) -> None:
-        self._left: Future[None] = Future()
+        self._result: Future[None] = Future()
         Thread(target=self._watch, args=(work,), daemon=True).start()
 
     def _watch(self, work: dist.Work) -> None:
         try:
             work.wait()
+            self._result.set_result(None)
         except RuntimeError as error:
-            self._left.set_exception(error)
-        else:
-            self._left.set_result(None)
+            self._result.set_exception(error)
 
     def is_completed(self) -> bool:
-        return self._left.done()
+        return self._result.done()
 
     def wait(self) -> None:
-        self._left.result()
+        self._result.result()
 
 
 @dataclass(frozen=True)
-class Message:
-    """Tensors on their way. They must stay alive, and must not be changed, until the message is done."""
+class Transfer:
+    """Tensors on their way. They must stay alive, and must not be changed, until it is done."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[dist.Work | _Watched, ...]
+    works: tuple[dist.Work | _WatchedSend, ...]
 
     @property
     def is_done(self) -> bool:
-        """True if what was sent has left, and waiting would not take time."""
+        """True if waiting would not take time."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -64,13 +63,8 @@ class Channels:
     """
 
     def __init__(self, mesh: Mesh, channels: Sequence[tuple[str, int, int]]) -> None:
-        """
-        Args:
-            mesh: whose pipeline axis is used.
-            channels: (kind of message, from stage, to stage) of all messages, in the same order on every stage.
-        """
-        self._stage = mesh.at.pipeline
-        self._device = mesh.device
+        """`channels`: (kind of message, from stage, to stage) of all messages, in the same order on every stage."""
+        self._stage, self._device = mesh.at.pipeline, mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         directions = dict.fromkeys((kind, target > source) for kind, source, target in channels)
         self._groups = {direction: mesh.new_group(ranks) for direction in directions}
@@ -82,19 +76,16 @@ class Channels:
             if self._stage == target:
                 self.receive(kind, [(1,)], torch.float32, source).wait()
 
-    def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Message:
+    def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Transfer:
         """Begin to send tensors to stage `peer`."""
         group = self._groups[kind, peer > self._stage]
-        kept = tuple(tensor.contiguous() for tensor in tensors)
-        works = _begun(dist.isend(tensor, group=group, group_dst=peer) for tensor in kept)
-        return Message(kept, tuple(map(_Watched, works)) if dist.get_backend(group) == "gloo" else works)
+        dense = tuple(tensor.contiguous() for tensor in tensors)
+        works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=peer)) is not None]
+        return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
 
-    def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Message:
+    def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
         """Begin to receive tensors of the given shapes from stage `peer`."""
         group = self._groups[kind, peer < self._stage]
-        kept = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        return Message(kept, _begun(dist.irecv(tensor, group=group, group_src=peer) for tensor in kept))
-
-
-def _begun(works: Iterable[dist.Work | None]) -> tuple[dist.Work, ...]:
-    return tuple(work for work in works if work is not None)
+        empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=peer)) is not None]
+        return Transfer(empty, tuple(works))

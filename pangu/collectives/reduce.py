@@ -20,39 +20,32 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.R
     return tensor
 
 
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Begin to sum `tensor` in place over `group`; it holds the sum after `wait()` on the result."""
-    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
-
-
 class Handle(Protocol):
-    """Something that a collective is still filling; complete after `wait()`."""
+    """A collective or copy that is under way."""
 
     def wait(self) -> Any:
         """Block until it is complete; on a GPU, let the current stream do so."""
 
 
-@dataclass
-class _Exchanged:
-    """The ranks' parts of this rank's share, on their way, and what to do once they are here."""
+@dataclass(frozen=True)
+class Completion:
+    """A handle whose waiting is a function."""
 
-    work: dist.Work
-    finish: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.finish()
+    wait: Callable[[], Any] = lambda: None
 
 
-def start_all_gather(
-    whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
-) -> Handle | None:
-    """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view; valid after `wait()`.
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Handle:
+    """Begin to sum `tensor` in place over `group`."""
+    return Completion() if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
-    gloo's own way goes round a ring; to exchange takes one step and a copy of the part for each rank.
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
+    """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view.
+
+    gloo's own algorithm goes round a ring; to exchange takes one step and a copy of the part for each rank.
     """
     if group is None:
-        return None
+        return Completion()
     if algorithms.gather == "exchange":
         copies = part.expand(dist.get_world_size(group), -1).contiguous()
         return dist.all_to_all_single(whole, copies.view(-1), group=group, async_op=True)
@@ -61,44 +54,42 @@ def start_all_gather(
 
 def start_reduce_scatter(
     part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
-) -> Handle | None:
+) -> Handle:
     """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
-    it; valid after `wait()`.
+    it.
 
-    gloo's own way reduces everything everywhere. Parts that are exchanged are added here, in the order of the ranks,
-    which gives the same sum wherever an element stands in a message.
+    gloo's own algorithm reduces everything everywhere. Parts that are exchanged are added here, in the order of the
+    ranks, which gives the same sum wherever an element stands in a message.
     """
     if group is None:
-        return None
+        return Completion()
     if algorithms.scatter == "own":
         return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
     received = torch.empty_like(whole)
-    work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+    exchange = dist.all_to_all_single(received, whole, group=group, async_op=True)
 
     def add() -> None:
+        exchange.wait()
         first, *others = received.chunk(dist.get_world_size(group))
         for other in others:
             first.add_(other)
         part.copy_(first)
 
-    return _Exchanged(work, add)
+    return Completion(add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle | None:
+def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
     """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
     if group is None or algorithms.scatter == "own" or dist.get_world_size(group) == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
     part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
     scattered = start_reduce_scatter(part, whole, group, algorithms)
-    assert isinstance(scattered, _Exchanged)
 
     def join() -> None:
-        scattered.finish()
-        gathered = start_all_gather(whole, part, group, algorithms)
-        assert gathered is not None
-        gathered.wait()
+        scattered.wait()
+        start_all_gather(whole, part, group, algorithms).wait()
 
-    return _Exchanged(scattered.work, join)
+    return Completion(join)
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:

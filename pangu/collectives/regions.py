@@ -6,6 +6,7 @@ functions are the identity on a region of one rank. Sequences lie along dimensio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,46 +43,45 @@ class TensorRegion(TensorRank):
         return x.chunk(self.size)[self.rank] if self.slices_sequence else x
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A tensor that a collective is still filling."""
+def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
+    """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; `x` itself without sequence parallelism.
 
-    tensor: Tensor
-    work: Handle | None
-    """None: the tensor is complete."""
-
-    def wait(self) -> Tensor:
-        """The complete tensor."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
-
-
-def start_gather(x: Tensor, region: TensorRegion) -> Pending:
-    """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; `x` itself without sequence parallelism."""
+    Returns a function that waits for the result.
+    """
     if not region.slices_sequence:
-        return Pending(x, None)
+        return lambda: x
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
-    return Pending(whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.algorithms))
+    handle = start_all_gather(whole.view(-1), x.contiguous().view(-1), region.group, region.algorithms)
+    return _result(whole, handle)
 
 
-def start_sum(x: Tensor, region: TensorRegion) -> Pending:
+def start_sum(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
     """Begin to sum a contiguous [sequence, ...] over the ranks: in place, or, under sequence parallelism, only this
-    rank's slice [sequence / size, ...] of the sum."""
+    rank's slice [sequence / size, ...] of the sum. Returns a function that waits for the result."""
     if not region.slices_sequence:
-        return Pending(x, start_all_reduce(x, region.group))
-    part = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
-    return Pending(part, start_reduce_scatter(part.view(-1), x.view(-1), region.group, region.algorithms))
+        handle, total = start_all_reduce(x, region.group), x
+    else:
+        total = x.new_empty((x.shape[0] // region.size, *x.shape[1:]))
+        handle = start_reduce_scatter(total.view(-1), x.view(-1), region.group, region.algorithms)
+    return _result(total, handle)
+
+
+def _result(tensor: Tensor, handle: Handle) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        handle.wait()
+        return tensor
+
+    return wait
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:
     """The gathered sequence, or, without sequence parallelism, a view (a function's result is not its input)."""
-    return start_gather(x, region).wait() if region.slices_sequence else x.view_as(x)
+    return start_gather(x, region)() if region.slices_sequence else x.view_as(x)
 
 
 def _sum(x: Tensor, region: TensorRegion) -> Tensor:
     x = x.contiguous()
-    return start_sum(x if region.slices_sequence else x.clone(), region).wait()
+    return start_sum(x if region.slices_sequence else x.clone(), region)()
 
 
 class _Enter(Function):

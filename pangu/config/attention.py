@@ -30,8 +30,6 @@ class Abilities:
 ABILITIES = {
     "reference": Abilities(scores=True),
     "sdpa": Abilities(),
-    "blocked_backward": Abilities(("cpu",), dropout=False, positions=("learned", "rope")),
-    "blocked": Abilities(("cpu",), dropout=False, positions=("learned", "rope")),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
     "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),
     "flash_attn": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi")),

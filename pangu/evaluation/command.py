@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pangu.config.errors import UserError
-from pangu.layers.formats import DTYPES
+from pangu.layers.builder import DTYPES
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Multi-head attention (Vaswani et al. 2017, section 3.2) between the projections."""
+"""Multi-head attention (Vaswani et al. 2017, section 3.2) between the projections, and its KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pangu.layers.recompute import checkpointed
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ / sqrt(head size) + bias) v, by the kernel of the pass. Has no parameters.
+    """softmax(q kᵀ / sqrt(head size) + bias) v, by the kernel of a forward. Has no parameters.
 
     Heads are independent, so a tensor-parallel rank computes its own ones and nothing is communicated.
     """
@@ -28,21 +28,15 @@ class AttentionCore(nn.Module):
             residual_scores: return the scores, for the layer above.
         """
         super().__init__()
-        self.recompute = recompute
-        self.residual_scores = residual_scores
+        self.recompute, self.residual_scores = recompute, residual_scores
         shared = 1 if build.region.size > 1 else None
         self.dropout = Dropout(build, dropout_probability, "probabilities", batch_dim=0, shared_dim=shared)
 
     def forward(
-        self, heads: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
+        self, qkv: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Arguments and results as of `Kernel`; scores are returned only if they are passed on."""
-        return checkpointed(self._compute, heads, kernel, keys, below, on=self.recompute)
-
-    def _compute(
-        self, heads: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        output, scores = kernel(heads, self.dropout, keys, below)
+        output, scores = checkpointed(kernel, qkv, self.dropout, keys, below, on=self.recompute)
         assert scores is not None or not self.residual_scores
         return output, scores if self.residual_scores else None
 
@@ -55,3 +49,28 @@ def split_heads(x: Tensor, size: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """[batch, heads, sequence, size] -> [sequence, batch, heads x size]."""
     return x.permute(2, 0, 1, 3).flatten(2)
+
+
+class KVCache:
+    """Keys and values of the tokens of one micro-batch so far, by attention layer."""
+
+    def __init__(self, room: int) -> None:
+        """`room`: most tokens of a sequence."""
+        self._room = room
+        self._layers: dict[nn.Module, list[Tensor]] = {}
+        """Keys and values [batch, heads, room, head size]."""
+
+    def append(self, layer: nn.Module, qkv: QKV, first: int) -> QKV:
+        """Keep the keys and values of the tokens from place `first` on; what was kept from there on is replaced.
+
+        Returns:
+            Their queries, with the keys and values of all tokens up to the last of them.
+        """
+        batch, heads, length, size = qkv.key.shape
+        if layer not in self._layers:
+            self._layers[layer] = [x.new_empty(batch, heads, self._room, size) for x in (qkv.key, qkv.value)]
+        cached = self._layers[layer]
+        for memory, x in zip(cached, (qkv.key, qkv.value), strict=True):
+            memory[:, :, first : first + length] = x
+        key, value = (memory[:, :, : first + length] for memory in cached)
+        return QKV(qkv.query, key, value)

@@ -17,7 +17,7 @@ from pangu.layers.builder import Builder
 
 @dataclass(frozen=True)
 class Bias:
-    """The bias of one pass over a micro-batch, shared by all layers."""
+    """The bias of one forward over a micro-batch, shared by all layers."""
 
     by_distance: Tensor
     """[sequence, heads / ranks], what is added to the score of a key so many tokens back; fp32 (fp64 in fp64)."""
@@ -31,8 +31,8 @@ class Bias:
         distances = (places[first:, None] - places).abs()
         return F.embedding(distances, self.by_distance).permute(2, 0, 1)
 
-    def added(self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """One score and its bias: FlexAttention's `score_mod`."""
+    def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """One score and its bias: as FlexAttention calls it."""
         return score + self.by_distance[(query - key).abs(), head]
 
 

@@ -1,7 +1,7 @@
 """Makes parameters: a module names one, and the placement table knows its shape.
 
-Models are built on the meta device, where nothing takes memory; the units of `pangu.zero` give the parameters their
-storage and their first values afterwards.
+Models are built on the meta device, where nothing takes memory; the flat parameters of `pangu.zero` give the parameters
+their storage and their first values afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pangu.collectives.regions import TensorRegion
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.topology.placement import Placement, PlacementTable
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""By the values of `precision.compute`."""
+
 
 @dataclass(frozen=True)
 class Builder:
@@ -24,8 +27,8 @@ class Builder:
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
     """The ranks that share the matrices. Layers read it; models only pass it on."""
-    weight_gradients: WeightGradientStore | None = None
-    """Where backward may put the gradients of matrices aside."""
+    store: WeightGradientStore | None = None
+    """Takes the gradients of matrices while it is open."""
 
     def at(self, name: object) -> Builder:
         """The same table, one step further down."""
@@ -39,7 +42,7 @@ class Builder:
         """The same; None if the table has none."""
         return self.parameter(name) if self._below(name) in self.table.shapes else None
 
-    def held(self, name: str) -> list[Placement]:
+    def placements(self, name: str) -> list[Placement]:
         """The logical tensors that a parameter holds."""
         return self.table.stored_in(self._below(name))
 

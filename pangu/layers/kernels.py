@@ -1,7 +1,4 @@
-"""The attention kernels, and the choice among them.
-
-A kernel is made for one pass over a micro-batch, from the mask and the bias, and called by every layer.
-"""
+"""The attention kernels, and the choice among them."""
 
 from __future__ import annotations
 
@@ -22,13 +19,12 @@ from pangu.config.attention import obstacles
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.layers.biases import Bias
-from pangu.layers.blocked import blocked_attention
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.masks import AttentionMask
 
 
 class QKV(NamedTuple):
-    """What a layer attends with."""
+    """Queries, keys and values of a layer."""
 
     query: Tensor
     """[batch, heads, sequence, head size]."""
@@ -39,21 +35,21 @@ class QKV(NamedTuple):
     """As `key`."""
 
     @property
-    def grouped(self) -> bool:
+    def is_grouped(self) -> bool:
         """True if several query heads share a key head."""
         return self.query.shape[1] != self.key.shape[1]
 
     def ungrouped(self) -> QKV:
         """The same with keys and values repeated, so that every query head has its own."""
-        if not self.grouped:
-            return self
         repeats = self.query.shape[1] // self.key.shape[1]
-        return QKV(self.query, *(part.repeat_interleave(repeats, dim=1) for part in (self.key, self.value)))
+        if repeats == 1:
+            return self
+        return QKV(self.query, *(x.repeat_interleave(repeats, dim=1) for x in (self.key, self.value)))
 
 
 @dataclass(frozen=True)
 class MaskAndBias:
-    """What the scores of one pass over a micro-batch are subject to."""
+    """The mask and the bias of the scores of one forward."""
 
     mask: AttentionMask
     bias: Bias | None
@@ -63,30 +59,31 @@ class MaskAndBias:
     """Format of queries, keys and values."""
     device: torch.device
     first: int = 0
-    """Place of the first query in the sequence. Above 0, the keys before it come from a cache."""
+    """Place of the first query in the sequence. Above 0, the keys before it come from a KV cache."""
 
-    def allowed(self) -> Tensor:
+    def dense_mask(self) -> Tensor:
         """bool [batch or 1, 1, queries, sequence]: what the mask allows."""
-        return self.mask.allowed(self.length, self.device, self.first)
+        return self.mask.dense(self.length, self.device, self.first)
 
-    def added(self, dtype: torch.dtype) -> Tensor:
+    def dense_bias(self, dtype: torch.dtype) -> Tensor:
         """[batch or 1, heads / ranks or 1, queries, sequence]: the bias, and -inf where the mask forbids."""
         bias = torch.zeros((), device=self.device) if self.bias is None else self.bias.dense(self.first)
-        return torch.where(self.allowed(), bias.to(dtype), -math.inf)
+        return torch.where(self.dense_mask(), bias.to(dtype), -math.inf)
 
 
 class Kernel(Protocol):
-    """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows."""
+    """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows. Made for one forward over a
+    micro-batch, called by every layer."""
 
-    def __init__(self, terms: MaskAndBias) -> None:
+    def __init__(self, given: MaskAndBias) -> None:
         """Compute what all layers share."""
 
     def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            heads: queries, keys and values.
+            qkv: queries, keys and values.
             dropout: of the probabilities.
             keys: of its masks; None drops nothing.
             below: [batch, heads, queries, keys], scores of the layer below, which are added; None: nothing. Only
@@ -100,66 +97,43 @@ class Kernel(Protocol):
 class Reference:
     """Explicit scores and a softmax in fp32 (fp64 in fp64)."""
 
-    def __init__(self, terms: MaskAndBias) -> None:
-        self.added = terms.added(torch.promote_types(terms.dtype, torch.float32))
+    def __init__(self, given: MaskAndBias) -> None:
+        self.bias = given.dense_bias(torch.promote_types(given.dtype, torch.float32))
 
     def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = heads.ungrouped()
+        query, key, value = qkv.ungrouped()
         scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]))
         if below is not None:
             scores = scores + below
-        probabilities = (scores + self.added).softmax(-1).to(query.dtype)
+        probabilities = (scores + self.bias).softmax(-1).to(query.dtype)
         return dropout(probabilities, keys) @ value, scores
 
 
 class Sdpa:
     """torch's scaled_dot_product_attention."""
 
-    def __init__(self, terms: MaskAndBias) -> None:
+    def __init__(self, given: MaskAndBias) -> None:
         self.mask: Tensor | None = None
-        if terms.bias is not None:
-            self.mask = terms.added(terms.dtype)
-        elif terms.first or not terms.mask.is_plain_causal:
-            self.mask = terms.allowed()
+        if given.bias is not None:
+            self.mask = given.dense_bias(given.dtype)
+        elif given.first or not given.mask.is_plain_causal:
+            self.mask = given.dense_mask()
 
     def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         # with a mask, no fused kernel reads grouped heads as they are
-        parts = heads if self.mask is None else heads.ungrouped()
+        parts = qkv if self.mask is None else qkv.ungrouped()
         output = F.scaled_dot_product_attention(
             *parts,
             attn_mask=self.mask,
             dropout_p=dropout.in_kernel(keys),
             is_causal=self.mask is None,
-            enable_gqa=parts.grouped,
+            enable_gqa=parts.is_grouped,
         )
         return output, None
-
-
-class Blocked:
-    """Blocks of queries, on a CPU (see `pangu.layers.blocked`)."""
-
-    fused_forward = False
-
-    def __init__(self, terms: MaskAndBias) -> None:
-        self.causal = terms.mask.is_plain_causal
-        self.forbidden = ~terms.allowed()
-
-    def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return blocked_attention(
-            *heads.ungrouped(), self.forbidden, causal=self.causal, fused_forward=self.fused_forward
-        ), None
-
-
-class BlockedBackward(Blocked):
-    """torch's fused kernel forward and blocks of queries backward, on a CPU."""
-
-    fused_forward = True
 
 
 class Flex:
@@ -168,17 +142,17 @@ class Flex:
     It cannot drop probabilities, and on a CPU it has no backward pass.
     """
 
-    def __init__(self, terms: MaskAndBias) -> None:
-        mask, length = terms.mask, terms.length
+    def __init__(self, given: MaskAndBias) -> None:
+        mask, length = given.mask, given.length
         rows = None if mask.documents is None else mask.documents.shape[0]
-        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
-        self.score = None if terms.bias is None else terms.bias.added
-        self.compute = _flex(compiled=terms.device.type != "cpu")
+        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, given.device)
+        self.score = None if given.bias is None else given.bias.score_mod
+        self.compute = _flex(compiled=given.device.type != "cpu")
 
     def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.compute(*heads, self.score, self.blocks, enable_gqa=heads.grouped), None
+        return self.compute(*qkv, self.score, self.blocks, enable_gqa=qkv.is_grouped), None
 
 
 @functools.cache
@@ -192,15 +166,15 @@ def _flex(compiled: bool) -> Callable[..., Any]:
 class FlashAttn:
     """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of their own lengths."""
 
-    def __init__(self, terms: MaskAndBias) -> None:
+    def __init__(self, given: MaskAndBias) -> None:
         self.package = _flash_attn()
-        self.segments = terms.mask.segments()
+        self.segments = given.mask.segments()
         # keys to the left and to the right of a query; -1: all
-        self.window = (-1, -1) if terms.mask.window is None else (terms.mask.window - 1, 0)
-        self.slopes = None if terms.bias is None else terms.bias.slopes
+        self.window = (-1, -1) if given.mask.window is None else (given.mask.window - 1, 0)
+        self.slopes = None if given.bias is None else given.bias.slopes
 
     def __call__(
-        self, heads: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         options = {
             "dropout_p": dropout.in_kernel(keys),
@@ -209,7 +183,7 @@ class FlashAttn:
             "alibi_slopes": self.slopes,
         }
         # the package wants [batch, sequence, heads, head size]
-        parts = [part.transpose(1, 2) for part in heads]
+        parts = [part.transpose(1, 2) for part in qkv]
         if self.segments is None:
             return self.package.flash_attn_func(*parts, **options).transpose(1, 2), None
         bounds, longest = self.segments
@@ -230,8 +204,6 @@ def _flash_attn() -> ModuleType:
 KERNELS: dict[str, type[Kernel]] = {
     "reference": Reference,
     "sdpa": Sdpa,
-    "blocked_backward": BlockedBackward,
-    "blocked": Blocked,
     "flex": Flex,
     "flash_attn": FlashAttn,
 }
@@ -258,8 +230,8 @@ def attention_kernels(model: ModelConfig, precision: str, device: torch.device) 
         if model.attention == "flash_attn":
             _flash_attn()
         return [model.attention]
-    order = ["sdpa", "blocked_backward", "blocked", "reference"]
-    if model.attention_dropout > 0:
-        order = ["reference"] if device.type == "cpu" else ["sdpa", "reference"]
+    order = ["sdpa", "reference"]
+    if model.attention_dropout > 0 and device.type == "cpu":
+        order = ["reference"]
     able = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
     return able[:1] if model.attention_dropout > 0 else able

@@ -9,7 +9,7 @@ On a region of one rank they are the ordinary layers. On two ranks, y = x Wᵀ w
 [9, 12, 14, 7]
 
 Column parallel: every rank takes the whole x and has some of the outputs. It is the columns of A in Y = XA that are cut
-(Shoeybi et al. 2019), hence the rows of W. Nothing is sent in forward.
+(Shoeybi et al. 2019, section 3), hence the rows of W. Nothing is sent in forward.
 
 >>> [(x @ rows.t()).tolist() for rows in W.chunk(2, dim=0)]
 [[9, 12], [14, 7]]
@@ -32,52 +32,48 @@ from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
 
 
-class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b with the *outputs* dealt to the ranks (Shoeybi et al. 2019, section 3), for one or several logical
-    projections of the same input computed in one product.
+class _Parallel(nn.Module):
+    """A matrix, with its bias if the table has one, that the tensor-parallel ranks share along `dim`."""
 
-    In the paper's Y = XA it is A's columns that are cut; A is stored transposed, so here it is the rows of W.
-    """
-
-    def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
+    def __init__(self, build: Builder, name: str, dim: int) -> None:
         """
         Args:
             build: stands at the parent of this layer.
             name: attribute of the parent that holds this layer.
-            from_table: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every rank
-                looks its input up, and the parts of the table's gradient are summed once per step.
+            dim: dimension of the matrix that the ranks must divide.
         """
         super().__init__()
-        projections = build.held(f"{name}.weight")
-        assert all(projection.shape[0] % build.region.size == 0 for projection in projections), projections
+        self.placements = build.placements(f"{name}.weight")
+        assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
+        self.region, self.store = build.region, build.store
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
+
+
+class ColumnParallelLinear(_Parallel):
+    """y = x Wᵀ + b with the *outputs* dealt to the ranks, for one or several logical projections of the same input."""
+
+    def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
+        """`from_table`: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every
+        rank looks its input up, and the parts of the table's gradient are summed once per step."""
+        super().__init__(build, name, dim=0)
         self.region = TensorRegion() if from_table else build.region
-        self.weight_gradients = build.weight_gradients
-        self.widths = [projection.local_shape[0] for projection in projections]
+        self.widths = [placement.local_shape[0] for placement in self.placements]
         """Of each projection in the result."""
-        self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
-        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.weight_gradients)
+        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Parallel):
     """y = x Wᵀ + b with the *inputs* dealt to the ranks; the partial sums are added up, the bias once, afterwards."""
 
     def __init__(self, build: Builder, name: str) -> None:
-        """Arguments as for `ColumnParallelLinear`; the ranks must divide the inputs."""
-        super().__init__()
-        (matrix,) = build.held(f"{name}.weight")
-        assert matrix.shape[1] % build.region.size == 0, matrix
-        self.region = build.region
-        self.weight_gradients = build.weight_gradients
-        self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.optional(f"{name}.bias")
+        super().__init__(build, name, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
-        return row_parallel_matmul(x, self.weight, self.bias, self.region, self.weight_gradients)
+        return row_parallel_matmul(x, self.weight, self.bias, self.region, self.store)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -87,34 +83,27 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(self, build: Builder, name: str) -> None:
-        """Arguments as for `ColumnParallelLinear`."""
         super().__init__()
-        (table,) = build.held(f"{name}.weight")
-        self.region = build.region
-        self.weight_gradients = build.weight_gradients
-        self.rows = table.shape[0]
+        (table,) = build.placements(f"{name}.weight")
+        self.region, self.store, self.rows = build.region, build.store, table.shape[0]
         self.weight = build.parameter(f"{name}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [sequence, batch] -> [sequence (/ ranks with sequence parallelism), batch, width]."""
         if self.region.size == 1:
-            return lookup(ids, self.weight, self.weight_gradients)
+            return lookup(ids, self.weight, self.store)
         start, stop = self.region.bounds(self.rows)
         elsewhere = (ids < start) | (ids >= stop)
-        found = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.weight_gradients)
-        return leave(found.masked_fill(elsewhere[..., None], 0.0), self.region)
+        vectors = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.store)
+        return leave(vectors.masked_fill(elsewhere[..., None], 0.0), self.region)
 
 
 class PositionEmbedding(nn.Module):
     """A table of position vectors, held whole by every rank."""
 
     def __init__(self, build: Builder, name: str, whole: bool = False) -> None:
-        """
-        Args:
-            build, name: as for `ColumnParallelLinear`.
-            whole: every rank looks up all positions and uses the vectors for its own part of the heads; without it each
-                looks up the positions of its slice of the sequence.
-        """
+        """`whole`: every rank looks up all positions and uses the vectors for its own part of the heads; without it
+        each looks up the positions of its slice of the sequence."""
         super().__init__()
         self.region = TensorRegion() if whole else build.region
         self.weight = build.parameter(f"{name}.weight")
@@ -128,35 +117,21 @@ class LayerNorm(nn.Module):
     """Layer norm (Ba et al. 2016) with biased variance; statistics are fp32 whatever the input's format."""
 
     def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
-        """
-        Args:
-            build, name: as for `ColumnParallelLinear`.
-            eps: inside the root.
-            of_heads: it norms heads, of which a tensor-parallel rank has its own.
-        """
+        """`eps` stands inside the root; `of_heads`: it norms heads, of which a tensor-parallel rank has its own."""
         super().__init__()
-        self.weight, self.bias = build.parameter(f"{name}.weight"), build.parameter(f"{name}.bias")
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """[..., width] -> the same."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), without bias.
-
-    Statistics are fp32 whatever the input's format.
-    """
-
-    def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
-        """Arguments as for `LayerNorm`."""
-        super().__init__()
-        self.weight = build.parameter(f"{name}.weight")
-        self.eps, self.of_heads = eps, of_heads
+class RMSNorm(LayerNorm):
+    """x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), without bias; fp32 statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """[..., width] -> the same."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

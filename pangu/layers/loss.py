@@ -97,7 +97,7 @@ class Head(nn.Module):
         """
         super().__init__()
         self.region = build.region
-        self.weight_gradients = build.weight_gradients
+        self.store = build.store
         self.vocab = vocab
         self.chunk = chunk
         self.weight = build.optional("head.weight")
@@ -158,6 +158,6 @@ class Head(nn.Module):
     def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of weighted losses of some tokens: tokens [n, width], labels and weights [n]."""
         # the states are whole already
-        logits = column_parallel_matmul(tokens, table, None, ALONE, self.weight_gradients)
+        logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
         losses = _VocabParallelLoss.apply(logits, labels, self.region, self.vocab)
         return (losses * weights).sum()

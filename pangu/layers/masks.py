@@ -38,7 +38,7 @@ class AttentionMask:
 
         return sees
 
-    def allowed(self, length: int, device: torch.device, first: int = 0) -> Tensor:
+    def dense(self, length: int, device: torch.device, first: int = 0) -> Tensor:
         """bool [batch or 1, 1, sequence - first, sequence], true where row (query) sees column (key). Queries begin at
         the place `first`."""
         rows = 1 if self.documents is None else self.documents.shape[0]

@@ -20,36 +20,35 @@ Result = TypeVar("Result")
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
     """`compute(*arguments)`, keeping nothing but its inputs for backward if `on`.
 
-    The second computation ends with the last tensor that backward needs, so a product at the end is not repeated.
+    The second computation ends with the last tensor that backward needs, so a matmul at the end is not repeated.
     Dropout needs no saved generator state: its masks are a function of keys (see `dropout`).
     """
     if not on:
         return compute(*arguments)
     # a checkpoint saves the tensors among its arguments where hooks see it; those inside tuples it only holds
     leaves, structure = tree_flatten(arguments)
-
-    def again(*leaves: Any) -> Result:
-        return compute(*tree_unflatten(leaves, structure))
-
-    return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        lambda *leaves: compute(*tree_unflatten(leaves, structure)),
+        *leaves,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 class SavedTensors:
-    """What becomes of the tensors that the layers of one pass save for backward: they are kept, computed again or moved
-    to host memory. Hooks see whatever autograd saves, so no layer has to be written for it."""
+    """What becomes of the tensors that the layers of one forward save for backward: they are kept, computed again or
+    moved to host memory. Hooks see whatever autograd saves, so no layer has to be written for it."""
 
     def __init__(self, offload: Offload | None = None) -> None:
-        """
-        Args:
-            offload: moves what is not computed again; None: it is kept.
-        """
+        """`offload` moves what is not computed again; None: it is kept."""
         self._offload = offload
-        self._again: dict[int, Callable[[], Tensor]] = {}
+        self._recomputed: dict[int, Callable[[], Tensor]] = {}
+        """By the address of a tensor, what computes it."""
 
     @contextmanager
     def layer(self) -> Iterator[None]:
-        """The forward pass of one layer."""
-        with nullcontext() if self._offload is None else saved_tensors_hooks(self._pack, self._unpack):
+        """The forward of one layer."""
+        with nullcontext() if self._offload is None else saved_tensors_hooks(self._pack, _unpack):
             yield
         if self._offload is not None:
             self._offload.end_layer()
@@ -67,31 +66,27 @@ class SavedTensors:
         if not (on and torch.is_grad_enabled()):
             yield
             return
-        kept = self._keep(source.detach())
+        saved = self._keep(source.detach())
 
-        def again() -> Tensor:
+        def recompute() -> Tensor:
             with torch.no_grad():
-                return compute(_restored(kept))
+                return compute(_unpack(saved))
 
-        self._again[address(output)] = again
-        with saved_tensors_hooks(self._pack, self._unpack):
+        self._recomputed[address(output)] = recompute
+        with saved_tensors_hooks(self._pack, _unpack):
             yield
-        del self._again[address(output)]  # the caller still holds it, so no other tensor has had its address
+        del self._recomputed[address(output)]  # the caller still holds it, so no other tensor has had its address
 
     def _pack(self, tensor: Tensor) -> Saved:
-        again = self._again.get(address(tensor))
-        if again is None:
+        recompute = self._recomputed.get(address(tensor))
+        if recompute is None:
             return self._keep(tensor)
         shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return lambda: again().as_strided(shape, strides, offset)
+        return lambda: recompute().as_strided(shape, strides, offset)
 
     def _keep(self, tensor: Tensor) -> Saved:
         return tensor if self._offload is None else self._offload.pack(tensor)
 
-    @staticmethod
-    def _unpack(saved: Saved) -> Tensor:
-        return _restored(saved)
 
-
-def _restored(saved: Saved) -> Tensor:
+def _unpack(saved: Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()

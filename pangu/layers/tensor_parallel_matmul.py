@@ -1,11 +1,14 @@
-"""Products with the matrices of a model, their communication hidden behind them, and lookups in its tables.
+"""Matmuls with the matrices of a model, their communication hidden behind them, and lookups in its tables.
 
-Communication overlaps in two ways. Products are cut along the sequence into `region.chunks` chunks: one is gathered or
-summed while another is computed. And in backward of a column-parallel product the gather of x runs behind the product
-for x's gradient, and the sum of that gradient (of its last chunk) behind the product for W's.
+Communication overlaps in two ways. Matmuls are cut along the sequence into `region.chunks` chunks: one is gathered or
+summed while another is computed. And in backward of a column-parallel one the gather of x runs behind the matmul for
+x's gradient, and the sum of that gradient (of its last chunk) behind the matmul for W's:
 
-A product is two nodes of the graph: the first keeps what backward needs and does backward, the second computes the
-value. A recompute (see `recompute`) ends where the last tensor is kept, and so before a product whose value nobody asks
+    communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
+    computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
+
+A matmul is two nodes of the graph: the first saves what backward needs and does backward, the second computes the
+value. A recompute (see `recompute`) ends where the last tensor is saved, and so before a matmul whose value nobody asks
 for a second time.
 """
 
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from pangu.collectives.regions import Pending, TensorRegion, start_gather, start_sum
+from pangu.collectives.regions import TensorRegion, start_gather, start_sum
 from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALONE = TensorRegion()
@@ -28,98 +31,86 @@ ALONE = TensorRegion()
 
 
 def column_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, weight_gradients: WeightGradientStore | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     Args:
-        x: [sequence (/ ranks with sequence parallelism), ..., inputs]. Only this much is kept for backward; it is
-            gathered again there.
+        x: [sequence (/ ranks with sequence parallelism), ..., inputs]. Only this much is saved for backward, where it
+            is gathered again.
         weight: [outputs / ranks, inputs], a leaf.
         bias: [outputs / ranks], a leaf.
-        region: the ranks. On one rank this is an ordinary product.
-        weight_gradients: where backward puts the gradients of `weight` and `bias` aside while it holds them.
+        region: the ranks. On one rank this is an ordinary matmul.
+        store: takes the gradients of `weight` and `bias` while it is open.
 
     Returns:
         [sequence, ..., outputs / ranks].
     """
-    if region.size == 1 and weight_gradients is None:
+    if region.size == 1 and store is None:
         return F.linear(x, weight, bias)
-    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, weight_gradients)
-    return _Value.apply(backward, lambda: _in_order(_gathered_products(x, weight, bias, region)[1], region))
+    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, store)
+    return _Value.apply(backward, lambda: _in_order(_gather_and_multiply(x, weight, bias, region)[1], region))
 
 
 def row_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, weight_gradients: WeightGradientStore | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some columns of W: the ranks' products are summed and the bias is added once.
+    """x Wᵀ + b where every rank holds some columns of W: the ranks' parts are summed and the bias is added once.
 
     Args:
         x: [sequence, ..., inputs / ranks].
         weight: [outputs, inputs / ranks], a leaf.
         bias: [outputs], a leaf.
-        region: the ranks. On one rank this is an ordinary product.
-        weight_gradients: as for `column_parallel_matmul`.
+        region: the ranks. On one rank this is an ordinary matmul.
+        store: as for `column_parallel_matmul`.
 
     Returns:
         [sequence (/ ranks with sequence parallelism), ..., outputs].
     """
     if region.size == 1:
-        return column_parallel_matmul(x, weight, bias, region, weight_gradients)
+        return column_parallel_matmul(x, weight, bias, region, store)
 
     def value() -> Tensor:
-        total = _complete(_started_sums(x, weight, region))
+        total = _finish(_multiply_and_sum(x, weight, region))
         return total if bias is None else total.add_(bias)
 
     rows = x.shape[0] // region.num_slices
-    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, weight_gradients), value)
+    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, store), value)
 
 
-def lookup(ids: Tensor, table: Tensor, weight_gradients: WeightGradientStore | None) -> Tensor:
-    """Rows of a table.
-
-    Args:
-        ids: int64 [...].
-        table: [rows, width], a leaf.
-        weight_gradients: as for `column_parallel_matmul`; a table that is also the head's matrix must get its gradient
-            in one piece.
-
-    Returns:
-        [..., width].
-    """
-    return F.embedding(ids, table) if weight_gradients is None else _Lookup.apply(ids, table, weight_gradients)
+def lookup(ids: Tensor, table: Tensor, store: WeightGradientStore | None) -> Tensor:
+    """Rows [..., width] of a table [rows, width], a leaf. A table that is also the head's matrix must get its gradient
+    at once, so this one goes through the `store` too."""
+    return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
 
 
-def _gathered_products(
+def _gather_and_multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Chunks of the ranks' slices, gathered, and the product of each; all gathers are under way before the first
-    product. Without sequence parallelism nothing is gathered, and x is one chunk."""
-    count = _count(x.shape[0], region) if region.slices_sequence else 1
-    chunks = [start_gather(chunk, region) for chunk in x.tensor_split(count)]
-    wholes, products = [], []
-    for chunk in chunks:
-        wholes.append(chunk.wait())
-        products.append(F.linear(wholes[-1], weight, bias))
-    return wholes, products
+    """Chunks of the ranks' slices, gathered, and the value of each; all gathers are under way before the first matmul.
+    Without sequence parallelism nothing is gathered, and x is one chunk."""
+    count = min(region.chunks, x.shape[0]) if region.slices_sequence else 1
+    gathers = [start_gather(chunk, region) for chunk in x.tensor_split(count)]
+    wholes, values = [], []
+    for wait in gathers:
+        wholes.append(wait())
+        values.append(F.linear(wholes[-1], weight, bias))
+    return wholes, values
 
 
-def _started_sums(x: Tensor, weight: Tensor, region: TensorRegion) -> list[Pending]:
-    """Products of chunks of the whole x, each being summed while the next is computed.
+def _multiply_and_sum(x: Tensor, weight: Tensor, region: TensorRegion) -> list[Callable[[], Tensor]]:
+    """Values of chunks of the whole x, each being summed while the next is computed.
 
-    A chunk holds the same rows of every rank's slice, so that what a rank keeps of its sum is a chunk of its own slice.
+    A chunk holds the same rows of every rank's slice, so that what a rank keeps of its sum is a chunk of its own slice:
+    with 2 ranks and 2 chunks of 8 rows, rank 0 keeps rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
     """
     slices = x.unflatten(0, (region.num_slices, -1))
-    chunks = slices.tensor_split(_count(slices.shape[1], region), dim=1)
+    chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
     return [start_sum(F.linear(chunk.flatten(0, 1), weight), region) for chunk in chunks]
 
 
-def _count(rows: int, region: TensorRegion) -> int:
-    return min(region.chunks, rows)
-
-
-def _complete(sums: Sequence[Pending]) -> Tensor:
-    parts = [part.wait() for part in sums]
+def _finish(sums: Sequence[Callable[[], Tensor]]) -> Tensor:
+    parts = [wait() for wait in sums]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -139,7 +130,7 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 class _Value(Function):
-    """The value of a product; its gradient goes to the node that knows what to do with it."""
+    """The value of a matmul; its gradient goes to the node that knows what to do with it."""
 
     @staticmethod
     def forward(ctx: Any, backward: Tensor, value: Callable[[], Tensor]) -> Tensor:
@@ -151,7 +142,7 @@ class _Value(Function):
 
 
 class _Backward(Function):
-    """Does backward. What it returns stands for the product in the graph: its shape without its memory."""
+    """Does backward. What it returns stands for the matmul in the graph: its shape without its memory."""
 
     @staticmethod
     def forward(
@@ -161,11 +152,11 @@ class _Backward(Function):
         bias: Tensor | None,
         rows: int,
         region: TensorRegion,
-        weight_gradients: WeightGradientStore | None,
+        store: WeightGradientStore | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-        ctx.weight, ctx.bias, ctx.region, ctx.weight_gradients = weight, bias, region, weight_gradients
+        ctx.weight, ctx.bias, ctx.region, ctx.store = weight, bias, region, store
         return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
 
@@ -173,17 +164,16 @@ class _ColumnBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        region = ctx.region
+        region, grad = ctx.region, grads[0].contiguous()
+        if _is_open(ctx.store):
+            sums = _multiply_and_sum(grad, weight.t(), region)
+            _store(ctx, x, region, grad, grad)
+            return _finish(sums), *[None] * 5
         _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
-        grad = grads[0].contiguous()
-        if _holding(ctx):
-            sums = _started_sums(grad, weight.t(), region)
-            _put_aside(ctx, x, region, grad, grad)
-            return _complete(sums), *[None] * 5
-        whole = start_gather(x, region) if weight_trained else None
-        sums = _started_sums(grad, weight.t(), region)
-        grad_weight = None if whole is None else _weight_gradient(grad, whole.wait())
-        return _complete(sums), grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
+        whole_x = start_gather(x, region) if weight_trained else None
+        sums = _multiply_and_sum(grad, weight.t(), region)
+        grad_weight = None if whole_x is None else _weight_gradient(grad, whole_x())
+        return _finish(sums), grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
 
 
 class _RowBackward(_Backward):
@@ -191,31 +181,31 @@ class _RowBackward(_Backward):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        wholes, products = _gathered_products(grad, weight.t(), None, ctx.region)
-        whole, grad_x = _in_order(wholes, ctx.region), _in_order(products, ctx.region)
-        if _holding(ctx):
-            _put_aside(ctx, x, ALONE, whole, grad)
+        wholes, values = _gather_and_multiply(grad, weight.t(), None, ctx.region)
+        whole_grad, grad_x = _in_order(wholes, ctx.region), _in_order(values, ctx.region)
+        if _is_open(ctx.store):
+            _store(ctx, x, ALONE, whole_grad, grad)
             return grad_x, *[None] * 5
         _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
-        grad_weight = _weight_gradient(whole, x) if weight_trained else None
+        grad_weight = _weight_gradient(whole_grad, x) if weight_trained else None
         return grad_x, grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
 
 
-def _holding(ctx: Any) -> bool:
-    return ctx.weight_gradients is not None and ctx.weight_gradients.is_open
+def _is_open(store: WeightGradientStore | None) -> bool:
+    return store is not None and store.is_open
 
 
-def _put_aside(ctx: Any, x: Tensor, region: TensorRegion, grad_weight: Tensor, grad_bias: Tensor) -> None:
-    """The work for W, from x (gathered over `region`) and the output's gradient, and the work for b."""
-    ctx.weight_gradients.put(ctx.weight, x, region, partial(_weight_gradient, grad_weight))
+def _store(ctx: Any, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
+    """Leave the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
+    ctx.store.put(ctx.weight, x, region, partial(_weight_gradient, grad_of_weight))
     if ctx.bias is not None:
-        ctx.weight_gradients.put(ctx.bias, grad_bias, ALONE, _bias_gradient)
+        ctx.store.put(ctx.bias, grad_of_bias, ALONE, _bias_gradient)
 
 
 class _Lookup(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, weight_gradients: WeightGradientStore) -> Tensor:
-        ctx.table, ctx.weight_gradients = table, weight_gradients
+    def forward(ctx: Any, ids: Tensor, table: Tensor, store: WeightGradientStore) -> Tensor:
+        ctx.table, ctx.store = table, store
         ctx.save_for_backward(ids)
         return F.embedding(ids, table)
 
@@ -226,7 +216,7 @@ class _Lookup(Function):
         def gradient(grad: Tensor) -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.table.shape[0], -1, False)
 
-        if ctx.weight_gradients.is_open:
-            ctx.weight_gradients.put(ctx.table, grads[0], ALONE, gradient)
+        if ctx.store.is_open:
+            ctx.store.put(ctx.table, grads[0], ALONE, gradient)
             return None, None, None
         return None, gradient(grads[0]), None

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.layers.attention import AttentionCore, merge_heads, split_heads
+from pangu.layers.attention import AttentionCore, KVCache, merge_heads, split_heads
 from pangu.layers.builder import Builder
-from pangu.layers.cache import KVCache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
@@ -49,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What one pass over a micro-batch carries beside the hidden states."""
+    """What all layers share in one forward over a micro-batch."""
 
     kernel: Kernel
     """Computes attention, with the mask and the bias of this micro-batch."""
@@ -59,20 +58,12 @@ class ForwardContext:
     """Keys of the dropout masks; None in evaluation."""
     saved: SavedTensors
     """What becomes of what the layers save for backward."""
-    rotation: RotaryEmbedding | None = None
-    """Turns queries and keys by their positions; None if positions enter otherwise."""
+    rotary: RotaryEmbedding | None = None
+    """None if positions enter otherwise."""
     cache: KVCache | None = None
-    """Keys and values of the tokens before these and, from now on, of these; None if a pass has all tokens."""
+    """Keys and values of the tokens before these and, from now on, of these; None if a forward has all tokens."""
     first: int = 0
     """Tokens before these."""
-
-    def turned(self, heads: Tensor) -> Tensor:
-        """Queries or keys [batch, heads, sequence, size], turned if the model does that."""
-        return heads if self.rotation is None else self.rotation(heads)
-
-    def with_cached(self, layer: nn.Module, heads: QKV) -> QKV:
-        """The queries of these tokens with the keys and values of all tokens so far."""
-        return heads if self.cache is None else self.cache.append(layer, heads, self.first)
 
 
 class HiddenStates(NamedTuple):
@@ -101,7 +92,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(nn.Module):
-    """Projections, norms of the heads, the turn by position, the kernel, the output product.
+    """Projections, norms of the heads, rotary embedding, the kernel, the output matmul.
 
     In PanGu-α's query layer (report, section 2.2.2) the queries come from position vectors.
     """
@@ -117,28 +108,29 @@ class Attention(nn.Module):
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_norm:
-            self.query_norm, self.key_norm = (
-                make_norm(build, name, config.norm_eps, config.norm, of_heads=True)
-                for name in ("query_norm", "key_norm")
-            )
+            self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm, of_heads=True)
+            self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm, of_heads=True)
         self.output = RowParallelLinear(build, "output")
-        again = "attention" in options.recompute_parts
-        self.core = AttentionCore(build, config.attention_dropout, again, config.residual_scores)
+        recompute = "attention" in options.recompute_parts
+        self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
 
-    def forward(self, x: Tensor, run: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
+    def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
         """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on; queries: position
         vectors (of all positions) [sequence, batch, hidden], for the query layer."""
         if queries is None:
-            parts = self.qkv(x).split(self.qkv.widths, dim=-1)
+            projected = self.qkv(x).split(self.qkv.widths, dim=-1)
         else:
-            key_value = self.key_value(x).split(self.key_value.widths, dim=-1)
-            parts = (self.query(queries), *key_value)
-        query, key, value = (split_heads(part, self.head_size) for part in parts)
+            projected = (self.query(queries), *self.key_value(x).split(self.key_value.widths, dim=-1))
+        query, key, value = (split_heads(part, self.head_size) for part in projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        heads = run.with_cached(self, QKV(run.turned(query), run.turned(key), value))
-        context, scores = self.core(heads, run.kernel, run.keys, below)
-        return HiddenStates(self.output(merge_heads(context)), scores)
+        if context.rotary is not None:
+            query, key = context.rotary(query), context.rotary(key)
+        qkv = QKV(query, key, value)
+        if context.cache is not None:
+            qkv = context.cache.append(self, qkv, context.first)
+        attended, scores = self.core(qkv, context.kernel, context.keys, below)
+        return HiddenStates(self.output(merge_heads(attended)), scores)
 
 
 class FeedForward(nn.Module):
@@ -153,10 +145,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, batch, hidden] -> the same."""
-        return checkpointed(self._out, self.up(x), on=self.recompute)
-
-    def _out(self, inner: Tensor) -> Tensor:
-        return self.down(self.activation(inner))
+        return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
 
 
 class Block(nn.Module):
@@ -179,22 +168,22 @@ class Block(nn.Module):
         self.post_norm = config.norm_placement == "post"
         self.recompute_norm = "norm" in options.recompute_parts
 
-    def forward(self, carried: HiddenStates, run: ForwardContext, queries: Tensor | None) -> HiddenStates:
+    def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
         """What the layer below hands over -> what this one does; `queries` as in `Attention`."""
-        x, below = carried
+        x, scores = below
         if self.post_norm:
-            attended, scores = self.attention(x, run, below, queries)
-            x = x + self.attention_dropout(attended, run.keys)
+            attended, scores = self.attention(x, context, scores, queries)
+            x = x + self.attention_dropout(attended, context.keys)
             normed = self.attention_norm(x)
             # the other norm's output is the layer's, which full recompute keeps as well
-            with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+            with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
                 change = self.mlp(normed)
-            return HiddenStates(self.mlp_norm(normed + self.mlp_dropout(change, run.keys)), scores)
+            return HiddenStates(self.mlp_norm(normed + self.mlp_dropout(change, context.keys)), scores)
         normed = self.attention_norm(x)
-        with run.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
-            attended, scores = self.attention(normed, run, below, queries)
-        x = x + self.attention_dropout(attended, run.keys)
+        with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+            attended, scores = self.attention(normed, context, scores, queries)
+        x = x + self.attention_dropout(attended, context.keys)
         normed = self.mlp_norm(x)
-        with run.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
+        with context.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
             change = self.mlp(normed)
-        return HiddenStates(x + self.mlp_dropout(change, run.keys), scores)
+        return HiddenStates(x + self.mlp_dropout(change, context.keys), scores)

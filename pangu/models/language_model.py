@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
+from pangu.layers.attention import KVCache
 from pangu.layers.biases import Alibi, RelativeBias
 from pangu.layers.builder import Builder
-from pangu.layers.cache import KVCache
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
-from pangu.layers.gate import Gate
 from pangu.layers.kernels import KERNELS, MaskAndBias, over_cache
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
@@ -27,6 +26,19 @@ from pangu.models.parameters import ModelPart, place_tensors
 from pangu.topology.placement import PlacementTable
 
 
+class ModuleHooks:
+    """Called around every module of a model: `position_bias`, `embedding`, `layers.NUMBER`, and `head` for all behind
+    the layers. They follow one another. These do nothing: the parameters are always there."""
+
+    def before(self, module: str, x: Tensor) -> Tensor:
+        """The module's input, about to be used; its gradient, in backward, says that the module is done."""
+        return x
+
+    def after(self, module: str, x: Tensor) -> Tensor:
+        """The module's output; its gradient, in backward, says that the module is about to be used again."""
+        return x
+
+
 class TokenEmbedding(nn.Module):
     """Word vector + learned position vector (if positions are learned), then dropout."""
 
@@ -36,10 +48,10 @@ class TokenEmbedding(nn.Module):
         self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
         self.dropout = hidden_dropout(build, config.dropout, "sum")
 
-    def forward(self, tokens: Tensor, run: ForwardContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
         words = self.word(tokens.t())
-        return self.dropout(words if self.position is None else words + self.position(run.positions), run.keys)
+        return self.dropout(words if self.position is None else words + self.position(context.positions), context.keys)
 
 
 def _make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias | None:
@@ -70,7 +82,7 @@ class LanguageModel(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.gate = Gate()
+        self.hooks = ModuleHooks()
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
         self.position_bias = _make_bias(config, build)
         self.layers = nn.ModuleDict(
@@ -111,48 +123,47 @@ class LanguageModel(nn.Module):
         Returns:
             What the next part receives; the hidden states of the last part are ready for the head.
         """
-        run, gate, carried = self._pass(batch, keys, cache), self.gate, received
+        context, hooks = self._context(batch, keys, cache), self.hooks
         if part.first:
             assert self.embedding is not None
-            tokens = gate.before("embedding", batch.tokens)
-            carried = HiddenStates(gate.after("embedding", self.embedding(tokens, run)))
-        assert carried is not None
-        hidden, scores = carried
+            tokens = hooks.before("embedding", batch.tokens)
+            received = HiddenStates(hooks.after("embedding", self.embedding(tokens, context)))
+        assert received is not None
+        hidden, scores = received
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
         for layer in part.layers:
-            region, again = f"layers.{layer}", layer - part.layers.start < recomputed
             queries: Tensor | None = None
-            with run.saved.layer():
-                hidden = gate.before(region, hidden)
+            with context.saved.layer():
+                hidden = hooks.before(f"layers.{layer}", hidden)
                 if layer == self.config.query_layer:
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
                     # the row of a token's own position asks for the token after it; no shift of the index
                     queries = self.query_embedding(batch.positions)
                 block, below = self.layers[str(layer)], HiddenStates(hidden, scores)
-                hidden, scores = checkpointed(block, below, run, queries, on=again)
-                hidden = gate.after(region, hidden)
+                hidden, scores = checkpointed(block, below, context, queries, on=layer < part.layers.start + recomputed)
+                hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)
-        hidden = gate.before("head", hidden)
+        hidden = hooks.before("head", hidden)
         return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
         the global number of targets."""
         assert self.head is not None
-        return self.gate.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
+        return self.hooks.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Loss of each target token of a micro-batch, and whether greedy decoding misses it: [2, batch, sequence], from
         what the last part returned (see `Head.token_losses`)."""
         assert self.head is not None
-        found = self.head.token_losses(hidden, self._output_matrix, batch.labels, batch.weights)
-        return self.gate.after("head", torch.stack(found))
+        losses_and_misses = self.head.token_losses(hidden, self._output_matrix, batch.labels, batch.weights)
+        return self.hooks.after("head", torch.stack(losses_and_misses))
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
         """Scores [places, batch, vocab] of the tokens after these places, from what the last part returned."""
         assert self.head is not None
-        return self.gate.after("head", self.head.logits(hidden, self._output_matrix, places))
+        return self.hooks.after("head", self.head.logits(hidden, self._output_matrix, places))
 
     @property
     def _output_matrix(self) -> Tensor:
@@ -162,27 +173,25 @@ class LanguageModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word.weight
 
-    def _pass(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> ForwardContext:
+    def _context(self, batch: Batch, keys: DropoutKeys | None, cache: KVCache | None) -> ForwardContext:
         """What all layers share, made outside of what is recomputed."""
         config, positions, documents = self.config, batch.positions, batch.documents
         dtype, device = next(self.parameters()).dtype, positions.device
-        here = positions.shape[1]
-        length = here if documents is None else documents.shape[1]
-        first = length - here
-        bias = None
+        length = positions.shape[1] if documents is None else documents.shape[1]
+        first = length - positions.shape[1]
+        bias, rotary, offload = None, None, None
         if self.position_bias is not None:
-            self.gate.before("position_bias", positions)
+            self.hooks.before("position_bias", positions)
             bias = self.position_bias(length, dtype, device)
-            self.gate.after("position_bias", positions)
-        kind = over_cache(self.kernel) if first else self.kernel
-        kernel = kind(MaskAndBias(AttentionMask(documents, config.window), bias, length, dtype, device, first))
-        rotation = None
+            self.hooks.after("position_bias", positions)
+        mask = AttentionMask(documents, config.window)
+        make_kernel = over_cache(self.kernel) if first else self.kernel
+        kernel = make_kernel(MaskAndBias(mask, bias, length, dtype, device, first))
         if config.positions == "rope":
-            rotation = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
-        offload = None
+            rotary = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
         if self.offload:
             offload = Offload(device, {address(parameter) for parameter in self.parameters()})
-        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotation, cache, first)
+        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 
 
 def build_model(
@@ -190,6 +199,7 @@ def build_model(
     options: Options | None = None,
     build: Builder | None = None,
     parts: Sequence[ModelPart] | None = None,
+    frozen: Collection[str] = (),
 ) -> tuple[LanguageModel, PlacementTable]:
     """A model on the meta device (it takes no memory) and the table of its logical tensors.
 
@@ -198,7 +208,8 @@ def build_model(
         options: how it is computed.
         build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
         parts: those that this rank holds; None: the whole model in one part.
+        frozen: patterns of the names of tensors that are not trained.
     """
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
-    build = replace(build, table=place_tensors(config, parts, build.region))
+    build = replace(build, table=place_tensors(config, parts, build.region, frozen))
     return LanguageModel(config, build, options or Options(), parts), build.table

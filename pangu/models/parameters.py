@@ -1,4 +1,4 @@
-"""What a model, or a part of it, holds and hands on: every parameter by name and shape, before any exists.
+"""Every parameter of a model, or of a part of it, by name and shape, before any exists.
 
 The modules take their parameters from the table that is made here, and so do plans, which need no torch for it.
 """
@@ -6,14 +6,16 @@ The modules take their parameters from the table that is made here, and so do pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
-from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
+from pangu.topology.placement import Placement, PlacementTable, TensorRank
 
-Stored = Iterator[tuple[str, list[NewTensor]]]
+Parameters = Iterator[tuple[str, list[Placement]]]
 """Names of module parameters, and the logical tensors that each holds."""
 
 
@@ -34,13 +36,46 @@ class ModelPart:
         return cls(range(config.layers), first=True, last=True)
 
 
-def place_tensors(config: ModelConfig, parts: Sequence[ModelPart], rank: TensorRank) -> PlacementTable:
+def place_tensors(
+    config: ModelConfig, parts: Sequence[ModelPart], rank: TensorRank, frozen: Collection[str] = ()
+) -> PlacementTable:
     """The tensors of some parts of a model, in the order of its modules, and what of them one tensor-parallel rank
-    holds."""
+    holds. A parameter is frozen that holds a tensor whose name one of the patterns `frozen` fits."""
     table = PlacementTable()
-    for stored_in, tensors in _tensors(config, parts):
-        table.place(stored_in, tensors, rank)
+    for parameter, tensors in _tensors(config, parts):
+        trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
+        table.place(parameter, [replace(tensor, trained=trained) for tensor in tensors], rank)
     return table
+
+
+def _fits(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
+    """Number of frozen weights of a whole model.
+
+    Raises:
+        ConfigError: if a pattern fits no tensor, a module parameter would be frozen in part, or nothing is left.
+    """
+    table = place_tensors(config, [ModelPart.whole(config)], TensorRank(), patterns)
+    problems: list[Problem] = []
+    names = [placement.name for placement in table]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            rule = "fits no tensor of the model"
+            problems.append(Problem("train.frozen", pattern, rule, f"names are like {', '.join(names[:3])}"))
+    for parameter in sorted(parameter for parameter in table.shapes if not table.is_trained(parameter)):
+        stored = [placement.name for placement in table.stored_in(parameter)]
+        if free := [name for name in stored if not _fits(name, patterns)]:
+            fitting = [name for name in stored if name not in free]
+            rule = f"freezes {', '.join(fitting)} but not {', '.join(free)}, which are stored in one matrix"
+            problems.append(Problem("train.frozen", list(patterns), rule, "freeze all of them or none"))
+    if all(_fits(name, patterns) for name in names):
+        problems.append(Problem("train.frozen", list(patterns), "leaves nothing to train"))
+    if problems:
+        raise ConfigError(problems)
+    return sum(placement.numel for placement in table if not placement.trained)
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -50,8 +85,8 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def regions(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
-    """Regions of a part (see `layers.gate`) in the order in which forward enters them, and the module parameters that
+def parameters_by_module(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
+    """Modules of a part (see `ModuleHooks`) in the order in which forward enters them, and the module parameters that
     each uses; `table` may hold other parts too."""
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
@@ -60,22 +95,17 @@ def regions(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict
     used_in = {"query_embedding": query_layer, "final_norm": query_layer if config.norms_before_query else "head"}
     for parameter in table.shapes:
         first, second, *_ = parameter.split(".")
-        region = f"layers.{second}" if first == "layers" else used_in.get(first, first)
-        if region in uses:
-            uses[region].append(parameter)
+        module = f"layers.{second}" if first == "layers" else used_in.get(first, first)
+        if module in uses:
+            uses[module].append(parameter)
     if part.last and "head.weight" not in table.shapes:
         uses["head"].append("embedding.word.weight")
     return {name: parameters for name, parameters in uses.items() if parameters}
 
 
-def residual_std(config: ModelConfig) -> float:
-    """Standard deviation of weights that write into the residual stream (Radford et al. 2019, section 2.3)."""
-    return config.init_std / math.sqrt(2 * config.layers)
-
-
-def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Stored:
+def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     std, width = config.init_std, config.hidden
-    begins, ends = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
+    begins, ends = any(part.first for part in parts), any(part.last for part in parts)
     # where the head is tied and the embedding is elsewhere, the head holds a copy of it
     shared = "ends" if config.tied_head and begins != ends else None
     if begins:
@@ -93,57 +123,56 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Stored:
         yield from _norm(config, "final_norm", width)
         if not (config.tied_head and begins):
             name = "embedding.word.weight" if config.tied_head else "head.weight"
-            yield "head.weight", [NewTensor(name, (config.vocab, width), std, cut_dim=0, shared=shared)]
+            yield "head.weight", [Placement(name, (config.vocab, width), std, cut_dim=0, shared=shared)]
         if config.query_layer is not None:
             # every rank looks all positions up, for its own heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
 
 
-def _layer(config: ModelConfig, path: str, is_query: bool) -> Stored:
-    """Of one layer; a query layer's queries are a product of their own."""
-    width, query, group, inner = config.hidden, config.query_size, config.kv_size, config.ffn_size
+def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
+    """Of one layer; a query layer's queries are a matmul of their own."""
+    query, key_value, inner = config.query_size, config.kv_size, config.ffn_size
     attention, mlp = f"{path}.attention", f"{path}.mlp"
-    projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": group, "value": group}}
+    projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
     if is_query:
-        projections = {"query": {"query": query}, "key_value": {"key": group, "value": group}}
-    yield from _norm(config, f"{path}.attention_norm", width)
+        projections = {"query": {"query": query}, "key_value": {"key": key_value, "value": key_value}}
+    yield from _norm(config, f"{path}.attention_norm", config.hidden)
     for name, outputs in projections.items():
         yield from _columns(config, attention, name, outputs, config.has_biases("qkv"))
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
         yield from _norm(config, f"{attention}.{name}", config.head_size, of_heads=True)
     yield from _rows(config, f"{attention}.output", query, config.has_biases("output"))
-    yield from _norm(config, f"{path}.mlp_norm", width)
+    yield from _norm(config, f"{path}.mlp_norm", config.hidden)
     widths = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
     yield from _columns(config, mlp, "up", widths, config.has_biases("mlp"))
     yield from _rows(config, f"{mlp}.down", inner, config.has_biases("mlp"))
 
 
-def _one(name: str, shape: tuple[int, ...], std: float | None, constant: float = 0.0, **cut: Any) -> Stored:
+def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) -> Parameters:
     """A tensor that is stored alone, under its own name."""
-    yield name, [NewTensor(name, shape, std, constant, **cut)]
+    yield name, [Placement(name, shape, std, **fields)]
 
 
-def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) -> Stored:
+def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) -> Parameters:
     """Gain 1 and, in a layer norm, bias 0. Each rank norms its own heads: gradients are parts of the sum."""
-    yield from _one(f"{name}.weight", (width,), None, 1.0, partial=of_heads)
+    yield from _one(f"{name}.weight", (width,), None, constant=1.0, partial=of_heads)
     if config.norm == "layernorm":
         yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
 
 
-def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, int], biases: bool) -> Stored:
+def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, int], biases: bool) -> Parameters:
     """Of a `ColumnParallelLinear`; `outputs`: widths of its logical projections, which stand one below the other."""
-    shapes = {out: (width, config.hidden) for out, width in outputs.items()}
-    yield (
-        f"{path}.{name}.weight",
-        [NewTensor(f"{path}.{out}.weight", shape, config.init_std, cut_dim=0) for out, shape in shapes.items()],
-    )
+    std, inputs = config.init_std, config.hidden
+    matrices = [Placement(f"{path}.{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()]
+    yield f"{path}.{name}.weight", matrices
     if biases:
-        vectors = [NewTensor(f"{path}.{out}.bias", (width,), None, cut_dim=0) for out, width in outputs.items()]
+        vectors = [Placement(f"{path}.{out}.bias", (width,), cut_dim=0) for out, width in outputs.items()]
         yield f"{path}.{name}.bias", vectors
 
 
-def _rows(config: ModelConfig, name: str, inputs: int, biases: bool) -> Stored:
-    """Of a `RowParallelLinear`."""
-    yield from _one(f"{name}.weight", (config.hidden, inputs), residual_std(config), cut_dim=1)
+def _rows(config: ModelConfig, name: str, inputs: int, biases: bool) -> Parameters:
+    """Of a `RowParallelLinear`, which writes into the residual stream (Radford et al. 2019, section 2.3)."""
+    std = config.init_std / math.sqrt(2 * config.layers)
+    yield from _one(f"{name}.weight", (config.hidden, inputs), std, cut_dim=1)
     if biases:
         yield from _one(f"{name}.bias", (config.hidden,), None)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.point_to_point import Channels, Message
+from pangu.collectives.point_to_point import Channels, Transfer
 from pangu.config.errors import LocalError
 from pangu.data.batch import Batch
-from pangu.layers.cache import KVCache
+from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.block import HiddenStates
@@ -66,9 +66,9 @@ class _Live:
 class Hooks:
     """What the owner of the parameters does when the schedule says so; all take a chunk."""
 
-    hold: Callable[[int], None] = lambda chunk: None
-    """Its parameters, once gathered, are needed until `release`."""
-    release: Callable[[int], None] = lambda chunk: None
+    unshard: Callable[[int], None] = lambda chunk: None
+    """Its parameters, once gathered, are needed until `reshard`."""
+    reshard: Callable[[int], None] = lambda chunk: None
     """They are not needed for a while."""
     expect: Callable[[int], None] = lambda chunk: None
     """A whole backward of it is about to run, and `reduce` will follow: what becomes complete may be reduced at once.
@@ -97,7 +97,7 @@ class Runner:
     """Format of the hidden states between chunks."""
     region: TensorRank
     """This rank's place among those that share this stage's matrices."""
-    weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
+    store: WeightGradientStore = field(default_factory=WeightGradientStore)
     """Where the model's linear layers put weight gradients aside that a schedule computes later."""
     hooks: Hooks = field(default_factory=Hooks)
     events: list[Event] | None = None
@@ -105,9 +105,9 @@ class Runner:
     _live: dict[Key, _Live] = field(init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(init=False, repr=False)
     """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
-    _arriving: dict[tuple[str, int, int], tuple[Action, Message]] = field(init=False, repr=False)
+    _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(init=False, repr=False)
     """Under the chunk that will use it."""
-    _leaving: list[tuple[Action, Message]] = field(init=False, repr=False)
+    _leaving: list[tuple[Action, Transfer]] = field(init=False, repr=False)
     _began: float = field(init=False, repr=False)
     """When the action that is carried out began to compute."""
 
@@ -166,9 +166,9 @@ class Runner:
                 case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
                     self._receive(action, batches)
                 case Kind.UNSHARD:
-                    self.hooks.hold(action.chunk)
+                    self.hooks.unshard(action.chunk)
                 case Kind.RESHARD:
-                    self.hooks.release(action.chunk)
+                    self.hooks.reshard(action.chunk)
             if self.events is not None:
                 self.events.append(Event(self.stage, action, self._began, self.now()))
             self._let_go()
@@ -226,10 +226,10 @@ class Runner:
                     self.hooks.expect(action.chunk)
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
-                with self.weight_gradients.open(_key(action)):
+                with self.store.open(_key(action)):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
-                self.weight_gradients.flush(_key(action))
+                self.store.flush(_key(action))
         if action.reduce:
             self.hooks.reduce(action.chunk)
 
@@ -280,7 +280,7 @@ class Runner:
             message = self.channels.receive(kind, shapes, self.dtype, action.peer)
         self._arriving[kind, chunk, micro] = action, message
 
-    def _wait(self, action: Action, message: Message) -> Sequence[Tensor]:
+    def _wait(self, action: Action, message: Transfer) -> Sequence[Tensor]:
         with self._meeting(action):
             return message.wait()
 

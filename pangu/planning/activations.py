@@ -33,8 +33,8 @@ def layer_activations(
 
     Args:
         config: the run.
-        kernel: attention kernel, `reference`, `sdpa`, `blocked` or `blocked_backward`. `sdpa` is counted as a fused
-            one, which on a CPU it is where no probabilities are dropped.
+        kernel: attention kernel, `reference` or `sdpa`, which is counted as a fused
+            one; on a CPU it is one where no probabilities are dropped.
         recomputed: the whole layer is one of those that `memory.recompute` computes again.
         query_layer: it is PanGu-α's top layer.
         device: on a CPU torch keeps statistics of 16-bit layer norms in 16 bits, and has no fused RMS norm: that keeps
@@ -139,8 +139,6 @@ def _attention(config: RunConfig, kernel: str, query_layer: bool, device: str) -
     if model.qk_norm:
         terms["norms of heads"] = _head_norms(config, query + group, device)
     if again:
-        return terms
-    if kernel.startswith("blocked"):
         return terms
     if fused:
         # its output lies as the queries do: turned ones, head after head, and then it is copied for the product

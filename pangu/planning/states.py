@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
-from pangu.models.frozen import frozen_parameters
-from pangu.models.parameters import place_tensors, regions
+from pangu.models.parameters import parameters_by_module, place_tensors
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.stages import Stages
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import TensorRank
-from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, divide, trained_regions
+from pangu.zero.grouping import IN_FLIGHT, Sharding, backward_order, buffer_table, divide, trained_modules
 
 if TYPE_CHECKING:  # a plan is made without torch
     from torch import Tensor
@@ -34,7 +33,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "master weights", "moments"
 PURPOSES = {
     "weights": PARAMETERS,
-    "share": PARAMETERS,
+    "local": PARAMETERS,
     "total": GRADIENTS,
     "grad": GRADIENTS,
     "host_grad": GRADIENTS,
@@ -153,23 +152,22 @@ def _plan_units(
     at = layout.coordinates(rank)
     parts = stages.of(at.pipeline)
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-    table = place_tensors(config.model, list(parts.values()), tensor_rank)
+    table = place_tensors(config.model, list(parts.values()), tensor_rank, config.train.frozen)
     numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
-    frozen = frozen_parameters(config.train.frozen, table)
-    used = {chunk: regions(config.model, table, part) for chunk, part in parts.items()}
+    used = {chunk: parameters_by_module(config.model, table, part) for chunk, part in parts.items()}
 
-    def make(chunk: int, names: list[str], trained: bool) -> FlatParameterPlan:
+    def make(chunk: int, names: list[str]) -> FlatParameterPlan:
         padded = sharding.padded(sum(numel[name] for name in names))
-        own, begin, kept = sharding.own(padded), 0, 0
+        own, begin, kept = sharding.span(padded), 0, 0
         for name in names:
             for entry in table.stored_in(name):
                 start = begin + entry.offset
                 kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
             begin += numel[name]
-        return FlatParameterPlan(chunk, trained, padded, kept)
+        return FlatParameterPlan(chunk, table.is_trained(names[0]), padded, kept)
 
-    units, uses = divide(table, used, config.parallel.bucket_bytes, frozen, make)
-    return units, uses, trained_regions(used, frozen)
+    units, uses = divide(table, used, config.parallel.bucket_bytes, make)
+    return units, uses, trained_modules(table, used)
 
 
 def _kept(config: RunConfig, units: Iterable[FlatParameterPlan], sharding: Sharding) -> dict[str, int]:
@@ -179,7 +177,7 @@ def _kept(config: RunConfig, units: Iterable[FlatParameterPlan], sharding: Shard
     for unit in units:
         for row in buffer_table(unit.padded, narrow < wide, sharding, unit.trained):
             if row.alias is None and row.lasting:
-                total[PURPOSES[row.name] + HOST * row.away] += row.numel * (wide if row.wide else narrow)
+                total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * (wide if row.wide else narrow)
         if unit.trained and unit.kept:
             total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unit.kept * moment
     return dict(total)
@@ -218,7 +216,7 @@ def held_bytes(units: Iterable[FlatParameter], optimizer: Optimizer) -> dict[str
 
     for unit in units:
         for row in unit.table:
-            add(PURPOSES[row.name], row.away, getattr(unit, row.name))
+            add(PURPOSES[row.name], row.on_host, getattr(unit, row.name))
         for shard in unit.shards:
             state = optimizer.state.get(shard.main, {})
             add(MOMENTS, unit.main_on_host, state.get("exp_avg"), state.get("exp_avg_sq"))

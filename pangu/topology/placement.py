@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,6 @@ class TensorRank:
 
 
 @dataclass(frozen=True)
-class NewTensor:
-    """A logical tensor about to be placed."""
-
-    name: str
-    """As in `Placement`."""
-    shape: tuple[int, ...]
-    """Global shape."""
-    std: float | None
-    """Standard deviation of the first values; None for a constant."""
-    constant: float = 0.0
-    """First value where `std` is None."""
-    cut_dim: int | None = None
-    """Dimension cut over the tensor-parallel ranks."""
-    shared: str | None = None
-    """Pipeline stages that hold a copy of it, as in `Placement`."""
-    partial: bool = False
-    """Each rank's gradient is a part of the sum even without sequence parallelism."""
-
-
-@dataclass(frozen=True)
 class Placement:
     """One logical tensor and the slice of it that this rank holds."""
 
@@ -66,33 +46,33 @@ class Placement:
     """Global name, the same in every layout, e.g. `layers.3.attention.query.weight`."""
     shape: tuple[int, ...]
     """Global shape."""
-    stored_in: str
-    """Name of the module parameter that holds it."""
-    offset: int
-    """First element of it inside that (flattened) parameter; logical tensors are stacked along dimension 0."""
-    std: float | None
+    std: float | None = None
     """Initial values: normal with this standard deviation; None for a constant."""
     constant: float = 0.0
     """Initial value where `std` is None."""
     cut_dim: int | None = None
     """Dimension that is cut over the tensor-parallel ranks; None: every rank holds all of it."""
-    start: int = 0
-    """First index along `cut_dim` that this rank holds."""
-    stop: int = 0
-    """End of the indices along `cut_dim` that this rank holds."""
     partial: bool = False
     """True where every rank holds all of it but its gradient comes from a part of the sequence or of the heads, so that
     gradients must be summed over the tensor-parallel ranks."""
     shared: str | None = None
     """Group of pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first and the
     last stage), `stages` (all). None: it lives on one stage."""
+    trained: bool = True
+    """False: frozen (`train.frozen`), with all that is stored in the same parameter."""
+    stored_in: str = ""
+    """Name of the module parameter that holds it."""
+    offset: int = 0
+    """First element of it inside that (flattened) parameter; logical tensors are stacked along dimension 0."""
+    start: int = 0
+    """First index along `cut_dim` that this rank holds."""
+    stop: int = 0
+    """End of the indices along `cut_dim` that this rank holds."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the slice that this rank holds."""
-        if self.cut_dim is None:
-            return self.shape
-        return (*self.shape[: self.cut_dim], self.stop - self.start, *self.shape[self.cut_dim + 1 :])
+        return tuple(self.stop - self.start if dim == self.cut_dim else n for dim, n in enumerate(self.shape))
 
     @property
     def local_numel(self) -> int:
@@ -119,9 +99,8 @@ class PlacementTable:
     """All logical tensors of a model, in the order in which they were built."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Placement] = {}
-        self._stored: dict[str, list[Placement]] = {}
-        """By the module parameter that holds them."""
+        self._by_name: dict[str, Placement] = {}
+        self._by_parameter: dict[str, list[Placement]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -129,9 +108,9 @@ class PlacementTable:
         """Shape of each module parameter, padding included, in the order in which they were placed."""
         return self._shapes
 
-    def place(self, stored_in: str, tensors: Sequence[NewTensor], rank: TensorRank) -> None:
+    def place(self, parameter: str, tensors: Sequence[Placement], rank: TensorRank) -> None:
         """Enter a rank's part of one parameter that holds `tensors` one below the other (they differ in dimension 0
-        only).
+        only); where they stand in it is filled in here.
 
         A tensor whose cut dimension is not a multiple of the ranks is stored with room for the largest share; the rest
         is padding, which belongs to no logical tensor.
@@ -139,46 +118,33 @@ class PlacementTable:
         offset, rows = 0, 0
         share: tuple[int, ...] = ()
         for tensor in tensors:
+            assert tensor.name not in self._by_name, f"{tensor.name} is built twice"
             start, stop = (0, 0) if tensor.cut_dim is None else rank.bounds(tensor.shape[tensor.cut_dim])
             partial = rank.size > 1 and tensor.cut_dim is None and (rank.sequence or tensor.partial)
-            self.add(
-                Placement(
-                    name=tensor.name,
-                    shape=tensor.shape,
-                    stored_in=stored_in,
-                    offset=offset,
-                    std=tensor.std,
-                    constant=tensor.constant,
-                    cut_dim=tensor.cut_dim,
-                    start=start,
-                    stop=stop,
-                    partial=partial,
-                    shared=tensor.shared,
-                )
-            )
+            placed = replace(tensor, stored_in=parameter, offset=offset, start=start, stop=stop, partial=partial)
+            self._by_name[tensor.name] = placed
+            self._by_parameter.setdefault(parameter, []).append(placed)
             share = tuple(-(-n // rank.size) if dim == tensor.cut_dim else n for dim, n in enumerate(tensor.shape))
             offset += math.prod(share)
             rows += share[0]
-        self._shapes[stored_in] = (rows, *share[1:])
-
-    def add(self, placement: Placement) -> None:
-        """Enter one tensor; names are unique."""
-        assert placement.name not in self._entries, f"{placement.name} is built twice"
-        self._entries[placement.name] = placement
-        self._stored.setdefault(placement.stored_in, []).append(placement)
+        self._shapes[parameter] = (rows, *share[1:])
 
     def __iter__(self) -> Iterator[Placement]:
-        return iter(self._entries.values())
+        return iter(self._by_name.values())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._by_name)
 
     def __getitem__(self, name: str) -> Placement:
-        return self._entries[name]
+        return self._by_name[name]
 
     def stored_in(self, parameter: str) -> list[Placement]:
         """The logical tensors that one module parameter holds, in the order of their offsets."""
-        return list(self._stored.get(parameter, ()))
+        return self._by_parameter.get(parameter, [])
+
+    def is_trained(self, parameter: str) -> bool:
+        """False if a module parameter is frozen."""
+        return all(placement.trained for placement in self.stored_in(parameter))
 
     @property
     def numel(self) -> int:

@@ -1,14 +1,18 @@
-"""Units: consecutive layers whose parameters, gradients and main parameters each lie in one flat buffer.
+"""Flat parameters: consecutive layers whose weights, gradients and main parameters each lie in one flat buffer.
 
-A unit is what is communicated at once. Its buffer is padded to equal shares, one for each rank that the optimizer's
-state is sharded over, and its table of shards (logical tensor, first and last element) says what of a share is whose:
-optimizer, clipping, LAMB, checkpoints and offload all read that table. The ZeRO stages (Rajbhandari et al. 2020,
-section 5) are switches of it: what is not sharded has one share, the whole buffer.
+A flat parameter is what is communicated at once. Its buffer is padded and dealt in equal parts, the local shards, to
+the ranks that the optimizer's state is sharded over. Its table of shards (logical tensor, first and last element) says
+what of the local shard is whose: optimizer, clipping, LAMB, checkpoints and offload all read that table. The ZeRO
+stages (Rajbhandari et al. 2020, section 5) are switches of it: what is not sharded has one local shard, the whole
+buffer. Three parameters a, b, c on two ranks, in which b is cut:
+
+    buffer   | a a a a b b b b b b c c c c - - |     - padding
+    rank 0   | a a a a b b b b |                     shards: a whole, b from element 0
+    rank 1                     | b b c c c c - - |   shards: b from element 4, c whole
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +37,7 @@ class Shard:
     grad: Tensor | None
     """The gradient's sum, on the device; None: frozen."""
     host_grad: Tensor | None = None
-    """Where the gradient goes for the update, if the main lies on the host."""
+    """Where the gradient goes for the update, if `main` lies on the host."""
 
     @property
     def is_whole(self) -> bool:
@@ -41,19 +45,19 @@ class Shard:
         return self.main.numel() == self.placement.local_numel
 
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """`values`, flat and as long as `main`, cut into at most three rectangles of the logical tensor.
+        """`values`, flat and as long as `main`, cut into at most three rectangles of the logical tensor: the end of a
+        row, whole rows, the beginning of a row. Yields each, a view, with the global index of its first element.
 
-        Yields:
-            Each rectangle, a view, with the global index of its first element.
+        Elements 2 to 9 of rows of 4:    . . a a
+                                         b b b b
+                                         c c . .
         """
         shape, offsets = self.placement.local_shape, self.placement.offsets
         if len(shape) == 1 or self.is_whole:
             first = (offsets[0] + self.start,) if len(shape) == 1 else offsets
             yield values.view(-1, *shape[1:]), first
             return
-        rows, width = shape[0], math.prod(shape[1:])
-        assert len(shape) == 2, shape
-        position, stop = self.start, self.start + values.numel()
+        (rows, width), position, stop = shape, self.start, self.start + values.numel()
         while position < stop:
             row, column = divmod(position, width)
             whole_rows = (stop - position) // width if column == 0 else 0
@@ -76,33 +80,31 @@ class FlatParameter:
         dtype: torch.dtype,
         device: torch.device,
         sharding: Sharding,
-        trained: bool = True,
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
 
         Args:
             model: built on the meta device.
-            names: its parameters that belong to this unit.
+            names: its parameters that belong here, all trained or all frozen. Of frozen ones there are no gradients,
+                and no weights beside those that the model computes with.
             table: their logical tensors.
             seed: of the first values.
             dtype: format that forward and backward compute in.
             device: where the model computes.
             sharding: what of it this rank keeps.
-            trained: false: frozen. There are no gradients, and no weights beside those that the model computes with.
         """
-        self.sharding = sharding
-        self.trained = trained
-        stored = [(name, model.get_parameter(name).shape) for name in names]
-        self.numel = sum(shape.numel() for _, shape in stored)
+        self.sharding, self.trained = sharding, table.is_trained(names[0])
+        shapes = {name: model.get_parameter(name).shape for name in names}
+        self.numel = sum(shape.numel() for shape in shapes.values())
         """Elements of the parameters, without the padding behind them."""
         self.padded = sharding.padded(self.numel)
-        self.own = sharding.own(self.padded)
-        """This rank's share of the buffer."""
+        self.span = sharding.span(self.padded)
+        """The local shard's place in the buffer."""
         wide = torch.promote_types(dtype, torch.float32)
-        self.table = buffer_table(self.padded, wide != dtype, sharding, trained)
-        away = {row.name: row.away for row in self.table}
-        self.share_away, self.main_on_host = away["share"], away["main"]
-        """Whether the own share of the weights, and whether the main parameters lie on the host."""
+        self.table = buffer_table(self.padded, wide != dtype, sharding, self.trained)
+        on_host = {row.name: row.on_host for row in self.table}
+        self.local_on_host, self.main_on_host = on_host["local"], on_host["main"]
+        """Whether the local shard of the weights, and whether the main parameters lie on the host."""
         self._allocate(dtype, wide, device)
         self.shards: list[Shard] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
@@ -111,77 +113,79 @@ class FlatParameter:
         """Name of each logical tensor with the place of this rank's slice in the buffer."""
 
         offset = 0
-        for name, shape in stored:
+        for name, shape in shapes.items():
             span = slice(offset, offset + shape.numel())
             offset = span.stop
             for placement in table.stored_in(name):
                 begin = span.start + placement.offset
                 self.tensors.append((placement.name, slice(begin, begin + placement.local_numel)))
-                self._add_piece(placement, begin, seed)
+                self._add_shard(placement, begin, seed)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
-            parameter.requires_grad_(trained)
+            parameter.requires_grad_(self.trained)
             self.parameters.append((parameter, span))
         self.publish()
         if sharding.stage == 3:
-            self.release()
+            self.free()
 
     def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         """The buffers that the table says."""
-        made: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for row in self.table:
+            row_dtype = wide if row.wide else dtype
             if row.alias is not None:
-                base = made[row.alias]
-                made[row.name] = base if base.numel() == row.numel else base[self.own]
-            elif row.away:
-                made[row.name] = host_memory(row.numel, wide if row.wide else dtype, device).zero_()
+                base = buffers[row.alias]
+                buffers[row.name] = base if base.numel() == row.numel else base[self.span]
+            elif row.on_host:
+                buffers[row.name] = host_memory(row.numel, row_dtype, device).zero_()
             else:
-                made[row.name] = torch.zeros(row.numel, dtype=wide if row.wide else dtype, device=device)
-        self.weights = made["weights"]
-        """What the model computes with; at stage 3 its storage is empty but for gathered units."""
-        self.share = made["share"]
-        """Weights of the own share, in the compute format."""
-        self.rounded = made["rounded"]
+                buffers[row.name] = torch.zeros(row.numel, dtype=row_dtype, device=device)
+        self.weights = buffers["weights"]
+        """What the model computes with; at stage 3 its storage is empty while it is not gathered."""
+        self.local = buffers["local"]
+        """Local shard of the weights, in the compute format."""
+        self.rounded = buffers["rounded"]
         """The same where main parameters on the host are rounded to."""
-        self.main = made["main"]
-        """Weights of the own share that the optimizer updates."""
-        self.total = made.get("total")
+        self.main = buffers["main"]
+        """Local shard of the weights that the optimizer updates."""
+        self.total = buffers.get("total")
         """Sum of this rank's own gradients of the whole buffer; None while there is none."""
-        self.grad = made.get("grad", torch.empty(0, device=device))
-        """Gradients of the own share, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
-        self.host_grad = made.get("host_grad")
-        """Where they go for the update, if the main parameters lie on the host."""
+        self.grad = buffers.get("grad", torch.empty(0, device=device))
+        """Local shard of the gradients, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
+        self.host_grad = buffers.get("host_grad")
+        """Where it goes for the update, if the main parameters lie on the host."""
 
-    def _add_piece(self, placement: Placement, begin: int, seed: int) -> None:
+    def _add_shard(self, placement: Placement, begin: int, seed: int) -> None:
         """Enter what this rank updates of a logical tensor whose slice begins at element `begin` of the buffer."""
-        low, high = max(begin, self.own.start), min(begin + placement.local_numel, self.own.stop)
-        if low < high:
-            here = slice(low - self.own.start, high - self.own.start)
-            grad = self.grad[here] if self.trained else None
-            host_grad = None if self.host_grad is None else self.host_grad[here]
-            shard = Shard(placement, low - begin, self.main[here], grad, host_grad)
-            for part, offsets in shard.rectangles(shard.main):
-                fill(part, placement, seed, offsets)
-            if not self.main_on_host:
-                shard.main.grad = grad
-            self.shards.append(shard)
+        low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
+        if low >= high:
+            return
+        place = slice(low - self.span.start, high - self.span.start)
+        grad = self.grad[place] if self.trained else None
+        host_grad = None if self.host_grad is None else self.host_grad[place]
+        shard = Shard(placement, low - begin, self.main[place], grad, host_grad)
+        for rectangle, offsets in shard.rectangles(shard.main):
+            fill(rectangle, placement, seed, offsets)
+        if not self.main_on_host:
+            shard.main.grad = grad
+        self.shards.append(shard)
 
     def publish(self) -> None:
-        """Round the main parameters of the own share into the weights that the model computes with."""
+        """Round the main parameters into the weights that the model computes with."""
         if self.rounded is not self.main:
             self.rounded.copy_(self.main, non_blocking=True)
-        if self.share is not self.rounded:
-            self.share.copy_(self.rounded, non_blocking=True)
+        if self.local is not self.rounded:
+            self.local.copy_(self.rounded, non_blocking=True)
 
     def lend_gradients(self, lend: bool) -> None:
         """Let the optimizer see the gradients on the host, or no gradients: it passes over what has none."""
         for shard in self.shards:
             shard.main.grad = shard.host_grad if lend else None
 
-    def hold(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Make room for all weights at stage 3, and return the room, to be filled."""
         self.weights.untyped_storage().resize_(self.weights.nbytes)
         return self.weights
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give back the room of all weights at stage 3. The parameters stay views of it."""
         self.weights.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""Which parameters lie together in a unit, and what of it is whose: numbers, without tensors (see `zero.units`)."""
+"""Which parameters lie together in a flat parameter, and what of it is whose: numbers, without tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
 
-U = TypeVar("U")
+F = TypeVar("F")
 ALIGNMENT = 32
-"""Shares begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
+"""Local shards begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
 IN_FLIGHT = 2
-"""Whole gradients of a unit that may exist at a time where they are reduced after each micro-batch."""
+"""Whole gradients of a flat parameter that may exist at a time where they are reduced after each micro-batch."""
 TABLES = ("embedding", "position_bias")
-"""Regions that only look rows up."""
+"""Modules that only look rows up."""
 
 
 @dataclass(frozen=True)
@@ -33,150 +33,143 @@ class Sharding:
     """How many could share: all stages have buffers of the same length."""
     offload: tuple[str, ...] = ()
     """What lies in host memory: `optimizer`, the main parameters (and hence the moments), `parameters`, at stage 3 the
-    own share of the weights."""
+    local shard of the weights."""
 
     @classmethod
     def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
-        """That of one replica of a layout; of `offload` what concerns units."""
-        away = tuple(what for what in ("optimizer", "parameters") if what in offload)
+        """That of one replica of a layout; of `offload` what concerns flat parameters."""
+        on_host = tuple(what for what in ("optimizer", "parameters") if what in offload)
         # with its parameters on the host even a rank that shares with nobody has to fetch them
-        stage = layout.zero if layout.shards > 1 or "parameters" in away else 0
-        return cls(stage, replica % layout.shards, layout.shards, layout.data, away)
+        stage = layout.zero if layout.shards > 1 or "parameters" in on_host else 0
+        return cls(stage, replica % layout.shards, layout.shards, layout.data, on_host)
 
     def padded(self, numel: int) -> int:
         """Length of the buffer of so many elements."""
         step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
         return -(-numel // step) * step
 
-    def own(self, padded: int) -> slice:
-        """This rank's share of a buffer."""
-        share = padded // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def span(self, padded: int) -> slice:
+        """This rank's local shard of a buffer."""
+        length = padded // self.size
+        return slice(self.rank * length, (self.rank + 1) * length)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A row of the table of a unit's buffers."""
+    """A row of the table of a flat parameter's buffers."""
 
     name: str
     """Attribute of `FlatParameter`, where it is described."""
     numel: int
     wide: bool = False
     """Its format: fp32 (fp64 in fp64) rather than the one that the model computes in."""
-    away: bool = False
-    """It lies in host memory."""
+    on_host: bool = False
     alias: str | None = None
-    """The buffer that it is, or whose own share it is; None: it has memory of its own."""
+    """The buffer that it is, or whose local shard it is; None: it has memory of its own."""
     lasting: bool = True
     """False: its memory comes and goes."""
 
 
 def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
-    """The buffers of a unit of `padded` elements; `narrow`: the model computes in a format narrower than fp32."""
+    """The buffers of a flat parameter of `padded` elements; `narrow`: the model computes in less than fp32.
+
+    Which of them are the same memory, for 8 elements on 2 ranks in bf16 (in fp32 `main` is `local`, unless offloaded):
+
+        stage   weights   local          total   grad         main
+        0       8         = weights      8       = total      8
+        1       8         4 of weights   8       4 of total   4
+        2       8         4 of weights   comes   4            4
+        3       comes     4              comes   4            4
+    """
     stage, share = sharding.stage, padded // sharding.size
-    share_away = stage == 3 and "parameters" in sharding.offload
+    local_on_host = stage == 3 and "parameters" in sharding.offload
     main_on_host = trained and "optimizer" in sharding.offload
-    rounded_away = share_away or main_on_host
+    rounded_on_host = local_on_host or main_on_host
     whole = stage < 2 or sharding.size == 1
-    beside = trained and (
-        narrow or main_on_host != rounded_away
-    )  # main parameters are no copy of what is computed with
+    # main parameters are no copy of what is computed with
+    beside = trained and (narrow or main_on_host != rounded_on_host)
     rows = [
         Buffer("weights", padded, lasting=stage < 3),
-        Buffer("share", share, away=share_away, alias="weights" if stage < 3 else None),
+        Buffer("local", share, on_host=local_on_host, alias="weights" if stage < 3 else None),
         Buffer("total", padded * (trained and whole), wide=True),
         Buffer("grad", share * trained, wide=True, alias="total" if whole else None),
-        Buffer("host_grad", share * main_on_host, wide=True, away=True),
-        Buffer("rounded", share, away=rounded_away, alias="share" if share_away == rounded_away else None),
-        Buffer("main", share, wide=beside, away=main_on_host, alias=None if beside else "rounded"),
+        Buffer("host_grad", share * main_on_host, wide=True, on_host=True),
+        Buffer("rounded", share, on_host=rounded_on_host, alias="local" if local_on_host == rounded_on_host else None),
+        Buffer("main", share, wide=beside, on_host=main_on_host, alias=None if beside else "rounded"),
     ]
     return [row for row in rows if row.numel]
 
 
-Regions = Mapping[int, Mapping[str, Sequence[str]]]
-"""Chunk -> region -> the parameters that it uses."""
+Uses = Mapping[int, Mapping[str, Sequence[str]]]
+"""Chunk -> module -> the parameters that it uses."""
 
 
 def divide(
-    table: PlacementTable,
-    regions: Regions,
-    bucket: float,
-    frozen: Collection[str],
-    make: Callable[[int, list[str], bool], U],
-) -> tuple[list[U], dict[int, dict[str, list[U]]]]:
-    """A rank's units, each made of its chunk, its parameters and whether these are trained, and chunk -> region -> the
-    units that the region uses."""
-    units: list[U] = []
-    unit_of: dict[str, U] = {}
-    for chunk, names, trained in group_parameters(table, regions, bucket, frozen):
-        units.append(make(chunk, names, trained))
-        unit_of |= dict.fromkeys(names, units[-1])
-    uses = {
-        chunk: {region: list(dict.fromkeys(unit_of[name] for name in names)) for region, names in of_chunk.items()}
-        for chunk, of_chunk in regions.items()
-    }
-    return units, uses
-
-
-def group_parameters(
-    table: PlacementTable, regions: Regions, bucket: float, frozen: Collection[str]
-) -> list[tuple[int, list[str], bool]]:
-    """Chunk and parameters of each unit, in the order of the forward pass, and whether they are trained: first the
-    trained ones, then the frozen ones."""
-    units = []
+    table: PlacementTable, uses: Uses, bucket: float, make: Callable[[int, list[str]], F]
+) -> tuple[list[F], dict[int, dict[str, list[F]]]]:
+    """A rank's flat parameters, each made of its chunk and its parameters, in the order of the forward pass, first the
+    trained ones, then the frozen ones; and chunk -> module -> the flat parameters that the module uses."""
+    flats: list[F] = []
+    flat_of: dict[str, F] = {}
     for trained in (True, False):
         chosen = {
-            chunk: {region: [n for n in names if (n not in frozen) == trained] for region, names in uses.items()}
-            for chunk, uses in regions.items()
+            chunk: {module: [n for n in names if table.is_trained(n) == trained] for module, names in of_chunk.items()}
+            for chunk, of_chunk in uses.items()
         }
-        units += [(chunk, names, trained) for chunk, names in _group(table, chosen, bucket)]
-    return units
+        for chunk, names in _group(table, chosen, bucket):
+            flats.append(make(chunk, names))
+            flat_of |= dict.fromkeys(names, flats[-1])
+    return flats, {
+        chunk: {module: list(dict.fromkeys(flat_of[name] for name in names)) for module, names in of_chunk.items()}
+        for chunk, of_chunk in uses.items()
+    }
 
 
-def trained_regions(regions: Regions, frozen: Collection[str]) -> set[str]:
-    """Regions whose output has a gradient even if their input has none, because something that they use is trained."""
-    found: set[str] = set()
-    for uses in regions.values():
-        biased = any(name not in frozen for name in uses.get("position_bias", ()))
-        found |= {region for region, names in uses.items() if biased or any(name not in frozen for name in names)}
-    return found
+def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
+    """Modules whose output has a gradient even if their input has none, because something that they use is trained."""
+    trained: set[str] = set()
+    for of_chunk in uses.values():
+        biased = any(map(table.is_trained, of_chunk.get("position_bias", ())))
+        trained |= {module for module, names in of_chunk.items() if biased or any(map(table.is_trained, names))}
+    return trained
 
 
-def _group(table: PlacementTable, regions: Regions, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each unit, in the order of the forward pass.
+def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, list[str]]]:
+    """Chunk and parameters of each flat parameter, in the order of the forward pass.
 
-    Parameters of a region stay together, and neighbouring regions of a chunk are joined until they fill the bucket. A
-    parameter that another stage has a copy of is a unit of its own, cut alike there; one that several chunks use
-    belongs to none of them (-1).
+    Parameters of a module stay together, and neighbouring modules of a chunk are joined until they fill the bucket:
+    that is what is gathered and reduced at once, so it must not straddle chunks, which are used at different times. A
+    parameter that another stage has a copy of stands alone, for it is sharded alike there; so does one that several
+    chunks use, which belongs to none of them (-1).
     """
     users: dict[str, set[int]] = {}
-    for chunk, uses in regions.items():
-        for names in uses.values():
+    for chunk, of_chunk in uses.items():
+        for names in of_chunk.values():
             for name in names:
                 users.setdefault(name, set()).add(chunk)
-    units: list[tuple[int, list[str]]] = []
-    seen: set[str] = set()
-    for chunk, uses in regions.items():
+    groups: list[tuple[int, list[str]]] = []
+    grouped: set[str] = set()
+    for chunk, of_chunk in uses.items():
         size = bucket
-        for region in uses.values():
-            names = [name for name in region if name not in seen]
-            seen |= set(names)
+        for module in of_chunk.values():
+            names = [name for name in module if name not in grouped]
+            grouped |= set(names)
             alone = [n for n in names if len(users[n]) > 1 or any(p.shared for p in table.stored_in(n))]
-            units += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
-            together = [name for name in names if name not in alone]
-            if together and (size >= bucket or units[-1][0] != chunk or alone):
-                units.append((chunk, []))
+            groups += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
+            joined = [name for name in names if name not in alone]
+            if joined and (size >= bucket or groups[-1][0] != chunk or alone):
+                groups.append((chunk, []))
                 size = 0.0
-            if together:
-                units[-1][1].extend(together)
-                size += sum(4.0 * math.prod(table.shapes[name]) for name in together)
-    return units
+            if joined:
+                groups[-1][1].extend(joined)
+                size += sum(4.0 * math.prod(table.shapes[name]) for name in joined)
+    return groups
 
 
 def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward opens a chunk's regions, given in the order of forward: the last first, without tables,
+    """In which order backward enters a chunk's modules, given in the order of forward: the last first, without tables,
     whose gradient does not depend on what is in them, and without what is frozen at the bottom of the model."""
-    returning = [name for name in reversed(names) if name not in TABLES]
-    while returning and "embedding" in names and "embedding" not in trained and returning[-1] not in trained:
-        returning.pop()
-    return returning
+    order = [name for name in reversed(names) if name not in TABLES]
+    while order and "embedding" in names and "embedding" not in trained and order[-1] not in trained:
+        order.pop()
+    return order

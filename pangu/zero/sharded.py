@@ -1,8 +1,8 @@
-"""The parameters of this rank's chunks of a model: their units, the sums of their gradients, their gathered weights."""
+"""The parameters of this rank's chunks of a model: kept flat, unsharded for use, their gradients summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pangu.layers.offload import CopyStream
 from pangu.models.language_model import LanguageModel
-from pangu.models.parameters import ModelPart, regions
+from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum, Groups
-from pangu.zero.grouping import Sharding, divide, trained_regions
+from pangu.zero.grouping import Sharding, divide, trained_modules
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.unshard import Unsharder
 
@@ -29,7 +29,7 @@ class Policy:
     dtype: torch.dtype
     """Format that forward and backward compute in."""
     bucket_bytes: float
-    """Layers are joined to units of about so many bytes of fp32 gradients."""
+    """Layers are joined to flat parameters of about so many bytes of fp32 gradients."""
     overlap: bool = True
     """Communicate while layers compute."""
     reduce_each: bool = False
@@ -38,8 +38,6 @@ class Policy:
     """What lies in host memory: `optimizer`, `parameters`."""
     message: torch.dtype | None = None
     """Format in which gradients are added up over replicas; None: that of their sums."""
-    frozen: Collection[str] = ()
-    """Parameters of the model that are not trained."""
 
 
 class ShardedParameters:
@@ -57,37 +55,27 @@ class ShardedParameters:
             policy: how.
         """
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
-        self.groups = Groups.of(mesh)
-        uses = {chunk: regions(model.config, table, part) for chunk, part in chunks.items()}
+        uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         trained_of: dict[int, list[FlatParameter]] = {}
 
-        def make(chunk: int, names: list[str], trained: bool) -> FlatParameter:
-            unit = FlatParameter(model, names, table, policy.seed, policy.dtype, mesh.device, sharding, trained)
-            if trained:
-                trained_of.setdefault(chunk, []).append(unit)
-            return unit
+        def make(chunk: int, names: list[str]) -> FlatParameter:
+            flat = FlatParameter(model, names, table, policy.seed, policy.dtype, mesh.device, sharding)
+            if flat.trained:
+                trained_of.setdefault(chunk, []).append(flat)
+            return flat
 
-        self.units, used = divide(table, uses, policy.bucket_bytes, policy.frozen, make)
-        self.trained = [unit for unit in self.units if unit.trained]
+        self.flat_parameters, flats_of = divide(table, uses, policy.bucket_bytes, make)
+        self.trained = [flat for flat in self.flat_parameters if flat.trained]
+        self.groups, self.offload, self._mesh = Groups.of(mesh), sharding.offload, mesh
         self.gradients = GradientSum(trained_of, self.groups, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
-        self._lane = CopyStream(mesh.device if sharding.offload else torch.device("cpu"))
-        self.offload = sharding.offload
-        self.unsharder = Unsharder(
-            {name: units for of_chunk in used.values() for name, units in of_chunk.items()},
-            {chunk: list(names) for chunk, names in uses.items()},
-            mesh.group("gather"),
-            trained_regions(uses, policy.frozen),
-            self._lane,
-            policy.overlap,
-            mesh.algorithms,
-        )
+        self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
+        trained, group = trained_modules(table, uses), mesh.group("gather")
+        self.unsharder = Unsharder(flats_of, trained, group, self._stream, policy.overlap, mesh.algorithms)
         if sharding.size > 1 or self.offload:
-            model.gate = self.unsharder
+            model.hooks = self.unsharder
         self.publish()
-        wide = torch.promote_types(policy.dtype, torch.float32)
-        self.squares = Squares(list(table), self.groups, mesh.device, wide)
-        self._mesh = mesh
+        self.squares = Squares(list(table), self.groups, mesh.device, torch.promote_types(policy.dtype, torch.float32))
         self._counted = [
             shard.grad
             for shard in self.trained_shards
@@ -97,49 +85,49 @@ class ShardedParameters:
     @property
     def shards(self) -> list[Shard]:
         """What this rank keeps, frozen tensors included."""
-        return [shard for unit in self.units for shard in unit.shards]
+        return [shard for flat in self.flat_parameters for shard in flat.shards]
 
     @property
     def trained_shards(self) -> list[Shard]:
         """What this rank updates."""
-        return [shard for unit in self.trained for shard in unit.shards]
+        return [shard for flat in self.trained for shard in flat.shards]
 
     def publish(self) -> None:
         """After main parameters were changed from outside: bring all weights up to date, and wait until they are."""
-        self.unsharder.publish(self.units)
+        self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
-    def update(self, step: Callable[[], object], by_unit: bool) -> None:
+    def update(self, step: Callable[[], object], one_by_one: bool) -> None:
         """Let an optimizer change the main parameters of what is trained, and bring the weights up to date.
 
-        Where the optimizer's state is on the host, gradients of a unit arrive and weights leave while others are
-        updated.
+        Where the optimizer's state is on the host, gradients of a flat parameter arrive and weights leave while others
+        are updated.
 
         Args:
             step: updates every tensor that has a gradient.
-            by_unit: it may be called for each unit; otherwise once, when all gradients have arrived.
+            one_by_one: it may be called for each flat parameter; otherwise once, when all gradients have arrived.
         """
-        groups = [[unit] for unit in self.trained] if by_unit else [self.trained]
+        groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
         if "optimizer" not in self.offload:
             step()
             self.unsharder.publish(self.trained)
             return
         arrivals = []
-        for units in groups:
-            with self._lane.after_computation():
-                for unit in units:
-                    assert unit.host_grad is not None
-                    unit.host_grad.copy_(unit.grad, non_blocking=True)
-            arrivals.append(self._lane.mark())
-        for units, arrival in zip(groups, arrivals, strict=True):
+        for flats in groups:
+            with self._stream.after_computation():
+                for flat in flats:
+                    assert flat.host_grad is not None
+                    flat.host_grad.copy_(flat.grad, non_blocking=True)
+            arrivals.append(self._stream.record())
+        for flats, arrival in zip(groups, arrivals, strict=True):
             if arrival is not None:
                 arrival.synchronize()
-            for unit in units:
-                unit.lend_gradients(True)
+            for flat in flats:
+                flat.lend_gradients(True)
             step()
-            for unit in units:
-                unit.lend_gradients(False)
-            self.unsharder.publish(units)
+            for flat in flats:
+                flat.lend_gradients(False)
+            self.unsharder.publish(flats)
 
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
         """See `norms.norm_and_loss`: of the whole model's gradient, and of all replicas."""
@@ -147,5 +135,5 @@ class ShardedParameters:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        for unit in self.trained:
-            unit.grad.mul_(factor)
+        for flat in self.trained:
+            flat.grad.mul_(factor)

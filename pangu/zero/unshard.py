@@ -1,9 +1,9 @@
-"""Gathers the weights of units: after a step what others updated (stages 1 and 2), around each use at stage 3."""
+"""Unshards flat parameters: after a step what others updated (stages 1 and 2), around each use at stage 3."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,184 +12,179 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.reduce import Handle, start_all_gather
-from pangu.layers.gate import Gate
+from pangu.collectives.reduce import Completion, Handle, start_all_gather
 from pangu.layers.offload import CopyStream
+from pangu.models.language_model import ModuleHooks
 from pangu.topology.mesh import Algorithms
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order
 
 
 class _Before(Function):
-    """Opens a region in forward and closes it in backward."""
+    """Begins the use of a module in forward and ends it in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: str, unsharder: Unsharder) -> Tensor:
-        ctx.close = lambda: unsharder.close(region, unsharder.backward)
-        unsharder.open(region, unsharder.forward)
+    def forward(ctx: Any, x: Tensor, module: str, unsharder: Unsharder) -> Tensor:
+        ctx.end = partial(unsharder.end, module, unsharder.backward)
+        unsharder.begin(module, unsharder.forward)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.close()
+        ctx.end()
         return grads[0], None, None
 
 
 class _After(Function):
-    """Closes a region in forward and opens it in backward. The head stays open: its backward comes next."""
+    """Ends the use of a module in forward and begins it in backward. The head's goes on: its backward comes next."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: str, unsharder: Unsharder) -> Tensor:
-        stays = region == "head" and ctx.needs_input_grad[0]
-        ctx.open = lambda: unsharder.open(region, unsharder.backward, already=stays)
-        if region in TABLES:
-            ctx.open = lambda: None
-        if not stays:
-            unsharder.close(region, unsharder.forward)
+    def forward(ctx: Any, x: Tensor, module: str, unsharder: Unsharder) -> Tensor:
+        goes_on = module == "head" and ctx.needs_input_grad[0]
+        ctx.begin = partial(unsharder.begin, module, unsharder.backward, goes_on)
+        if module in TABLES:
+            ctx.begin = lambda: None
+        if not goes_on:
+            unsharder.end(module, unsharder.forward)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.open()
+        ctx.begin()
         return grads[0], None, None
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """A copy from the host that is on its way."""
+class Unsharder(ModuleHooks):
+    """Sees to it that weights are whole when a model uses them.
 
-    mark: torch.Event | None
+    At stage 3 a flat parameter is gathered while the module before it computes and resharded behind its use, so that at
+    most two (and a tied word embedding) are whole at a time; backward gathers them again:
 
-    def wait(self) -> None:
-        CopyStream.wait(self.mark)
+        module     layers.0       layers.1       layers.2       head
+        gathering  layers.1       layers.2       head           -
+        whole      layers.0, 1    layers.1, 2    layers.2, head head
 
-
-class Unsharder(Gate):
-    """Sees to it that weights are there when a model uses them.
-
-    At stage 3 a unit is gathered while the region before it computes and released behind its use, so that at most two
-    units (and a tied word embedding) are whole at a time; backward gathers them again. A chunk that a schedule holds
-    stays gathered from its first use until it is let go.
+    A chunk that a schedule unshards stays whole from its first use until it is resharded.
     """
 
     def __init__(
         self,
-        regions: Mapping[str, Sequence[FlatParameter]],
-        order: Mapping[int, Sequence[str]],
-        group: dist.ProcessGroup | None,
+        uses: Mapping[int, Mapping[str, Sequence[FlatParameter]]],
         trained: Collection[str],
-        lane: CopyStream,
+        group: dist.ProcessGroup | None,
+        stream: CopyStream,
         overlap: bool = True,
         algorithms: Algorithms | None = None,
     ) -> None:
         """
         Args:
-            regions: name -> units that it uses.
-            order: chunk -> its regions in the order in which they begin.
-            group: the replicas that share the units.
-            trained: regions from which gradients come, whatever their input is.
-            lane: for copies from the host.
-            overlap: false: gather a unit when it is needed, not before.
+            uses: chunk -> module, in the order in which they begin -> flat parameters that it uses.
+            trained: modules from which gradients come, whatever their input is.
+            group: the replicas that share the flat parameters.
+            stream: for copies from the host.
+            overlap: false: gather when it is needed, not before.
             algorithms: how it is gathered.
         """
-        self.regions = regions
-        self.group = group
-        self.trained = trained
-        self.lane = lane
-        self.overlap = overlap
+        self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
+        self.trained, self.group, self.overlap = trained, group, overlap
         self.algorithms = algorithms or Algorithms()
-        self.units = list(dict.fromkeys(unit for units in regions.values() for unit in units))
-        self._of_chunk = {chunk: {unit for name in names for unit in regions[name]} for chunk, names in order.items()}
-        alone = len(order) == 1
-        self.forward = {a: b for names in order.values() for a, b in pairwise(names) if alone or a != "position_bias"}
-        """Region -> the one that opens after it in forward; behind the bias that all chunks have there are several."""
-        self.backward = {a: b for names in order.values() for a, b in pairwise(backward_order(names, trained))}
+        self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
+        self._stream = stream
+        self._of_chunk = {
+            chunk: {flat for flats in modules.values() for flat in flats} for chunk, modules in uses.items()
+        }
+        alone = len(uses) == 1
+        self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != "position_bias"}
+        """Module -> the one that begins after it in forward; behind the bias that all chunks have there are several."""
+        self.backward = {a: b for names in uses.values() for a, b in pairwise(backward_order(list(names), trained))}
         """The same for backward."""
-        self._works: dict[FlatParameter, Handle | None] = {}
-        """Gathers on their way."""
+        self._handles: dict[FlatParameter, Handle] = {}
+        """What is on its way."""
         self._whole: set[FlatParameter] = set()
-        """Units at stage 3 whose weights are all here."""
-        self._users = dict.fromkeys(self.units, 0)
-        """How many open regions use a unit."""
-        self._held: set[FlatParameter] = set()
+        """Those of stage 3 whose weights are all here."""
+        self._users = dict.fromkeys(self.flat_parameters, 0)
+        """How many modules in use need each."""
+        self._kept: set[FlatParameter] = set()
+        """Those of chunks that a schedule has unsharded."""
 
-    def publish(self, units: Iterable[FlatParameter]) -> None:
-        """Begin to send every rank what the others have updated of some units; what was gathered is out of date."""
-        for unit in units:
-            self._finish(unit)
-            with self.lane.after_computation():
-                unit.publish()
-                if unit.sharding.stage == 3:
-                    self._release(unit)
-                elif unit.sharding.size > 1:
-                    self._works[unit] = start_all_gather(unit.weights, unit.share, self.group, self.algorithms)
-                elif unit.main_on_host:
-                    self._works[unit] = _Copied(self.lane.mark())
+    def publish(self, flats: Iterable[FlatParameter]) -> None:
+        """Begin to send every rank what the others have updated; what was gathered is out of date."""
+        for flat in flats:
+            self._finish(flat)
+            with self._stream.after_computation():
+                flat.publish()
+                if flat.sharding.stage == 3:
+                    self._reshard(flat)
+                elif flat.sharding.size > 1:
+                    self._handles[flat] = start_all_gather(flat.weights, flat.local, self.group, self.algorithms)
+                elif flat.main_on_host:
+                    self._handles[flat] = self._copies()
             if not self.overlap:
-                self._finish(unit)
+                self._finish(flat)
 
     def wait(self) -> None:
         """Wait for all that is on its way."""
-        for unit in list(self._works):
-            self._finish(unit)
+        for flat in list(self._handles):
+            self._finish(flat)
 
-    def hold(self, chunk: int) -> None:
-        """Keep the units of a chunk, once gathered, until `let_go`."""
-        self._held |= self._of_chunk[chunk]
+    def unshard(self, chunk: int) -> None:
+        """Keep the weights of a chunk, once gathered, until `reshard`."""
+        self._kept |= self._of_chunk[chunk]
 
-    def let_go(self, chunk: int) -> None:
-        """End of `hold`."""
-        self._held -= self._of_chunk[chunk]
-        for unit in self._of_chunk[chunk]:
-            self._finish(unit)
-            self._release(unit)
+    def reshard(self, chunk: int) -> None:
+        """End of `unshard`."""
+        self._kept -= self._of_chunk[chunk]
+        for flat in self._of_chunk[chunk]:
+            self._finish(flat)
+            self._reshard(flat)
 
-    def before(self, region: str, x: Tensor) -> Tensor:
-        """See `Gate`."""
-        if torch.is_grad_enabled() and region in self.trained and region not in TABLES and not x.requires_grad:
-            # all below is frozen: backward ends here, but has to come as far as this to close the region
+    def before(self, module: str, x: Tensor) -> Tensor:
+        """See `ModuleHooks`."""
+        if torch.is_grad_enabled() and module in self.trained and module not in TABLES and not x.requires_grad:
+            # all below is frozen: backward ends here, but has to come as far as this to end the module's use
             x = x.detach().requires_grad_()
-        return _Before.apply(x, region, self)
+        return _Before.apply(x, module, self)
 
-    def after(self, region: str, x: Tensor) -> Tensor:
-        """See `Gate`."""
-        return _After.apply(x, region, self)
+    def after(self, module: str, x: Tensor) -> Tensor:
+        """See `ModuleHooks`."""
+        return _After.apply(x, module, self)
 
-    def open(self, region: str, following: Mapping[str, str], already: bool = False) -> None:
-        """Wait for the weights of a region that is about to be used, and begin to gather those of the next one."""
-        for unit in [] if already else self.regions.get(region, ()):
-            self._users[unit] += 1
-            self._start(unit)
-            self._finish(unit)
-        for unit in self.regions[following[region]] if self.overlap and region in following else []:
-            self._start(unit)
+    def begin(self, module: str, following: Mapping[str, str], goes_on: bool = False) -> None:
+        """Wait for the weights of a module that is about to be used, and begin to gather those of the next one."""
+        for flat in [] if goes_on else self.uses.get(module, ()):
+            self._users[flat] += 1
+            self._start(flat)
+            self._finish(flat)
+        for flat in self.uses[following[module]] if self.overlap and module in following else []:
+            self._start(flat)
 
-    def close(self, region: str, following: Mapping[str, str]) -> None:
-        """Release what a region used, unless the next one needs it."""
-        soon = self.regions[following[region]] if region in following else []
-        for unit in self.regions.get(region, ()):
-            self._users[unit] -= 1
-            if unit not in soon:
-                self._release(unit)
+    def end(self, module: str, following: Mapping[str, str]) -> None:
+        """Reshard what a module used, unless the next one needs it."""
+        next_uses = self.uses[following[module]] if module in following else []
+        for flat in self.uses.get(module, ()):
+            self._users[flat] -= 1
+            if flat not in next_uses:
+                self._reshard(flat)
 
-    def _start(self, unit: FlatParameter) -> None:
-        if unit.sharding.stage == 3 and unit not in self._whole and unit not in self._works:
-            with self.lane.after_computation():
-                # not through the tensor that autograd knows: what it saved of the unit is still the same weights
-                whole, part = unit.hold().data, unit.share
-                if unit.share_away:
-                    part = whole[unit.own].copy_(part, non_blocking=True)
-                work = start_all_gather(whole, part, self.group, self.algorithms)
-                self._works[unit] = _Copied(self.lane.mark()) if work is None else work
+    def _start(self, flat: FlatParameter) -> None:
+        if flat.sharding.stage == 3 and flat not in self._whole and flat not in self._handles:
+            with self._stream.after_computation():
+                # not through the tensor that autograd knows: what it saved of it is still the same weights
+                whole, local = flat.allocate().data, flat.local
+                if flat.local_on_host:
+                    local = whole[flat.span].copy_(local, non_blocking=True)
+                gather = start_all_gather(whole, local, self.group, self.algorithms)
+                self._handles[flat] = self._copies() if self.group is None else gather
 
-    def _finish(self, unit: FlatParameter) -> None:
-        if unit in self._works:
-            work = self._works.pop(unit)
-            if work is not None:
-                work.wait()
-            self._whole.add(unit)
+    def _copies(self) -> Handle:
+        return Completion(partial(CopyStream.wait, self._stream.record()))
 
-    def _release(self, unit: FlatParameter) -> None:
-        if unit.sharding.stage == 3 and unit in self._whole and not self._users[unit] and unit not in self._held:
-            self._whole.discard(unit)
-            unit.release()
+    def _finish(self, flat: FlatParameter) -> None:
+        if flat in self._handles:
+            self._handles.pop(flat).wait()
+            self._whole.add(flat)
+
+    def _reshard(self, flat: FlatParameter) -> None:
+        if flat.sharding.stage == 3 and flat in self._whole and not self._users[flat] and flat not in self._kept:
+            self._whole.discard(flat)
+            flat.free()

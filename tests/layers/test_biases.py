@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pangu.collectives.regions import TensorRegion
 from pangu.layers.biases import Alibi, RelativeBias, alibi_slopes, relative_bucket
 from pangu.layers.builder import Builder
-from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
+from pangu.topology.placement import Placement, PlacementTable, TensorRank
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
 
 def test_relative_bias_looks_up_the_bucket_of_the_distance() -> None:
     table = PlacementTable()
-    table.place("bias.weight", [NewTensor("bias.weight", (4, 3), 0.1)], TensorRank())
+    table.place("bias.weight", [Placement("bias.weight", (4, 3), 0.1)], TensorRank())
     layer = RelativeBias(Builder(table), "bias", 8)
     layer.weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
     dense = layer(5, torch.float32, CPU).dense()

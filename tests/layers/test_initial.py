@@ -19,7 +19,7 @@ def initial_rows(placement: Placement, seed: int, start: int, stop: int) -> torc
 
 
 def matrix(rows: int, columns: int, name: str = "m") -> Placement:
-    return Placement(name, (rows, columns), name, 0, 0.02)
+    return Placement(name, (rows, columns), 0.02)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.data())
@@ -61,7 +61,7 @@ def test_fill_in_bands_equals_one_piece() -> None:
 
 
 def test_constants() -> None:
-    gain = Placement("gain", (5,), "gain", 0, None, 1.0)
+    gain = Placement("gain", (5,), constant=1.0)
     filled = torch.zeros(5)
     fill(filled, gain, 7)
     assert torch.equal(filled, torch.ones(5))

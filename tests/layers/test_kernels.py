@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pangu.config.errors import UserError
-from pangu.layers import blocked
 from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
 from pangu.layers.builder import Builder
@@ -67,39 +66,6 @@ def test_sdpa_equals_reference(case: tuple[Any, ...]) -> None:
     """fp64; 1e-13: sums of at most 16 products in another order, 1.1e-16 each."""
     for mine, theirs in zip(results("sdpa", case), results("reference", case), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
-
-
-@pytest.mark.parametrize("kernel", ["blocked", "blocked_backward"])
-@pytest.mark.parametrize("case", [case for case in CASES if case[2] == "none"], ids=str)
-def test_blocked_equals_reference(case: tuple[Any, ...], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp64, 1e-13 as above; 12 queries in blocks of 5, both ways of computing forward."""
-    monkeypatch.setattr(blocked, "BLOCK", 5)
-    for mine, theirs in zip(results(kernel, case), results("reference", case), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
-
-
-@pytest.mark.parametrize("by_blocks", ["blocked", "blocked_backward"])
-def test_blocked_rounds_as_little_as_reference(by_blocks: str) -> None:
-    """bf16, sequences of two blocks and a half: no farther from fp64 than 1.5 times what explicit scores are."""
-    length, source = 5 * blocked.BLOCK // 2, torch.Generator().manual_seed(0)
-    exact = [torch.randn(2, 3, length, 16, dtype=torch.float64, generator=source) for _ in range(4)]
-
-    def gradients(kernel: str, dtype: torch.dtype) -> list[Tensor]:
-        given = QKV(*(part.to(dtype).requires_grad_() for part in exact[:3]))
-        core = AttentionCore(Builder(PlacementTable()), 0.0)
-        output = core(given, KERNELS[kernel](MaskAndBias(AttentionMask(), None, length, dtype, CPU)), None)[0]
-        return [output.double(), *(g.double() for g in torch.autograd.grad(output, list(given), exact[3].to(dtype)))]
-
-    truth = gradients("reference", torch.float64)
-    errors = {
-        kernel: [
-            (mine - true).norm() / true.norm()
-            for mine, true in zip(gradients(kernel, torch.bfloat16), truth, strict=True)
-        ]
-        for kernel in ("reference", by_blocks)
-    }
-    for mine, theirs in zip(errors[by_blocks], errors["reference"], strict=True):
-        assert mine <= 1.5 * theirs
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -196,9 +162,8 @@ def test_the_fused_kernel_draws_the_same_mask_again() -> None:
 
 
 def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_processor() -> None:
-    of_cpu = ["sdpa", "blocked_backward", "blocked", "reference"]
     for precision in ("fp32", "bf16"):
-        assert attention_kernels(variant(), precision, CPU) == of_cpu
+        assert attention_kernels(variant(), precision, CPU) == ["sdpa", "reference"]
         assert attention_kernels(variant(positions="alibi"), precision, CPU) == ["sdpa", "reference"]
         assert attention_kernels(variant(), precision, CUDA) == ["sdpa", "reference"]
         assert attention_kernels(variant(residual_scores=True), precision, CUDA) == ["reference"]

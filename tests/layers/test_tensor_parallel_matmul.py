@@ -25,7 +25,7 @@ class Pretended:
     def __post_init__(self) -> None:
         self.events.append(f"start {self.name}")
 
-    def wait(self) -> Tensor:
+    def __call__(self) -> Tensor:
         self.events.append(f"wait for {self.name}")
         return self.tensor
 

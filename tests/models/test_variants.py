@@ -16,13 +16,12 @@ from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
-from pangu.layers.gate import Gate
 from pangu.layers.linear import RMSNorm
 from pangu.layers.rotary import RotaryEmbedding
-from pangu.models.language_model import Options, build_model
-from pangu.models.parameters import ModelPart, regions
+from pangu.models.language_model import ModuleHooks, Options, build_model
+from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.models.size import num_parameters, training_flops_per_token
-from pangu.topology.placement import NewTensor, PlacementTable, TensorRank
+from pangu.topology.placement import Placement, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 from tests.weights import whole_logits, whole_loss
 
@@ -206,8 +205,6 @@ class Plain:
             ("reference", True),
             ("sdpa", True),
             ("sdpa", False),
-            ("blocked", True),
-            ("blocked", False),
         )
         for changes in VARIANTS
         if not any(obstacles(kernel, variant(**changes), "fp64", "cpu"))
@@ -242,7 +239,7 @@ def test_scores_cross_the_border_of_two_parts(kind: str) -> None:
     assert torch.equal(loss, whole_loss(whole, batch))
 
 
-class Listed(Gate):
+class Listed(ModuleHooks):
     """A gate that keeps a list."""
 
     def __init__(self) -> None:
@@ -263,9 +260,9 @@ class Listed(Gate):
 def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str) -> None:
     config = variant(kind=kind, final_norm=order, positions="relative")
     model, table = make(config)
-    model.gate = listed = Listed()
+    model.hooks = listed = Listed()
     whole_loss(model, batch_of(config))
-    uses = regions(config, table, ModelPart.whole(config))
+    uses = parameters_by_module(config, table, ModelPart.whole(config))
     assert list(uses) == ["position_bias", "embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert listed.events == [f"{name} {event}" for name in uses for event in ("begins", "ends")]
     home = {
@@ -282,7 +279,7 @@ def test_regions_follow_one_another_and_hold_what_they_use(kind: str, order: str
 def test_rms_norm_takes_its_statistics_in_fp32() -> None:
     """In bf16 a sum of 4096 squares would stop growing at 256; the result is one rounding of 2^-8 from exact."""
     table = PlacementTable()
-    table.place("norm.weight", [NewTensor("norm.weight", (4096,), None, 1.0)], TensorRank())
+    table.place("norm.weight", [Placement("norm.weight", (4096,), None, 1.0)], TensorRank())
     norm = RMSNorm(Builder(table), "norm", 1e-5)
     norm.weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()

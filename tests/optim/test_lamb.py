@@ -33,7 +33,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[tuple[Placement, torch.Tensor]]:
-    return [(Placement(name, tuple(t.shape), name, 0, None), t) for name, t in tensors.items()]
+    return [(Placement(name, tuple(t.shape)), t) for name, t in tensors.items()]
 
 
 def run(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int) -> None:

@@ -135,7 +135,7 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
         "weights": whole(trainer, of_gradients=False),
         "validation": mean_loss(trainer.runner, trainer.stages.schedule, batches, mesh),
     }
-    units = trainer.parameters.units
+    units = trainer.parameters.flat_parameters
     return {
         **(found if rank == 0 else {}),
         "units": len(units),

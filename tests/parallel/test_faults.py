@@ -21,7 +21,9 @@ NAMES = ("layers.1.attention.query.weight", "layers.0.mlp.up.weight")
 
 def spoil(trainer: Trainer, name: str, value: float) -> None:
     """Let one element of a tensor's gradient be `value` in this rank's second micro-batch."""
-    places = ((unit, place) for unit in trainer.parameters.units for found, place in unit.tensors if found == name)
+    places = (
+        (unit, place) for unit in trainer.parameters.flat_parameters for found, place in unit.tensors if found == name
+    )
     unit, place = next(places)
     parameter, span = next(
         (parameter, span) for parameter, span in unit.parameters if span.start <= place.start < span.stop

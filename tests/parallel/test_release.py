@@ -16,7 +16,7 @@ def kept(rank: int, world: int, layout: Layout, *overrides: str) -> int:
     """Units, and with them weights and process groups, that are there after a step whose trainer is gone."""
     trainer, batches = small_trainer(layout, *OVERRIDES, *overrides)
     trainer.train_step(batches)
-    units = [weakref.ref(unit) for unit in trainer.parameters.units]
+    units = [weakref.ref(unit) for unit in trainer.parameters.flat_parameters]
     assert all(unit() is not None for unit in units)
     del trainer
     gc.collect()

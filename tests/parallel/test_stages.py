@@ -35,7 +35,7 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
 
     def counted(self: Runner) -> None:  # after every action
         let_go(self)
-        alive.append(len(self._live.keys() | self.weight_gradients._held.keys()))
+        alive.append(len(self._live.keys() | self.store._stored.keys()))
 
     with replaced_here(Runner, _let_go=counted):
         trainer.train_step(batches)

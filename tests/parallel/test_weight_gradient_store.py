@@ -32,15 +32,13 @@ MICRO_BATCHES = 3
 class Run:
     """A model with its gradient buffers, and some micro-batches."""
 
-    def __init__(self, tensor: int, weight_gradients: WeightGradientStore | None, overrides: tuple[str, ...]) -> None:
+    def __init__(self, tensor: int, store: WeightGradientStore | None, overrides: tuple[str, ...]) -> None:
         config = tiny(*overrides)
         self.mesh = Mesh.connect(Layout(tensor=tensor, sequence=tensor > 1), torch.device("cpu"))
         memory = config.memory
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
-        self.model, table = build_model(
-            config.model, options, Builder(PlacementTable(), region=region, weight_gradients=weight_gradients)
-        )
+        self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, store=store))
         policy = Policy(seed=1, dtype=torch.float64, bucket_bytes=1000)
         self.parameters = ShardedParameters(self.model, table, {0: ModelPart.whole(config.model)}, self.mesh, policy)
         self.gradients = self.parameters.gradients
@@ -69,15 +67,15 @@ def same_bits(rank: int, tensor: int, overrides: tuple[str, ...]) -> None:
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
 
     for behind in (0, 1):
-        weight_gradients = WeightGradientStore()
-        run = Run(tensor, weight_gradients, overrides)
+        store = WeightGradientStore()
+        run = Run(tensor, store, overrides)
         for number in range(MICRO_BATCHES):
-            with weight_gradients.open(number):
+            with store.open(number):
                 run.backward(number)
             if number >= behind:
-                weight_gradients.flush(number - behind)
+                store.flush(number - behind)
         for number in range(MICRO_BATCHES - behind, MICRO_BATCHES):
-            weight_gradients.flush(number)
+            store.flush(number)
         sums = run.sums()
         assert [name for name, gradient in sums.items() if not torch.equal(gradient, expected[name])] == []
 
@@ -105,8 +103,8 @@ def test_later_gradients_have_the_same_bits(ranks: Ranks, kind: str, overrides: 
 def test_every_parameter_counts_once(tied: str) -> None:
     """A unit goes to the replicas when it is complete and not before, the tied table's lookup and chunked products
     included; what is put aside is in nobody's gradient."""
-    weight_gradients = WeightGradientStore()
-    run = Run(1, weight_gradients, ("loss.chunk=5", f"model.tied_head={tied}", "model.kind=gpt"))
+    store = WeightGradientStore()
+    run = Run(1, store, ("loss.chunk=5", f"model.tied_head={tied}", "model.kind=gpt"))
     run.backward(0)  # not held: as usual
     sent: list[tuple[Tensor, Tensor]] = []
 
@@ -115,11 +113,11 @@ def test_every_parameter_counts_once(tied: str) -> None:
 
     with patch.object(gradients, "start_ordered_all_reduce", send):
         run.gradients.expect(0)
-        with weight_gradients.open(1):
+        with store.open(1):
             run.backward(1)
         assert len(sent) < 2  # the final norm at most: it has nothing to wait for
-        weight_gradients.flush(1)
-        assert len(sent) == len(run.parameters.units) > 3
+        store.flush(1)
+        assert len(sent) == len(run.parameters.flat_parameters) > 3
     assert all(torch.equal(now, then) for now, then in sent)
 
 
@@ -140,15 +138,15 @@ def test_what_was_put_aside_is_freed(recompute: str) -> None:
     read 3 hidden states (queries', keys' and values', the output's, the up-projection's) and one of the inner width,
     and their outputs' gradients are 3 + 1 + 1 hidden states and one of the inner width; the head's are its input and
     the logits' gradient, and the table's a lookup's."""
-    weight_gradients = WeightGradientStore()
-    run = Run(1, weight_gradients, ("model.kind=gpt", f"memory.recompute={recompute}"))
+    store = WeightGradientStore()
+    run = Run(1, store, ("model.kind=gpt", f"memory.recompute={recompute}"))
     before = live_storages()
-    with weight_gradients.open("first"):
+    with store.open("first"):
         run.backward(0)
     # what other tests left behind may go at any time
     held = sum(size for address, size in live_storages().items() if address not in before)
     tokens, hidden, inner, vocab = 2 * 16, 32, 4 * 32, 101
     numbers = 3 * (3 * hidden + inner + 5 * hidden + inner) + (hidden + vocab) + hidden
     assert 8 * tokens * numbers <= held <= 1.05 * 8 * tokens * numbers
-    weight_gradients.flush("first")
+    store.flush("first")
     assert sum(size for address, size in live_storages().items() if address not in before) == 0

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pangu.config.errors import ConfigError
-from pangu.models.frozen import count_frozen
 from pangu.models.language_model import build_model
+from pangu.models.parameters import count_frozen
 from pangu.topology.layout import Layout
 from pangu.zero.flat_parameter import FlatParameter
 from tests.configs import tiny
@@ -63,7 +63,7 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
 
     def looked_at(trainer: Trainer, loss: float, norm: float) -> Any:
         weights = trainer.parameters.unsharder
-        found.append((len(weights._whole), len(weights._works)))
+        found.append((len(weights._whole), len(weights._handles)))
         return update(trainer, loss, norm)
 
     with replaced_here(Trainer, _update=looked_at):
@@ -73,7 +73,7 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
 
 def frozen_problems(*patterns: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        count_frozen(patterns, build_model(tiny().model)[1])
+        count_frozen(tiny().model, patterns)
     return str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_patterns_that_cannot_be_meant_are_refused() -> None:
         "freezes layers.0.attention.query.weight but not layers.0.attention.key.weight, layers.0.attention.value.weight"
     ) in text
     assert "leaves nothing to train" in frozen_problems("*")
-    assert count_frozen(["*.bias"], build_model(tiny().model)[1]) > 0
+    assert count_frozen(tiny().model, ["*.bias"]) > 0
 
 
 class Skipped(nn.Module):
@@ -168,5 +168,5 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
     sharding = Sharding(stage=3, offload=("optimizer", "parameters"))
     names = [name for name, _ in model.named_parameters()]
     unit = FlatParameter(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
-    tensors = [unit.weights, unit.share, unit.main, unit.grad, unit.host_grad]
+    tensors = [unit.weights, unit.local, unit.main, unit.grad, unit.host_grad]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5

@@ -32,15 +32,15 @@ class Gathered:
     def __init__(self, weights: Unsharder) -> None:
         self.most, self.total = 0, 0
         self.weights = weights
-        for unit in weights.units:
-            unit.hold = self.watching(unit.hold)  # type: ignore[method-assign]
+        for unit in weights.flat_parameters:
+            unit.allocate = self.watching(unit.allocate)  # type: ignore[method-assign]
 
     def watching(self, hold: Any) -> Any:
         """`hold`, and a look around."""
 
         def held() -> Any:
             whole = hold()
-            now = sum(unit.weights.untyped_storage().nbytes() for unit in self.weights.units)
+            now = sum(unit.weights.untyped_storage().nbytes() for unit in self.weights.flat_parameters)
             self.most = max(self.most, now)
             self.total += whole.nbytes
             return whole
@@ -66,11 +66,11 @@ def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str,
         trainer.train_step(batches)
     return {
         "plan": plan_of(config, layout, rank),
-        "held": held_bytes(trainer.parameters.units, trainer.optimizer),
+        "held": held_bytes(trainer.parameters.flat_parameters, trainer.optimizer),
         "gathered": watched.most,
         "gathers": watched.total,
         "sent": {kind: traffic.bytes for kind, traffic in totals.items()},
-        "numel": sum(unit.numel for unit in trainer.parameters.units),
+        "numel": sum(unit.numel for unit in trainer.parameters.flat_parameters),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pangu.collectives.point_to_point import Channels, Message
+from pangu.collectives.point_to_point import Channels, Transfer
 from pangu.data.batch import Batch
 from pangu.evaluation.inference import mean_loss
 from pangu.layers.weight_gradient_store import WeightGradientStore
@@ -74,38 +74,38 @@ class Recorder:
 
         def hook(gradient: Tensor) -> None:
             self.tensors["gradient", key] = gradient
-            kind = Kind.BACKWARD_INPUT if self.trainer.runner.weight_gradients.is_open else Kind.BACKWARD
+            kind = Kind.BACKWARD_INPUT if self.trainer.runner.store.is_open else Kind.BACKWARD
             self.actions.append(Action(kind, *key))
 
         if output.requires_grad:
             output.register_hook(hook)
 
-    def compute(self, weight_gradients: WeightGradientStore, key: Key) -> None:
+    def compute(self, store: WeightGradientStore, key: Key) -> None:
         self.actions.append(Action(Kind.BACKWARD_WEIGHT, *key))
-        WeightGradientStore.flush(weight_gradients, key)
+        WeightGradientStore.flush(store, key)
 
-    def hold(self, weights: Unsharder, chunk: int) -> None:
+    def unshard(self, weights: Unsharder, chunk: int) -> None:
         self.actions.append(Action(Kind.UNSHARD, chunk))
-        Unsharder.hold(weights, chunk)
+        Unsharder.unshard(weights, chunk)
 
-    def let_go(self, weights: Unsharder, chunk: int) -> None:
+    def reshard(self, weights: Unsharder, chunk: int) -> None:
         self.actions.append(Action(Kind.RESHARD, chunk))
-        Unsharder.let_go(weights, chunk)
+        Unsharder.reshard(weights, chunk)
 
     def start(self, gradients: GradientSum, unit: FlatParameter) -> Any:
-        if unit not in gradients.units.get(-1, ()):  # what several chunks use is reduced behind the list
+        if unit not in gradients.flat_parameters.get(-1, ()):  # what several chunks use is reduced behind the list
             self.actions[-1] = self.actions[-1]._replace(reduce=True)
             self.units.setdefault(len(self.actions) - 1, []).append(unit)
         return GradientSum._start(gradients, unit)
 
-    def send(self, channels: Channels, kind: str, tensors: Sequence[Tensor], peer: int) -> Message:
+    def send(self, channels: Channels, kind: str, tensors: Sequence[Tensor], peer: int) -> Transfer:
         if kind == "activation":
             self.actions.append(Action(Kind.SEND_ACTIVATION, *self.find("output", tensors[0]), peer))
         else:
             self.actions.append(Action(Kind.SEND_GRADIENT, *self.find("input", tensors[0]), peer))
         return Channels.send(channels, kind, tensors, peer)
 
-    def receive(self, channels: Channels, kind: str, shapes: Any, dtype: Any, peer: int) -> Message:
+    def receive(self, channels: Channels, kind: str, shapes: Any, dtype: Any, peer: int) -> Transfer:
         message = Channels.receive(channels, kind, shapes, dtype, peer)
         self.receives[len(self.actions)] = message.tensors[0]
         # what it is of shows when it is used
@@ -129,7 +129,7 @@ class Recorder:
             what = "input" if action.kind is Kind.RECV_ACTIVATION else "gradient"
             self.actions[place] = Action(action.kind, *self.find(what, tensor), action.peer)
         for place, units in self.units.items():  # all of a chunk, once, and in order
-            assert units == self.trainer.parameters.gradients.units[self.actions[place].chunk]
+            assert units == self.trainer.parameters.gradients.flat_parameters[self.actions[place].chunk]
         actions = self.actions
         self.actions, self.units, self.receives, self.tensors = [], {}, {}, {}
         return actions
@@ -141,7 +141,7 @@ def record(rank: int, world: int, layout: Layout, *overrides: str) -> None:
     with (
         replaced_here(LanguageModel, forward=recorder.forward, loss_of=recorder.loss_of),
         replaced_here(WeightGradientStore, flush=recorder.compute),
-        replaced_here(Unsharder, hold=recorder.hold, let_go=recorder.let_go),
+        replaced_here(Unsharder, unshard=recorder.unshard, reshard=recorder.reshard),
         replaced_here(GradientSum, _start=recorder.start),
     ):
         trainer, batches = small_trainer(layout, *MODEL, *overrides)

@@ -15,9 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
-from pangu.layers.builder import Builder
+from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.formats import DTYPES
 from pangu.layers.loss import Head
 from pangu.models.language_model import Options, build_model
 from pangu.planning.activations import head_peak, layer_activations
@@ -116,7 +115,7 @@ def test_under_tensor_parallelism(pool: Pool, sequence: str) -> None:
     check_layer(pool, "reference", MODES, "parallel.tensor=2", f"parallel.sequence={sequence}")
 
 
-@pytest.mark.parametrize("kernel", ["reference", "sdpa", "blocked"])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
 @pytest.mark.parametrize(
     "variant",
     [

@@ -108,8 +108,8 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
     given = config(*overrides)
     mesh = Mesh.connect(Layout(data=2, zero=1), CPU)
     own: list[dict[Any, float]] = [
-        {"sdpa": 1.0, "blocked": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
-        {"sdpa": 9.0, "blocked": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
+        {"sdpa": 1.0, "flex": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
+        {"sdpa": 9.0, "flex": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
     ]
     return asdict(choose(given, mesh, timer=table(own[rank]))), gather_algorithms(mesh.groups["gather"])
 
@@ -142,7 +142,7 @@ def test_ways_to_scatter_add_up_in_the_same_order(pool: Pool) -> None:
 
 
 HERE = Choices(
-    "blocked", "medium", "exchange", "exchange", processor_name(CPU), "fp32", {"attention": {"blocked": 7.0}}
+    "reference", "medium", "exchange", "exchange", processor_name(CPU), "fp32", {"attention": {"reference": 7.0}}
 )
 
 
@@ -150,16 +150,16 @@ HERE = Choices(
 @pytest.mark.parametrize(
     ("recorded", "overrides", "expected", "says"),
     [
-        (asdict(HERE), (), ("blocked", "medium"), "blocked (model.attention=auto; kept from the checkpoint; ms"),
+        (asdict(HERE), (), ("reference", "medium"), "reference (model.attention=auto; kept from the checkpoint; ms"),
         (
             asdict(HERE),
-            ("model.attention=reference",),
-            ("reference", "medium"),
-            "reference (model.attention=reference)",
+            ("model.attention=sdpa",),
+            ("sdpa", "medium"),
+            "sdpa (model.attention=sdpa)",
         ),
         (asdict(replace(HERE, device="another")), (), ("sdpa", "highest"), "chosen on 'another', 'fp32': timed anew"),
         (asdict(HERE), ("precision=bf16",), ("sdpa", "highest"), "timed anew"),
-        (asdict(replace(HERE, attention="flex")), (), ("sdpa", "medium"), "'flex', cannot be had in this layout"),
+        (asdict(replace(HERE, attention="blocked")), (), ("sdpa", "medium"), "'blocked', cannot be had in this layout"),
         (None, (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
         ("hostile", (), ("sdpa", "highest"), "sdpa (model.attention=auto; ms"),
         ({"device": HERE.device, "compute": "fp32", "attention": ["\x1b"], "milliseconds": 3}, (), None, "timed anew"),
@@ -194,7 +194,7 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
     assert read_index(tmp_path / "checkpoints" / "step-00000000")["choices"] == asdict(HERE)
     assert json.loads((tmp_path / "choices.json").read_text()) == asdict(HERE)
     running.save_config(tmp_path, given)
-    assert load_model(tmp_path, ONE).runner.model.kernel.__name__ == "Blocked"
+    assert load_model(tmp_path, ONE).runner.model.kernel.__name__ == "Reference"
 
 
 def test_the_trainer_computes_as_it_was_chosen() -> None:

@@ -38,7 +38,7 @@ def test_16_bit_weights_are_the_rounded_masters(precision: str) -> None:
     trainer = trainer_of(f"precision={precision}")
     for step in range(3):
         trainer.train_step(batches(trainer, step))
-    for unit in trainer.parameters.units:
+    for unit in trainer.parameters.flat_parameters:
         assert unit.main.dtype == unit.grad.dtype == torch.float32
         assert unit.weights.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         assert torch.equal(unit.weights, unit.main.to(unit.weights.dtype))
@@ -67,8 +67,8 @@ def test_many_small_gradients_are_summed_in_fp32() -> None:
     wide = trainer_of("batch.micro_size=1", "batch.global_size=16", "optimizer.clip=null")
     narrow.train_step(batches(narrow, 0))
     wide.train_step(batches(wide, 0))
-    ours = torch.cat([unit.grad for unit in narrow.parameters.units])
-    exact = torch.cat([unit.grad for unit in wide.parameters.units])
+    ours = torch.cat([unit.grad for unit in narrow.parameters.flat_parameters])
+    exact = torch.cat([unit.grad for unit in wide.parameters.flat_parameters])
     # one bf16 gradient has a relative error of about 2^-8; summing in bf16 would add up to 16 of them
     assert float((ours - exact).norm() / exact.norm()) < 2**-7
 
@@ -80,12 +80,14 @@ def test_an_overflow_skips_the_step_and_keeps_the_rate() -> None:
         "precision.loss_scale.growth_interval=2",
         "lr_schedule.warmup_steps=10",
     )
-    before = [unit.main.clone() for unit in trainer.parameters.units]
+    before = [unit.main.clone() for unit in trainer.parameters.flat_parameters]
     first = trainer.train_step(batches(trainer, 0))
     assert first.skipped
     assert trainer.skipped == 1
     assert trainer.loss_scale.scale == 5e29
-    assert all(torch.equal(unit.main, old) for unit, old in zip(trainer.parameters.units, before, strict=True))
+    assert all(
+        torch.equal(unit.main, old) for unit, old in zip(trainer.parameters.flat_parameters, before, strict=True)
+    )
     assert updates(trainer) == {0}
     second = trainer.train_step(batches(trainer, 1))
     assert second.lr == first.lr  # a skipped step is no update
@@ -100,7 +102,7 @@ def test_the_growth_step_does_not_change_the_gradient() -> None:
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-2)
         assert a.loss_scale == 256 * 2**step
         assert b.loss_scale == 256
-    for one, other in zip(grows.parameters.units, stays.parameters.units, strict=True):
+    for one, other in zip(grows.parameters.flat_parameters, stays.parameters.flat_parameters, strict=True):
         assert float((one.main - other.main).abs().max()) < 1e-3
 
 
@@ -108,7 +110,7 @@ def test_clipping_binds_and_reports_the_norm_before_it() -> None:
     free, bound = trainer_of("optimizer.clip=null"), trainer_of("optimizer.clip=0.01")
     a, b = free.train_step(batches(free, 0)), bound.train_step(batches(bound, 0))
     assert a.grad_norm == b.grad_norm > 0.01
-    for one, other in zip(free.parameters.units, bound.parameters.units, strict=True):
+    for one, other in zip(free.parameters.flat_parameters, bound.parameters.flat_parameters, strict=True):
         torch.testing.assert_close(other.grad, one.grad * (0.01 / a.grad_norm), rtol=1e-3, atol=1e-9)
 
 
@@ -116,7 +118,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_every_format() -> None:
     trainer = trainer_of()
     batch = batches(trainer, 0)
     with torch.no_grad():
-        trainer.parameters.units[0].main[0] = torch.inf
+        trainer.parameters.flat_parameters[0].main[0] = torch.inf
     result = trainer.train_step(batch)
     assert result.skipped
     assert updates(trainer) == {0}
