@@ -14,7 +14,7 @@ from pangu.config.errors import UserError
 from pangu.data.batch import Batch
 from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.inference import LoadedModel
-from pangu.layers.cache import KVCache
+from pangu.layers.attention import KVCache
 from pangu.pipeline.schedule import forward_only
 from pangu.topology.random import generator, random_key
 

@@ -26,8 +26,7 @@ from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel
-from pangu.layers.builder import Builder
-from pangu.layers.formats import DTYPES
+from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.initial import replace_parameter
 from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import LanguageModel, Options, build_model

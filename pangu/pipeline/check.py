@@ -77,51 +77,57 @@ def _check_channel(kind: Kind, source: int, target: int, sent: list[Message], re
 
 
 class _Stage:
-    """What one stage has done so far."""
+    """What one stage has done so far.
+
+    An action is possible once these are done, of the same micro-batch; `before` and `after` are the neighbouring
+    chunks, on this stage or, if on another, their message posted:
+
+        F   F of `before`                 send of an activation   F
+        B   F, and B or I of `after`      send of a gradient      B or I
+        I   the same                      W                       I
+    """
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
-        self.schedule = schedule
-        self.stage = stage
-        self.stage_of = schedule.stage_of
+        self.schedule, self.stage, self.stage_of = schedule, stage, schedule.stage_of
         self.chunks = [chunk for chunk, owner in enumerate(schedule.stage_of) if owner == stage]
         self.done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
         """(chunk, micro-batch) by kind of action."""
-        self.held: set[int] = set()
+        self.unsharded: set[int] = set()
         self.gradients: Counter[int] = Counter()
         """Chunk -> micro-batches that its gradients have."""
 
     def check(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
-            wrong = self._wrong(action) or self._wrong_reduction(action)
-            if wrong is not None:
-                raise ScheduleError(f"stage {self.stage}: {action}: {wrong}")
+            problem = self._problem(action) or self._problem_of_reduction(action)
+            if problem is not None:
+                raise ScheduleError(f"stage {self.stage}: {action}: {problem}")
             if action.micro is not None:
                 self.done[action.kind].add((action.chunk, action.micro))
-        self._check_complete()
+        # sends are left to the comparison of channels: each is received by a step that is checked to be there
+        for chunk in self.chunks:
+            if (missing := self._missing(chunk)) is not None:
+                raise ScheduleError(f"stage {self.stage}: {missing}: missing")
 
-    def _wrong(self, action: Action) -> str | None:
+    def _problem(self, action: Action) -> str | None:
         """Why the action is not possible now."""
         if action.chunk not in self.chunks:
             return f"the stage has chunks {self.chunks} only"
         if (action.micro is None) == (action.kind in COMPUTE | MESSAGES):
             return "computations and messages have a micro-batch, all else has none"
         if action.micro is None:
-            return self._wrong_hold(action)
+            if (action.kind is Kind.UNSHARD) == (action.chunk in self.unsharded):
+                return "already unsharded" if action.kind is Kind.UNSHARD else "not unsharded"
+            self.unsharded ^= {action.chunk}
+            return None
         if not 0 <= action.micro < self.schedule.micro_batches:
             return f"there are {self.schedule.micro_batches} micro-batches"
         if (action.chunk, action.micro) in self.done[action.kind]:
             return "done twice"
         if action.kind in MESSAGES:
-            return self._wrong_message(action, (action.chunk, action.micro))
-        return self._wrong_compute(action, (action.chunk, action.micro))
+            return self._problem_of_message(action, (action.chunk, action.micro))
+        return self._problem_of_computation(action, (action.chunk, action.micro))
 
-    def _wrong_hold(self, action: Action) -> str | None:
-        if (action.kind is Kind.UNSHARD) == (action.chunk in self.held):
-            return "already held" if action.kind is Kind.UNSHARD else "not held"
-        self.held ^= {action.chunk}
-        return None
-
-    def _wrong_reduction(self, action: Action) -> str | None:
+    def _problem_of_reduction(self, action: Action) -> str | None:
         if action.kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             return "it completes no gradients" if action.reduce else None
         self.gradients[action.chunk] += 1
@@ -130,56 +136,46 @@ class _Stage:
             return None
         return "the gradients are complete, and not reduced" if complete else "reduced before they are complete"
 
-    def _wrong_message(self, action: Action, chunk: tuple[int, int]) -> str | None:
+    def _problem_of_message(self, action: Action, key: tuple[int, int]) -> str | None:
         ahead = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)  # the other end is the next chunk
         other = action.chunk + 1 if ahead else action.chunk - 1
         if not 0 <= other < len(self.stage_of) or self.stage_of[other] != action.peer or action.peer == self.stage:
             return "no such message: the neighbouring chunk is not on that stage"
-        if action.kind is Kind.SEND_ACTIVATION and chunk not in self.done[Kind.FORWARD]:
+        if action.kind is Kind.SEND_ACTIVATION and key not in self.done[Kind.FORWARD]:
             return "sent before its forward"
-        if action.kind is Kind.SEND_GRADIENT and not self._went_back(chunk):
+        if action.kind is Kind.SEND_GRADIENT and not self._went_back(key):
             return "sent before its backward"
         return None
 
-    def _wrong_compute(self, action: Action, chunk: tuple[int, int]) -> str | None:
-        done, kind = self.done, action.kind
-        if self.schedule.two_phases and action.chunk not in self.held:
+    def _problem_of_computation(self, action: Action, key: tuple[int, int]) -> str | None:
+        done, (chunk, micro) = self.done, key
+        if self.schedule.two_phases and chunk not in self.unsharded:
             return "outside UNSHARD and RESHARD of its chunk"
-        if kind is Kind.BACKWARD_WEIGHT:
-            return None if chunk in done[Kind.BACKWARD_INPUT] else "before its backward for the input"
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return None if key in done[Kind.BACKWARD_INPUT] else "before its backward for the input"
         message = input_of(action, self.stage_of)
-        if message is not None and chunk not in done[message[0]]:
+        if message is not None and key not in done[message[0]]:
             return f"no {message[0]} posted before it"
-        if kind is Kind.FORWARD:
-            local = (action.chunk - 1, chunk[1])
-            ready = message is not None or action.chunk == 0 or local in done[Kind.FORWARD]
-            return None if ready else f"before the forward of chunk {local[0]} on this stage"
-        if chunk not in done[Kind.FORWARD]:
+        if action.kind is Kind.FORWARD:
+            ready = message is not None or chunk == 0 or (chunk - 1, micro) in done[Kind.FORWARD]
+            return None if ready else f"before the forward of chunk {chunk - 1} on this stage"
+        if key not in done[Kind.FORWARD]:
             return "before its forward"
-        if self._went_back(chunk):
+        if self._went_back(key):
             return "second backward of the micro-batch"
-        local = (action.chunk + 1, chunk[1])
-        ready = message is not None or local[0] == len(self.stage_of) or self._went_back(local)
-        return None if ready else f"before the backward of chunk {local[0]} on this stage"
+        ready = message is not None or chunk + 1 == len(self.stage_of) or self._went_back((chunk + 1, micro))
+        return None if ready else f"before the backward of chunk {chunk + 1} on this stage"
 
-    def _went_back(self, chunk: tuple[int, int]) -> bool:
-        return chunk in self.done[Kind.BACKWARD] or chunk in self.done[Kind.BACKWARD_INPUT]
+    def _went_back(self, key: tuple[int, int]) -> bool:
+        return key in self.done[Kind.BACKWARD] or key in self.done[Kind.BACKWARD_INPUT]
 
-    def _missing(self, chunk: int) -> str | None:
-        """A computation that the chunk's gradients still lack."""
-        done = self.done
+    def _missing(self, chunk: int) -> Action | None:
+        """The first action that the chunk's work still lacks."""
+        splits = self.schedule.splits_backward
+        kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
         for micro in range(self.schedule.micro_batches):
-            key = (chunk, micro)
-            if key not in done[Kind.BACKWARD] and key not in done[Kind.BACKWARD_WEIGHT]:
-                kind = Kind.BACKWARD_WEIGHT if key in done[Kind.BACKWARD_INPUT] else Kind.BACKWARD
-                return str(Action(kind if key in done[Kind.FORWARD] else Kind.FORWARD, chunk, micro))
-        return None
-
-    def _check_complete(self) -> None:
-        """Sends are left to the comparison of channels: each is received by a step that is checked to be there."""
-        for chunk in self.chunks:
-            missing = self._missing(chunk)
-            if missing is None and chunk in self.held:
-                missing = str(Action(Kind.RESHARD, chunk))
-            if missing is not None:
-                raise ScheduleError(f"stage {self.stage}: {missing}: missing")
+            if (chunk, micro) not in self.done[Kind.BACKWARD]:
+                for kind in kinds:
+                    if (chunk, micro) not in self.done[kind]:
+                        return Action(kind, chunk, micro)
+        return Action(Kind.RESHARD, chunk) if chunk in self.unsharded else None

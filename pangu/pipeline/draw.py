@@ -23,9 +23,8 @@ from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.pipeline.actions import COMPUTE, SENDS, Action, Kind
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.simulate import Gap
+from pangu.pipeline.simulate import Gap, bubble_by_formula
 from pangu.pipeline.simulate import gaps as gaps_of
-from pangu.pipeline.theory import bubble
 from pangu.pipeline.timeline import Event, Timeline
 
 LOOKS = {
@@ -61,7 +60,7 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     A box has the colour and the number of its micro-batch and, where stages have several chunks, a letter: a for the
     stage's first chunk. Between boxes stands what the stage waits for (the micro-batch, and the stage that sends it),
     below them a mark for each message that it sends. The title has the bubble, and the formula's for equal times
-    (theory.bubble). Time is drawn in milliseconds if it was measured, otherwise in hundredths of the step.
+    (`bubble_by_formula`). Time is drawn in milliseconds if it was measured, otherwise in hundredths of the step.
 
     Args:
         timeline: what to draw.
@@ -113,7 +112,7 @@ def _scaled(timeline: Timeline, factor: float) -> Timeline:
 def _title(timeline: Timeline, says: str) -> str:
     schedule = timeline.schedule
     chunks = f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
-    formula = bubble(schedule.name, schedule.stages, schedule.virtual, schedule.micro_batches)
+    formula = bubble_by_formula(schedule.name, schedule.stages, schedule.virtual, schedule.micro_batches)
     theory = "no formula" if formula is None else f"{formula:.1%} by formula for equal times"
     return (
         f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches, {says}\n"
@@ -199,8 +198,11 @@ def _label(action: Action, schedule: Schedule) -> str:
     """Number of the micro-batch, and the letter of the stage's chunk if it has several."""
     if schedule.virtual == 1:
         return str(action.micro)
-    nth = schedule.stage_of[: action.chunk].count(schedule.stage_of[action.chunk])
-    return f"{action.micro}{chr(ord('a') + nth)}"
+    nth, letters = schedule.stage_of[: action.chunk].count(schedule.stage_of[action.chunk]), ""
+    while nth >= 0:  # a to z, aa to zz, ...
+        letters = chr(ord("a") + nth % 26) + letters
+        nth = nth // 26 - 1
+    return f"{action.micro}{letters}"
 
 
 def _colour(action: Action) -> tuple[float, float, float]:

@@ -36,9 +36,13 @@ class StageError(LocalError):
     """A message between stages did not come through."""
 
 
-class _Leaving(Function):
-    """Stands at the end of a chunk for what it hands over, which is freed as soon as it is sent: backward needs the
-    graph that made it, not its values."""
+class _ChunkEnd(Function):
+    """The scalar from which backward through a chunk begins that hands its output over: sent tensors are freed at once,
+    for backward needs the graph that made them, not their values.
+
+        forward     output ── _ChunkEnd ── root        gradients = [], filled when the next chunk's backward arrives
+        backward    root.backward() ── gradients ── into the graph of output
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -63,7 +67,7 @@ class _Live:
 
 
 @dataclass
-class Hooks:
+class ParameterHooks:
     """What the owner of the parameters does when the schedule says so; all take a chunk."""
 
     unshard: Callable[[int], None] = lambda chunk: None
@@ -71,8 +75,7 @@ class Hooks:
     reshard: Callable[[int], None] = lambda chunk: None
     """They are not needed for a while."""
     expect: Callable[[int], None] = lambda chunk: None
-    """A whole backward of it is about to run, and `reduce` will follow: what becomes complete may be reduced at once.
-    """
+    """A whole backward of it is about to run, with `reduce` behind it: what becomes complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
     """Its gradients are complete."""
 
@@ -98,17 +101,17 @@ class Runner:
     region: TensorRank
     """This rank's place among those that share this stage's matrices."""
     store: WeightGradientStore = field(default_factory=WeightGradientStore)
-    """Where the model's linear layers put weight gradients aside that a schedule computes later."""
-    hooks: Hooks = field(default_factory=Hooks)
+    """The weight gradients of the model's linear layers that a schedule computes later."""
+    hooks: ParameterHooks = field(default_factory=ParameterHooks)
     events: list[Event] | None = None
     """Filled with what was done and when, if it is a list."""
-    _live: dict[Key, _Live] = field(init=False, repr=False)
-    _made: dict[tuple[str, int, int], list[Tensor]] = field(init=False, repr=False)
+    _live: dict[Key, _Live] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
     """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
-    _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(init=False, repr=False)
+    _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(default_factory=dict, init=False, repr=False)
     """Under the chunk that will use it."""
-    _leaving: list[tuple[Action, Transfer]] = field(init=False, repr=False)
-    _began: float = field(init=False, repr=False)
+    _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
+    _began: float = field(default=0.0, init=False, repr=False)
     """When the action that is carried out began to compute."""
 
     @classmethod
@@ -126,7 +129,7 @@ class Runner:
         batches: Sequence[Batch],
         end: Callable[[Tensor, Batch], Tensor],
         keys: Sequence[DropoutKeys] | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         cache: KVCache | None = None,
     ) -> list[Tensor]:
         """Carry out this stage's list of actions.
@@ -145,13 +148,14 @@ class Runner:
         Raises StageError, naming stage, action, micro-batch and peer, if another stage is gone or stuck.
         """
         assert schedule.micro_batches == len(batches)
-        self._live, self._made, self._arriving, self._leaving = {}, {}, {}, []
+        for pending in (self._live, self._made, self._arriving, self._leaving):
+            pending.clear()  # of a run that failed
         results: list[Tensor] = []
 
         def root(hidden: Tensor, batch: Batch) -> Tensor:
             result = end(hidden, batch)
             results.append(result.detach())
-            return result * scale
+            return result if scale is None else result * scale
 
         for action in schedule.actions[self.stage]:
             self._began = self.now()
@@ -171,7 +175,7 @@ class Runner:
                     self.hooks.reshard(action.chunk)
             if self.events is not None:
                 self.events.append(Event(self.stage, action, self._began, self.now()))
-            self._let_go()
+            self._free_sent()
         while self._leaving:
             self._wait(*self._leaving.pop(0))
         return results
@@ -208,13 +212,13 @@ class Runner:
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
             received = HiddenStates(*(tensor.requires_grad_(training) for tensor in tensors))
-        carried: HiddenStates = self.model(part, received, batch, keys, cache)
+        states: HiddenStates = self.model(part, received, batch, keys, cache)
         gradients: list[Tensor] = []
         if part.last:
-            root = end(carried.hidden, batch)
+            root = end(states.hidden, batch)
         else:
-            outputs = [tensor for tensor in carried if tensor is not None]
-            root = _Leaving.apply(gradients, *outputs) if training else outputs[0]
+            outputs = [tensor for tensor in states if tensor is not None]
+            root = _ChunkEnd.apply(gradients, *outputs) if training else outputs[0]
             self._made["activation", chunk, micro] = [tensor.detach() for tensor in outputs]
         if training:
             self._live[chunk, micro] = _Live(received, root, gradients)
@@ -242,23 +246,20 @@ class Runner:
             live.root.backward()
         if live.received is not None:
             received = [tensor for tensor in live.received if tensor is not None]
-            self._made["gradient", chunk, micro] = [
-                t.grad if t.grad is not None else torch.zeros_like(t) for t in received
-            ]
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
+            self._made["gradient", chunk, micro] = gradients
 
     def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
-        """What a neighbouring chunk made for `chunk`: from its stage, or from here."""
+        """What a neighbouring chunk made for `chunk`: from its stage, or from this one."""
         if (kind, neighbour, micro) in self._made:
             return self._made.pop((kind, neighbour, micro))
-        action, message = self._arriving.pop((kind, chunk, micro))
-        tensors = self._wait(action, message)
-        self._let_go()  # of what left in the meantime
+        tensors = self._wait(*self._arriving.pop((kind, chunk, micro)))
+        self._free_sent()
         self._began = self.now()  # waiting is not work
         return tensors
 
-    def _let_go(self) -> None:
-        """Free what has left."""
-        self._leaving = [(sent, message) for sent, message in self._leaving if not message.is_done]
+    def _free_sent(self) -> None:
+        self._leaving = [(action, transfer) for action, transfer in self._leaving if not transfer.is_done]
 
     def _send(self, action: Action) -> None:
         kind = CONTENTS[action.kind]
@@ -277,12 +278,11 @@ class Runner:
         seen = length if documents is None else documents.shape[1]
         shapes = hidden_state_shapes(self.model.config, self.region, rows, length, seen)
         with self._meeting(action):
-            message = self.channels.receive(kind, shapes, self.dtype, action.peer)
-        self._arriving[kind, chunk, micro] = action, message
+            self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 
-    def _wait(self, action: Action, message: Transfer) -> Sequence[Tensor]:
+    def _wait(self, action: Action, transfer: Transfer) -> Sequence[Tensor]:
         with self._meeting(action):
-            return message.wait()
+            return transfer.wait()
 
     @contextmanager
     def _meeting(self, action: Action) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
 from pangu.pipeline.orders import SCHEDULES, Order, Step
@@ -29,7 +30,7 @@ class Schedule:
     reduce_each: bool = False
     """Gradients are reduced after every micro-batch, so that no whole ones are kept, rather than once per step."""
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """True if weight gradients are computed apart from those of inputs."""
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
@@ -37,13 +38,13 @@ class Schedule:
     @property
     def channels(self) -> list[tuple[str, int, int]]:
         """Kind, source and target stage of all messages of a step, each once."""
-        found = {
+        channels = {
             (CONTENTS[action.kind], stage, action.peer)
             for stage, actions in enumerate(self.actions)
             for action in actions
             if action.kind in SENDS and action.peer is not None
         }
-        return sorted(found)
+        return sorted(channels)
 
 
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
@@ -97,21 +98,25 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
 def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
     """The receive of what a step takes from another stage, if any."""
     kind, chunk, micro = step
-    before = chunk - 1 if kind is Kind.FORWARD else chunk + 1
-    if kind is Kind.BACKWARD_WEIGHT or not 0 <= before < len(stage_of) or stage_of[before] == stage_of[chunk]:
-        return
-    receive = Kind.RECV_ACTIVATION if kind is Kind.FORWARD else Kind.RECV_GRADIENT
-    yield Action(receive, chunk, micro, stage_of[before])
+    forward = kind is Kind.FORWARD
+    if (peer := _peer(step, chunk - 1 if forward else chunk + 1, stage_of)) is not None:
+        yield Action(Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, chunk, micro, peer)
 
 
 def _send(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
     """The send of what a step makes for another stage, if any."""
     kind, chunk, micro = step
-    after = chunk + 1 if kind is Kind.FORWARD else chunk - 1
-    if kind is Kind.BACKWARD_WEIGHT or not 0 <= after < len(stage_of) or stage_of[after] == stage_of[chunk]:
-        return
-    send = Kind.SEND_ACTIVATION if kind is Kind.FORWARD else Kind.SEND_GRADIENT
-    yield Action(send, chunk, micro, stage_of[after])
+    forward = kind is Kind.FORWARD
+    if (peer := _peer(step, chunk + 1 if forward else chunk - 1, stage_of)) is not None:
+        yield Action(Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, chunk, micro, peer)
+
+
+def _peer(step: Step, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
+    """The stage of a neighbouring chunk that a step exchanges a message with; None if there is none."""
+    kind, chunk, _ = step
+    if kind is Kind.BACKWARD_WEIGHT or not 0 <= neighbour < len(stage_of) or stage_of[neighbour] == stage_of[chunk]:
+        return None
+    return stage_of[neighbour]
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:

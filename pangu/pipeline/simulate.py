@@ -48,9 +48,14 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
     """Carry out all action lists from time 0 on, each action as soon as what it needs is there.
 
-    A message's transfer begins when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit
-    (see check; not if they are `checked` already) or stages wait for each other in a circle, ValueError if the
-    durations are not for this many chunks.
+    A message's transfer begins when it is sent and its receive is posted. A stage runs on until it needs a message that
+    is not sent yet; the send takes it up again, so every action is looked at once or twice:
+
+        stage 0   F0, sends | F1, sends | needs the gradient of 0: waits     | B0 ...
+        stage 1                                                   F0, B0, sends | F1 ...
+
+    Raises ScheduleError if the lists do not fit (see check; not if they are `checked` already) or stages wait for each
+    other in a circle, ValueError if the durations are not for this many chunks.
     """
     if not checked:
         check(schedule)
@@ -108,3 +113,37 @@ def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
             before = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
             lines.append(f"stage {stage}: {action}: waits for {message[0]} from stage {schedule.stage_of[before]}")
     return "stages wait for each other in a circle: " + "; ".join(lines)
+
+
+def bubble_by_formula(
+    name: str,
+    stages: int,
+    virtual: int,
+    micro_batches: int,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+) -> float | None:
+    """Idle share of a step, idle / (idle + busy), by formula; None where there is none for these numbers.
+
+    The times are those of one chunk and one micro-batch, the same for all chunks; messages take no time. With m >= p:
+
+    - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
+    - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)
+    - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F and W <= I
+    - zb_v: idle (p-1) F, if F = I = W
+
+    With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long
+    as the way of the first micro-batch, and the others behind it, allows.
+    """
+    p, v, m = stages, virtual, micro_batches
+    whole = forward + backward_input + backward_weight
+    if name in ("gpipe", "1f1b", "interleaved", "breadth_first"):
+        makespan = ((v - 1) * max(m, p) + m + p - 1) * whole
+    elif name == "zb_h1" and backward_weight <= min(forward, backward_input):
+        makespan = (p + m - 1) * (forward + backward_input) + max(1, m - p + 1) * backward_weight
+    elif name == "zb_v" and forward == backward_input == backward_weight:
+        makespan = max(4 * p - 1 + 2 * m, 3 * p - 1 + 4 * m, p - 1 + 6 * m) * forward
+    else:
+        return None
+    return 1 - m * v * whole / makespan

@@ -25,7 +25,7 @@ from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
-from pangu.layers.formats import DTYPES
+from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
 from pangu.layers.kernel_timing import AttentionShape, attention_trial
 from pangu.layers.kernels import attention_kernels

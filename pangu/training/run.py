@@ -18,8 +18,7 @@ from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.layers.kernels import attention_kernels
-from pangu.models.frozen import count_frozen
-from pangu.models.language_model import build_model
+from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
 from pangu.pipeline.stages import Stages
 from pangu.planning.layouts import choose_layout
@@ -54,7 +53,7 @@ def run(values: Mapping[str, Any]) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter("%(message)s"))
     config, layout, stages = choose_layout(values, launch.world)
-    frozen = count_frozen(config.train.frozen, build_model(config.model)[1])
+    frozen = count_frozen(config.model, config.train.frozen)
     log.info(describe(config, layout, fullest_states(config, layout, stages)))
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
@@ -126,7 +125,7 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
     place = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, place, implementation(optimizer))
     planned = plan_states(config, mesh.layout, mesh.rank, trainer.stages)
-    for line in tell_states(planned, held_bytes(trainer.parameters.units, optimizer), mesh.layout):
+    for line in tell_states(planned, held_bytes(trainer.parameters.flat_parameters, optimizer), mesh.layout):
         log.info(line)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,16 @@ from pangu.collectives.reduce import gather_objects, sum_of
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
-from pangu.layers.builder import Builder
+from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.formats import DTYPES
 from pangu.layers.kernels import attention_kernels
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.models.frozen import frozen_parameters
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.optim.build import make_optimizer
 from pangu.optim.clip import clip_factor
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
-from pangu.pipeline.runner import Hooks, Runner
+from pangu.pipeline.runner import ParameterHooks, Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import Placement, PlacementTable
@@ -66,8 +64,7 @@ class Trainer:
         model: LanguageModel,
         table: PlacementTable,
         stages: Stages,
-        weight_gradients: WeightGradientStore | None = None,
-        frozen: Collection[str] = (),
+        store: WeightGradientStore | None = None,
     ) -> None:
         """
         Args:
@@ -76,8 +73,7 @@ class Trainer:
             model: on the meta device; gets its storage and first values here.
             table: its logical tensors.
             stages: the chunks of all stages and the schedule.
-            weight_gradients: store of the layers of `model`; schedules that split backward need it.
-            frozen: parameters of `model` that are not trained.
+            store: store of the layers of `model`; schedules that split backward need it.
         """
         self.config = config
         self.mesh = mesh
@@ -92,7 +88,6 @@ class Trainer:
             reduce_each=stages.schedule.reduce_each,
             offload=config.memory.offload,
             message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
-            frozen=frozen,
         )
         self.parameters = ShardedParameters(model, table, chunks, mesh, policy)
 
@@ -109,7 +104,7 @@ class Trainer:
         """What `auto` stood for, as checkpoints hold it."""
         self.doing = "starting"
         """What this rank is at, for messages."""
-        weights, gradients = self.parameters.unsharder, self.parameters.gradients
+        unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
         self.runner = Runner.on(
             mesh,
             model,
@@ -117,8 +112,8 @@ class Trainer:
             stages.schedule,
             dtype=policy.dtype,
             region=TensorRegion.of(mesh),
-            weight_gradients=weight_gradients or WeightGradientStore(),
-            hooks=Hooks(weights.hold, weights.let_go, gradients.expect, gradients.reduce),
+            store=store or WeightGradientStore(),
+            hooks=ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce),
         )
 
     @property
@@ -171,7 +166,7 @@ class Trainer:
             for param_group in self.optimizer.param_groups:
                 param_group["lr"] = rate
             # LAMB meets the other ranks in its step
-            self.parameters.update(self.optimizer.step, by_unit=self.config.optimizer.name == "adam")
+            self.parameters.update(self.optimizer.step, one_by_one=self.config.optimizer.name == "adam")
         self.loss_scale.update(overflow=skipped)
         self.step += 1
         self.skipped += skipped
@@ -196,12 +191,10 @@ def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choice
         kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
     else:
         kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
-    weight_gradients = WeightGradientStore() if stages.schedule.splits_backward else None
-    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), weight_gradients=weight_gradients)
+    store = WeightGradientStore() if stages.schedule.splits_backward else None
+    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
     parts = list(stages.of(mesh.at.pipeline).values())
-    model, table = build_model(config.model, Options.of(config, kernel), build, parts)
-    trainer = Trainer(
-        config, mesh, model, table, stages, weight_gradients, frozen_parameters(config.train.frozen, table)
-    )
+    model, table = build_model(config.model, Options.of(config, kernel), build, parts, config.train.frozen)
+    trainer = Trainer(config, mesh, model, table, stages, store)
     trainer.choices = None if choices is None else asdict(choices)
     return trainer

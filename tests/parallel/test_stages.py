@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pangu.collectives.agreement import name_silent_ranks
 from pangu.config.errors import LocalError
-from pangu.pipeline import theory
 from pangu.pipeline.actions import CONTENTS, Action
 from pangu.pipeline.runner import Runner, StageError, _key
 from pangu.topology.layout import Layout
@@ -23,6 +22,7 @@ from pangu.topology.mesh import Mesh
 from tests.parallel.harness import small_trainer
 from tests.parallel.test_layouts import CHUNKS
 from tests.parallel.test_pipeline import MODEL
+from tests.pipeline.formulas import peak_live
 from tests.spawn import Pool, WorkerError
 from tests.threads import Ranks, replaced_here
 
@@ -31,13 +31,13 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
     """Most activations of a chunk and a micro-batch that this stage holds in a step, those included whose weight
     gradients are to come."""
     trainer, batches = small_trainer(layout, *MODEL, *overrides)
-    let_go, alive = Runner._let_go, [0]
+    free_sent, alive = Runner._free_sent, [0]
 
     def counted(self: Runner) -> None:  # after every action
-        let_go(self)
+        free_sent(self)
         alive.append(len(self._live.keys() | self.store._stored.keys()))
 
-    with replaced_here(Runner, _let_go=counted):
+    with replaced_here(Runner, _free_sent=counted):
         trainer.train_step(batches)
     assert alive[-1] == 0
     return max(alive)
@@ -49,7 +49,7 @@ def test_a_stage_holds_what_the_formula_says(ranks: Ranks, schedule: str, stages
     virtual = CHUNKS[schedule]
     overrides = (f"parallel.schedule={schedule}", f"batch.global_size={micro_batches}", "model.layers=8")
     alive = ranks.run(stages, most_alive, Layout(pipeline=stages, virtual=virtual), *overrides)
-    assert tuple(alive) == theory.peak_live(schedule, stages, virtual, micro_batches)
+    assert tuple(alive) == peak_live(schedule, stages, virtual, micro_batches)
 
 
 def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) -> list[bool]:
@@ -57,7 +57,7 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
     trainer, batches = small_trainer(layout, *MODEL, *overrides)
     sent: dict[tuple[str, int, int], list[StorageWeakRef]] = {}
     free: list[bool] = []
-    send, take, let_go = Runner._send, Runner._take, Runner._let_go
+    send, take, free_sent = Runner._send, Runner._take, Runner._free_sent
 
     def recorded(self: Runner, action: Action) -> None:
         key = CONTENTS[action.kind], *_key(action)
@@ -66,7 +66,7 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
 
     def slowly(self: Runner) -> None:
         time.sleep(0.01)  # a busy machine may be late to notice that a message has left
-        let_go(self)
+        free_sent(self)
 
     def looked(self: Runner, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
         tensors = take(self, kind, chunk, neighbour, micro)
@@ -74,7 +74,7 @@ def outputs_at_backward(rank: int, world: int, layout: Layout, *overrides: str) 
             free.extend(ref.expired() for ref in sent.get(("activation", chunk, micro), []))
         return tensors
 
-    with replaced_here(Runner, _send=recorded, _take=looked, _let_go=slowly):
+    with replaced_here(Runner, _send=recorded, _take=looked, _free_sent=slowly):
         trainer.train_step(batches)
     assert all(ref.expired() for refs in sent.values() for ref in refs)
     return free

@@ -134,6 +134,11 @@ REFUSED: dict[str, tuple[int, Callable[[Actions], None], str]] = {
         drop(f"{micro('W', 1, 2)}, reduce"),
         "stage 1: W of chunk 1, micro-batch 2: missing",
     ),
+    "no backward": (
+        0,
+        lambda actions: (drop(f"{micro('W', 0, 2)}, reduce")(actions), drop(micro("I", 0, 2))(actions)),
+        "stage 0: I of chunk 0, micro-batch 2: missing",
+    ),
     "a chunk of another stage": (
         1,
         put(micro("F", 1, 0), Action(Kind.FORWARD, 0, 0)),
@@ -177,11 +182,11 @@ NOT_HELD: dict[str, tuple[int, Callable[[Actions], None], str]] = {
         move("RESHARD of chunk 3", f"{micro('B', 3, 1)}, reduce"),
         "stage 1: B of chunk 3, micro-batch 1, reduce: outside UNSHARD and RESHARD of its chunk",
     ),
-    "held twice": (0, lambda actions: actions.insert(1, UNSHARD), "stage 0: UNSHARD of chunk 0: already held"),
+    "held twice": (0, lambda actions: actions.insert(1, UNSHARD), "stage 0: UNSHARD of chunk 0: already unsharded"),
     "released twice": (
         0,
         lambda actions: actions.append(Action(Kind.RESHARD, 0)),
-        "stage 0: RESHARD of chunk 0: not held",
+        "stage 0: RESHARD of chunk 0: not unsharded",
     ),
     "not released": (1, drop("RESHARD of chunk 3"), "stage 1: RESHARD of chunk 3: missing"),
 }

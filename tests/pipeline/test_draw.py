@@ -112,6 +112,11 @@ def test_sixteen_stages_and_sixty_four_micro_batches_have_room(tmp_path: Path, f
     assert room.height / 16 > 45  # per stage
 
 
+def test_chunks_behind_the_twenty_sixth_have_two_letters(tmp_path: Path, figures: list[Figure]) -> None:
+    draw(timeline("interleaved", 1, 28, 1), tmp_path / "pipeline", "simulated")
+    assert {"0a", "0z", "0aa", "0ab"} <= {text.get_text() for text in figures[0].axes[0].texts}
+
+
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"part of the path is a file|a file of that name is in the way"):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.pipeline import theory
 from pangu.pipeline.actions import COMPUTE, Kind
 from pangu.pipeline.orders import SCHEDULES, Family, Order
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import simulate
+from pangu.pipeline.simulate import bubble_by_formula, simulate
 from pangu.pipeline.timeline import Durations, Timeline
+from tests.pipeline.formulas import peak_live
 
 NAMES = ["1f1b", "breadth_first", "gpipe", "interleaved", "zb_h1", "zb_v"]
 
@@ -37,8 +37,8 @@ def test_every_schedule_for_all_small_numbers(name: str) -> None:
         for v in virtuals(name):
             for m in range(1, 17):
                 timeline = simulate(make_schedule(name, p, v, m), Durations())
-                assert timeline.bubble == pytest.approx(theory.bubble(name, p, v, m), abs=1e-12), (p, v, m)
-                assert timeline.peak_live() == theory.peak_live(name, p, v, m), (p, v, m)
+                assert timeline.bubble == pytest.approx(bubble_by_formula(name, p, v, m), abs=1e-12), (p, v, m)
+                assert timeline.peak_live() == peak_live(name, p, v, m), (p, v, m)
 
 
 def drawn(name: str, p: int, m: int, data: st.DataObject) -> tuple[Schedule, Durations]:
@@ -101,7 +101,7 @@ def test_bubbles_of_the_papers(p: int, v: int, more: int, fiw: tuple[float, floa
         assert run(name, p, v, m, times).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
     idle = (p - 1) * (f + i - w)
     assert run("zb_h1", p, 1, m, times).bubble == pytest.approx(idle / (idle + m * (f + i + w)), abs=1e-9)
-    assert theory.bubble("zb_h1", p, 1, m, f, i, w) == pytest.approx(idle / (idle + m * (f + i + w)), abs=1e-9)
+    assert bubble_by_formula("zb_h1", p, 1, m, f, i, w) == pytest.approx(idle / (idle + m * (f + i + w)), abs=1e-9)
     # with F = I = W a stage is idle only as long as a forward takes from the first stage to the last
     assert run("zb_v", p, 2, m, Durations(f, f, f)).bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-9)
 
@@ -198,7 +198,7 @@ def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(SCHEDULES, "one_by_one", Family(one_by_one, virtual=(1, 1)))
     assert run("one_by_one", 4, 1, 3, Durations()).bubble == pytest.approx(3 / 4)
-    assert theory.bubble("one_by_one", 4, 1, 3) is None
+    assert bubble_by_formula("one_by_one", 4, 1, 3) is None
 
 
 @pytest.mark.parametrize(
