@@ -199,7 +199,7 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
 
 def test_the_trainer_computes_as_it_was_chosen() -> None:
     trainer = assemble(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
-    assert trainer.model.kernel.__name__ == "Blocked"
+    assert trainer.model.kernel.__name__ == "Reference"
     assert trainer.mesh.algorithms == Algorithms("own", "own")
     assert assemble(tiny(), ONE).model.kernel.__name__ == "Sdpa"
 
