@@ -15,12 +15,12 @@ import statistics
 from pathlib import Path
 
 import torch
+from pangu.pipeline.theory import bubble
 
 from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.pipeline import OURS
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.theory import bubble
 from pangu.training.profile import durations_of, record_step
 
 STAGES = 4

@@ -19,14 +19,8 @@ class AttentionCore(nn.Module):
     def __init__(
         self, build: Builder, dropout_probability: float, recompute: bool = False, residual_scores: bool = False
     ) -> None:
-        """
-        Args:
-            build: stands at the attention layer.
-            dropout_probability: of dropping a probability.
-            recompute: keep queries, keys and values only and compute the rest again in backward (Korthikanti et al.
-                2022, section 5).
-            residual_scores: return the scores, for the layer above.
-        """
+        """`recompute`: keep queries, keys and values only and compute the rest again in backward (Korthikanti et al.
+        2022, section 5). `residual_scores`: return the scores, for the layer above."""
         super().__init__()
         self.recompute, self.residual_scores = recompute, residual_scores
         shared = 1 if build.region.size > 1 else None

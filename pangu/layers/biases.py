@@ -48,11 +48,7 @@ class Alibi(nn.Module):
     """Attention with linear biases (Press et al. 2022, section 3): -slope x distance. Has no parameters."""
 
     def __init__(self, build: Builder, heads: int) -> None:
-        """
-        Args:
-            build: names the ranks that share the heads.
-            heads: number of query heads on all ranks.
-        """
+        """`heads`: query heads on all ranks."""
         super().__init__()
         start, stop = build.region.bounds(heads)
         self.slopes = alibi_slopes(heads)[start:stop]
@@ -85,12 +81,7 @@ class RelativeBias(nn.Module):
     """
 
     def __init__(self, build: Builder, name: str, furthest: int) -> None:
-        """
-        Args:
-            build: stands at the parent of this layer.
-            name: attribute of the parent that holds this layer.
-            furthest: distance from which on all share the last bucket.
-        """
+        """From distance `furthest` on all share the last bucket."""
         super().__init__()
         self.furthest = furthest
         self.weight = build.parameter(f"{name}.weight")

@@ -37,14 +37,8 @@ class Dropout(nn.Module):
     """
 
     def __init__(self, build: Builder, probability: float, name: str, batch_dim: int, shared_dim: int | None) -> None:
-        """
-        Args:
-            build: stands at the parent of this layer.
-            probability: of dropping an element.
-            name: with the parent's path a name that is unique in the model.
-            batch_dim: dimension of the input that runs over the samples of a micro-batch.
-            shared_dim: dimension that is dealt to the tensor-parallel ranks; None if every rank holds all of the input.
-        """
+        """`name` is unique in the model together with the path of `build`. `batch_dim` runs over the samples of a
+        micro-batch; `shared_dim` is dealt to the tensor-parallel ranks (None: every rank holds all of the input)."""
         super().__init__()
         self.probability = probability
         self.place = build.at(name).path

@@ -37,14 +37,8 @@ def initial_block(placement: Placement, seed: int, rows: tuple[int, int], column
 
 @torch.no_grad()
 def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
-    """Write first values into `tensor`, a rectangle of a logical tensor on any device and in any float format.
-
-    Args:
-        tensor: where to.
-        placement: of the logical tensor.
-        seed: of the run.
-        offsets: global index of the rectangle's first element; None: that of this rank's slice.
-    """
+    """Write first values into `tensor`, a rectangle of a logical tensor on any device and in any float format, whose
+    first element has the global index `offsets` (None: this rank's slice)."""
     matrix = tensor.view(tensor.shape[0], -1)
     first_row, first_column = (*(offsets or placement.offsets), 0)[:2]
     columns = (first_column, first_column + matrix.shape[1])

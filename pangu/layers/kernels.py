@@ -75,7 +75,7 @@ class Kernel(Protocol):
     """softmax(q kᵀ / sqrt(head size) + bias) v over the keys that the mask allows. Made for one forward over a
     micro-batch, called by every layer."""
 
-    def __init__(self, given: MaskAndBias) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         """Compute what all layers share."""
 
     def __call__(
@@ -97,8 +97,8 @@ class Kernel(Protocol):
 class Reference:
     """Explicit scores and a softmax in fp32 (fp64 in fp64)."""
 
-    def __init__(self, given: MaskAndBias) -> None:
-        self.bias = given.dense_bias(torch.promote_types(given.dtype, torch.float32))
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.bias = terms.dense_bias(torch.promote_types(terms.dtype, torch.float32))
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
@@ -114,12 +114,12 @@ class Reference:
 class Sdpa:
     """torch's scaled_dot_product_attention."""
 
-    def __init__(self, given: MaskAndBias) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.mask: Tensor | None = None
-        if given.bias is not None:
-            self.mask = given.dense_bias(given.dtype)
-        elif given.first or not given.mask.is_plain_causal:
-            self.mask = given.dense_mask()
+        if terms.bias is not None:
+            self.mask = terms.dense_bias(terms.dtype)
+        elif terms.first or not terms.mask.is_plain_causal:
+            self.mask = terms.dense_mask()
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
@@ -142,12 +142,12 @@ class Flex:
     It cannot drop probabilities, and on a CPU it has no backward pass.
     """
 
-    def __init__(self, given: MaskAndBias) -> None:
-        mask, length = given.mask, given.length
+    def __init__(self, terms: MaskAndBias) -> None:
+        mask, length = terms.mask, terms.length
         rows = None if mask.documents is None else mask.documents.shape[0]
-        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, given.device)
-        self.score = None if given.bias is None else given.bias.score_mod
-        self.compute = _flex(compiled=given.device.type != "cpu")
+        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
+        self.score = None if terms.bias is None else terms.bias.score_mod
+        self.compute = _flex(compiled=terms.device.type != "cpu")
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
@@ -166,12 +166,12 @@ def _flex(compiled: bool) -> Callable[..., Any]:
 class FlashAttn:
     """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of their own lengths."""
 
-    def __init__(self, given: MaskAndBias) -> None:
+    def __init__(self, terms: MaskAndBias) -> None:
         self.package = _flash_attn()
-        self.segments = given.mask.segments()
+        self.segments = terms.mask.segments()
         # keys to the left and to the right of a query; -1: all
-        self.window = (-1, -1) if given.mask.window is None else (given.mask.window - 1, 0)
-        self.slopes = None if given.bias is None else given.bias.slopes
+        self.window = (-1, -1) if terms.mask.window is None else (terms.mask.window - 1, 0)
+        self.slopes = None if terms.bias is None else terms.bias.slopes
 
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None

@@ -36,12 +36,7 @@ class _Parallel(nn.Module):
     """A matrix, with its bias if the table has one, that the tensor-parallel ranks share along `dim`."""
 
     def __init__(self, build: Builder, name: str, dim: int) -> None:
-        """
-        Args:
-            build: stands at the parent of this layer.
-            name: attribute of the parent that holds this layer.
-            dim: dimension of the matrix that the ranks must divide.
-        """
+        """`build` stands at the parent of this layer, whose attribute `name` holds it; the ranks must divide `dim`."""
         super().__init__()
         self.placements = build.placements(f"{name}.weight")
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements

@@ -87,14 +87,9 @@ class Head(nn.Module):
     """
 
     def __init__(self, build: Builder, vocab: int, chunk: int | None) -> None:
-        """
-        Args:
-            build: stands at the parent of this layer, whose attribute `head` holds it; without a matrix in the table it
-                is handed the word embedding.
-            vocab: number of words, without padding.
-            chunk: tokens whose logits exist at a time; they are computed again in backward, so that those of all tokens
-                never exist together. None computes all at once and keeps their probabilities.
-        """
+        """`vocab`: number of words, without padding. `chunk`: tokens whose logits exist at a time; they are computed
+        again in backward, so that those of all tokens never exist together. None computes all at once and keeps their
+        probabilities."""
         super().__init__()
         self.region = build.region
         self.store = build.store
@@ -131,13 +126,13 @@ class Head(nn.Module):
         """
         tokens, flat_labels = enter(hidden, self.region).flatten(0, 1), labels.t().flatten()
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        found = torch.zeros(2, len(tokens), dtype=wide, device=tokens.device)
+        results = torch.zeros(2, len(tokens), dtype=wide, device=tokens.device)
         counted = weights.t().flatten().nonzero()[:, 0]
         for places in counted.split(block_rows(table.shape[0], tokens.device.type)):
             logits, label = F.linear(tokens[places], table), flat_labels[places]
-            found[0, places] = _VocabParallelLoss.apply(logits, label, self.region, self.vocab)
-            found[1, places] = (self._likeliest(logits) != label).to(wide)
-        losses, misses = found.view(2, *labels.t().shape).transpose(1, 2)
+            results[0, places] = _VocabParallelLoss.apply(logits, label, self.region, self.vocab)
+            results[1, places] = (self._likeliest(logits) != label).to(wide)
+        losses, misses = results.view(2, *labels.t().shape).transpose(1, 2)
         return losses, misses
 
     def logits(self, hidden: Tensor, table: Tensor, places: slice = slice(None)) -> Tensor:

@@ -77,11 +77,11 @@ class Offload:
     Copies run beside the computation, on a stream of their own. The memory of a layer is given back when the next layer
     has been computed, which is the time that its copies have; the last layer, whose backward comes first, keeps its
     own. On a CPU the host is the device: the same copies are made, in order.
-
-        compute   F1 | F2      | F3      | B3        | B2        | B1
-        copy         | out 1   | out 2   | back 2    | back 1    |
-        freed                  | 1       | 2         |
     """
+
+    # compute   forward 1 | forward 2 | forward 3 | backward 3 | backward 2 | backward 1
+    # copy                | 1 out     | 2 out     | 2 back     | 1 back     |
+    # freed                           | 1         | 2          |
 
     def __init__(self, device: torch.device, resident: Collection[int]) -> None:
         """`resident`: addresses of memory that stays on the `device` anyway, that of the parameters."""

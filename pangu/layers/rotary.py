@@ -20,14 +20,8 @@ class RotaryEmbedding:
     def __init__(
         self, positions: Tensor, size: int, base: float, dtype: torch.dtype, scaling: RopeScaling | None = None
     ) -> None:
-        """
-        Args:
-            positions: int64 [batch, sequence], position of each token in its document.
-            size: width of a head, an even number.
-            base: pair i of a token at position m turns by m x base^(-2i / size).
-            dtype: of the model; angles are at least fp32, in which positions stay whole numbers.
-            scaling: slows slow pairs down.
-        """
+        """`positions`: int64 [batch, sequence], of each token in its document. Pair i of a head of width `size` turns
+        by position x base^(-2i / size), in at least fp32, in which positions stay whole numbers."""
         self.dtype = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, size, 2, dtype=self.dtype, device=positions.device) / size
         frequencies = base**-exponents

@@ -57,15 +57,8 @@ def row_parallel_matmul(
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some columns of W: the ranks' parts are summed and the bias is added once.
 
-    Args:
-        x: [sequence, ..., inputs / ranks].
-        weight: [outputs, inputs / ranks], a leaf.
-        bias: [outputs], a leaf.
-        region: the ranks. On one rank this is an ordinary matmul.
-        store: as for `column_parallel_matmul`.
-
-    Returns:
-        [sequence (/ ranks with sequence parallelism), ..., outputs].
+    x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] ->
+    [sequence (/ ranks with sequence parallelism), ..., outputs]. Otherwise as `column_parallel_matmul`.
     """
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store)

@@ -73,13 +73,7 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, parts: Sequence[ModelPart]) -> None:
-        """
-        Args:
-            config: the architecture.
-            build: at the root of the table of these parts (`place_tensors`).
-            options: how it is computed.
-            parts: what is built.
-        """
+        """`build` stands at the root of the table of `parts` (`place_tensors`), which are built."""
         super().__init__()
         self.config = config
         self.hooks = ModuleHooks()
@@ -110,18 +104,12 @@ class LanguageModel(nn.Module):
         keys: DropoutKeys | None = None,
         cache: KVCache | None = None,
     ) -> HiddenStates:
-        """What one part makes of a micro-batch.
+        """What a part that was built makes of a micro-batch, for the next part; that of the last is ready for the head.
 
-        Args:
-            part: one that was built.
-            received: what the part before it returned; None for the first one.
-            batch: the micro-batch; only its inputs are read. `documents` may be longer than the rest: then the last of
-                its tokens are here, and the cache knows those before them.
-            keys: keys of the dropout masks; None drops nothing.
-            cache: of this micro-batch; None if nothing is kept.
-
-        Returns:
-            What the next part receives; the hidden states of the last part are ready for the head.
+        Args: part: what is computed. received: what the part before it returned; None for the first one. batch: only
+        its inputs are read. `documents` may be longer than the rest: then the last of its tokens are here, and the
+        cache knows those before them. keys: of the dropout masks; None drops nothing. cache: of this micro-batch; None
+        if nothing is kept.
         """
         context, hooks = self._context(batch, keys, cache), self.hooks
         if part.first:
@@ -203,12 +191,8 @@ def build_model(
 ) -> tuple[LanguageModel, PlacementTable]:
     """A model on the meta device (it takes no memory) and the table of its logical tensors.
 
-    Args:
-        config: the architecture.
-        options: how it is computed.
-        build: an empty builder; the ranks it names share the model, and this is one rank's part. None: one process.
-        parts: those that this rank holds; None: the whole model in one part.
-        frozen: patterns of the names of tensors that are not trained.
+    `build`: an empty builder; the ranks it names share the model, and this is one rank's part. `parts`: those that this
+    rank holds; None: the whole model in one. `frozen`: patterns of the names of tensors that are not trained.
     """
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
     build = replace(build, table=place_tensors(config, parts, build.region, frozen))

@@ -15,13 +15,8 @@ from torch import Tensor
 
 
 def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None, fused: bool) -> None:
-    """Give every tensor of an optimizer a step count and two moments of 0.
-
-    Args:
-        optimizer: LAMB or torch's AdamW.
-        moments: format of the moments; None: that of the tensor.
-        fused: torch's fused kernel wants the step count beside the tensor; others read it on the host.
-    """
+    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's own).
+    torch's `fused` AdamW wants the step count beside the tensor; others read it on the host."""
     for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         optimizer.state[tensor] = {
             "step": torch.zeros((), device=tensor.device if fused else "cpu"),
@@ -93,16 +88,16 @@ class Lamb(torch.optim.Optimizer):
         for tensor in tensors:
             self.state[tensor]["step"] += 1
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        kept = [self.state[tensor][moment] for moment in ("exp_avg", "exp_avg_sq") for tensor in tensors]
-        wide = [moment.to(tensor.dtype) for moment, tensor in zip(kept, tensors * 2, strict=True)]
+        moments = [self.state[tensor][moment] for moment in ("exp_avg", "exp_avg_sq") for tensor in tensors]
+        wide = [moment.to(tensor.dtype) for moment, tensor in zip(moments, tensors * 2, strict=True)]
         first, second = wide[: len(tensors)], wide[len(tensors) :]
         steps = [int(self.state[tensor]["step"]) for tensor in tensors]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        if wide[0] is not kept[0]:
-            torch._foreach_copy_(kept, wide)
+        if wide[0] is not moments[0]:
+            torch._foreach_copy_(moments, wide)
 
         root = torch._foreach_div(second, [1 - beta2**t for t in steps])
         if self.eps_inside_root:

@@ -8,14 +8,8 @@ from pangu.config.optimizer import LrScheduleConfig
 
 
 def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: int) -> float:
-    """Rate of update number `update`, counted from 0.
-
-    Args:
-        schedule: its form.
-        peak: rate at the end of the warm-up.
-        total: number of updates of the whole run, for the decay lengths that are left out.
-        update: updates made so far. A step skipped for overflow is not an update, so it does not advance the rate.
-    """
+    """Rate of update number `update`, counted from 0, of a run of `total` updates; `peak` is that at the end of the
+    warm-up. A step skipped for overflow is not an update, so it does not advance the rate."""
     if update < schedule.warmup_steps:
         return peak * (update + 1) / schedule.warmup_steps
     if schedule.shape == "constant":

@@ -20,15 +20,10 @@ WORTH_CHANGING = 0.03
 
 
 def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size: int) -> list[str]:
-    """Lines for the log: bubble and activations of the schedule; warnings where another would pay, with numbers.
+    """Lines for the log: bubble and activations of the schedule; warnings where another would pay, all simulated.
 
-    All numbers are simulated. Raises as simulate.
-
-    Args:
-        schedule: what the run uses.
-        durations: of the schedule's chunks.
-        num_layers: of the model; schedules that need more chunks than that are not named.
-        micro_size: sequences of a micro-batch.
+    `num_layers` of the model: schedules that need more chunks than that are not named. `micro_size`: sequences of a
+    micro-batch. Raises as simulate.
     """
     timeline = simulate(schedule, durations)
     lines = [f"{'pipeline':<12} {_described(timeline)}"]
@@ -88,11 +83,11 @@ def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline | 
 def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int) -> list[Timeline]:
     """Of the other schedules, on the same work: the fastest; the fastest that holds no more activations; and the one
     that holds fewest, if that is half as many or less, without being slower. The first two if they save enough."""
-    found = [simulate(*other, checked=True) for other in _others(timeline.schedule, durations, num_layers)]
-    found.sort(key=lambda other: (other.makespan, _held(other)))
-    faster = [other for other in found if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
+    timelines = [simulate(*other, checked=True) for other in _others(timeline.schedule, durations, num_layers)]
+    timelines.sort(key=lambda other: (other.makespan, _held(other)))
+    faster = [other for other in timelines if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
     frugal = [other for other in faster if _held(other) <= _held(timeline)]
-    lean = [other for other in found if other.makespan <= timeline.makespan and 2 * _held(other) <= _held(timeline)]
+    lean = [other for other in timelines if other.makespan <= timeline.makespan and 2 * _held(other) <= _held(timeline)]
     named = {other.schedule.name: other for other in faster[:1] + frugal[:1] + sorted(lean, key=_held)[:1]}
     return list(named.values())
 

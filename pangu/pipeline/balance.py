@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from pangu.pipeline.orders import NumbersError
+
 
 def split_layers(
     num_layers: int, chunks: int, explicit: Sequence[int] | None = None, costs: Sequence[float] | None = None
@@ -24,10 +26,10 @@ def split_layers(
     smallest sum of squares is taken; if several have it, later chunks get more layers, since in most schedules early
     stages hold more activations.
 
-    Raises ValueError if there are more chunks than layers, or `explicit` does not add up.
+    Raises NumbersError if there are more chunks than layers, or `explicit` does not add up.
     """
     if chunks > num_layers:
-        raise ValueError(f"{chunks} chunks for {num_layers} layers: each needs a layer; at most {num_layers} work")
+        raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; at most {num_layers} work")
     if explicit is not None:
         return _as_given(num_layers, chunks, explicit)
     each = np.ones(num_layers) if costs is None else np.asarray(costs, dtype=np.float64)
@@ -39,16 +41,15 @@ def split_layers(
 
 
 def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[range]:
-    counts = list(explicit)
+    counts, rule = list(explicit), None
     if len(counts) != chunks:
-        numbers = "one number" if chunks == 1 else f"{chunks} numbers, one for each chunk"
-        raise ValueError(f"layers per chunk {counts}: must be {numbers}; null works")
-    if min(counts) < 1:
-        raise ValueError(f"layers per chunk {counts}: each chunk needs at least one layer; null works")
-    if sum(counts) != num_layers:
-        raise ValueError(
-            f"layers per chunk {counts}: must add up to the model's {num_layers} layers, not {sum(counts)}; null works"
-        )
+        rule = "must be " + ("one number" if chunks == 1 else f"{chunks} numbers, one for each chunk")
+    elif min(counts) < 1:
+        rule = "each chunk needs at least one layer"
+    elif sum(counts) != num_layers:
+        rule = f"must add up to the model's {num_layers} layers, not {sum(counts)}"
+    if rule is not None:
+        raise NumbersError(f"layers per chunk {counts}", f"{rule}; null works")
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 

@@ -77,15 +77,14 @@ def _check_channel(kind: Kind, source: int, target: int, sent: list[Message], re
 
 
 class _Stage:
-    """What one stage has done so far.
+    """What one stage has done so far."""
 
-    An action is possible once these are done, of the same micro-batch; `before` and `after` are the neighbouring
-    chunks, on this stage or, if on another, their message posted:
-
-        F   F of `before`                 send of an activation   F
-        B   F, and B or I of `after`      send of a gradient      B or I
-        I   the same                      W                       I
-    """
+    # An action is possible once these are done, of the same micro-batch; `before` and `after` are the neighbouring
+    # chunks, on this stage or, if on another, their message posted:
+    #
+    #     F   F of before                 send of an activation   F
+    #     B   F, and B or I of after      send of a gradient      B or I
+    #     I   the same                    W                       I
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
         self.schedule, self.stage, self.stage_of = schedule, stage, schedule.stage_of

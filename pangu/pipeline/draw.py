@@ -219,11 +219,11 @@ def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> Non
     ]
     example = "3b: micro-batch 3, the stage's second chunk" if timeline.schedule.virtual > 1 else "3: micro-batch 3"
     computed.append(Patch(alpha=0, label=example))
-    found = {_kind(gap) for gap in gaps}
+    kinds_of_gaps = {_kind(gap) for gap in gaps}
     otherwise: list[Artist] = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="0.7", linewidth=0.4, label=name)
         for kind, (name, colour, hatch) in GAPS.items()
-        if kind in found
+        if kind in kinds_of_gaps
     ]
     sent = {_marker(event) for event in timeline.events if event.action.kind in SENDS}
     otherwise += [

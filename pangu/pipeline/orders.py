@@ -15,6 +15,15 @@ from pangu.pipeline.actions import Kind
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
+
+class NumbersError(ValueError):
+    """Numbers that a schedule, or the cut into chunks, does not allow: what they are, and the rule with what works."""
+
+    def __init__(self, value: str, rule: str) -> None:
+        super().__init__(f"{value}: {rule}")
+        self.rule = rule
+
+
 Step = tuple[Kind, int, int]
 """Kind, chunk (in model order), micro-batch."""
 Order = list[Step]

@@ -38,11 +38,10 @@ class StageError(LocalError):
 
 class _ChunkEnd(Function):
     """The scalar from which backward through a chunk begins that hands its output over: sent tensors are freed at once,
-    for backward needs the graph that made them, not their values.
+    for backward needs the graph that made them, not their values."""
 
-        forward     output ── _ChunkEnd ── root        gradients = [], filled when the next chunk's backward arrives
-        backward    root.backward() ── gradients ── into the graph of output
-    """
+    # forward     output -> _ChunkEnd -> root; `gradients` is empty until the next chunk's backward has sent them
+    # backward    root.backward() -> gradients -> the graph of output
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:

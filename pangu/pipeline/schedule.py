@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
-from pangu.pipeline.orders import SCHEDULES, Order, Step
+from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
 
@@ -53,18 +53,20 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
     With `reduce_each` gradients are reduced after every micro-batch, unless the schedule is there to reduce them once
     (two phases), or computes weight gradients too late for it.
 
-    Raises ValueError, with what would work, if there is no such schedule or it does not allow these numbers.
+    Raises NumbersError, with what would work, if there is no such schedule or it does not allow these numbers.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name}: there is none of that name; {', '.join(sorted(SCHEDULES))} work")
+        raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
     for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
         if value < 1:
-            raise ValueError(f"schedule {name} with {what} = {value}: must be at least 1; 1 works")
+            raise NumbersError(f"schedule {name} with {what} = {value}", "must be at least 1; 1 works")
     family = SCHEDULES[name]
     least, most = family.virtual
     if virtual < least or (most is not None and virtual > most):
         allowed = f"{'exactly' if most == least else 'at least'} {least} chunk{'s' if least > 1 else ''}"
-        raise ValueError(f"schedule {name} with virtual = {virtual}: {name} needs {allowed} per stage; {least} works")
+        raise NumbersError(
+            f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; {least} works"
+        )
     round_trip = tuple(range(stages))
     stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
     orders = family.order(stages, virtual, micro_batches)

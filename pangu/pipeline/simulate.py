@@ -48,15 +48,15 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
     """Carry out all action lists from time 0 on, each action as soon as what it needs is there.
 
-    A message's transfer begins when it is sent and its receive is posted. A stage runs on until it needs a message that
-    is not sent yet; the send takes it up again, so every action is looked at once or twice:
-
-        stage 0   F0, sends | F1, sends | needs the gradient of 0: waits     | B0 ...
-        stage 1                                                   F0, B0, sends | F1 ...
-
-    Raises ScheduleError if the lists do not fit (see check; not if they are `checked` already) or stages wait for each
-    other in a circle, ValueError if the durations are not for this many chunks.
+    A message's transfer begins when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit
+    (see check; not if they are `checked` already) or stages wait for each other in a circle, ValueError if the
+    durations are not for this many chunks.
     """
+    # A plan simulates thousands of schedules, so no queue of events is sorted: a stage runs on until it needs a message
+    # that is not sent yet, and the send takes it up again. Every action is looked at once or twice.
+    #
+    #     stage 0   F0, sends | F1, sends | waits for the gradient of 0   | B0 ...
+    #     stage 1                           F0, B0, sends                   F1 ...
     if not checked:
         check(schedule)
     seconds = durations.per_chunk(len(schedule.stage_of))

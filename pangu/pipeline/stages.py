@@ -11,7 +11,7 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.balance import split_layers
-from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.orders import SCHEDULES, NumbersError
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.timeline import Durations
 from pangu.topology.layout import Layout
@@ -36,7 +36,7 @@ class Stages:
 def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
     """The model in `chunks` parts that take equal time, or that have as many layers each as `explicit` says.
 
-    Raises ValueError if the layers do not fit.
+    Raises NumbersError if the layers do not fit.
     """
     parts = [ModelPart(layers) for layers in split_layers(model.layers, chunks, explicit, _costs(model))]
     parts[0] = replace(parts[0], first=True)
@@ -73,22 +73,18 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     try:
         each = layout.zero >= 2 and layout.shards > 1
         schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, each)
-    except ValueError as error:
+    except NumbersError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
-        problems.append(_problem(key, getattr(parallel, key), error))
+        problems.append(Problem(f"parallel.{key}", getattr(parallel, key), error.rule))
     try:
         parts = cut(config.model, chunks, parallel.layers)
-    except ValueError as error:
-        problems.append(_problem("layers", "null" if parallel.layers is None else list(parallel.layers), error))
+    except NumbersError as error:
+        layers = "null" if parallel.layers is None else list(parallel.layers)
+        problems.append(Problem("parallel.layers", layers, error.rule))
     if problems:
         raise ConfigError(problems)
     costs, recomputed = _costs(config.model), config.memory.recomputed_layers
     forward = [sum(costs[layer] for layer in part.layers) for part in parts]
-    again = [sum(costs[layer] for layer in part.layers[:recomputed]) for part in parts]
-    backward = [once + twice for once, twice in zip(forward, again, strict=True)]
+    recompute = [sum(costs[layer] for layer in part.layers[:recomputed]) for part in parts]
+    backward = list(map(sum, zip(forward, recompute, strict=True)))
     return Stages(parts, schedule, Durations(forward, backward, forward))
-
-
-def _problem(key: str, value: object, error: ValueError) -> Problem:
-    """What is wrong with `parallel.KEY`: the error without its first words, which say the value."""
-    return Problem(f"parallel.{key}", value, str(error).partition(": ")[2])

@@ -98,9 +98,9 @@ class Mesh:
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must make as
                 # many, those that are not in this one a group of their own
-                here = mesh.rank in ranks
-                group = mesh.new_group(ranks if here else [mesh.rank])
-                if here:
+                is_member = mesh.rank in ranks
+                group = mesh.new_group(ranks if is_member else [mesh.rank])
+                if is_member:
                     mesh.groups[axis] = group
         return mesh
 
@@ -140,9 +140,9 @@ class Mesh:
         # a process that is stopped lets the others wait for its store for ever
         Thread(target=ask, name="silent ranks", daemon=True).start()
         with suppress(Empty):
-            found = answers.get(timeout=PATIENCE_SECONDS + ASKING_SECONDS)
-            if found is not None:
-                return found
+            silent = answers.get(timeout=PATIENCE_SECONDS + ASKING_SECONDS)
+            if silent is not None:
+                return silent
         return [] if self.keeper in (None, self.rank) else [self.keeper]
 
     @property

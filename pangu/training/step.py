@@ -20,7 +20,6 @@ from pangu.layers.kernels import attention_kernels
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.optim.build import make_optimizer
-from pangu.optim.clip import clip_factor
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import ParameterHooks, Runner
@@ -28,6 +27,7 @@ from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import Placement, PlacementTable
 from pangu.zero.flat_parameter import Shard
+from pangu.zero.norms import clip_factor
 from pangu.zero.sharded import Policy, ShardedParameters
 
 if TYPE_CHECKING:

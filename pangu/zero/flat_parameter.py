@@ -46,12 +46,12 @@ class Shard:
 
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """`values`, flat and as long as `main`, cut into at most three rectangles of the logical tensor: the end of a
-        row, whole rows, the beginning of a row. Yields each, a view, with the global index of its first element.
-
-        Elements 2 to 9 of rows of 4:    . . a a
-                                         b b b b
-                                         c c . .
-        """
+        row, whole rows, the beginning of a row. Yields each, a view, with the global index of its first element."""
+        # checkpoints know rectangles only, and a shard may begin and end within a row; elements 2 to 9 of rows of 4:
+        #
+        #     . . a a
+        #     b b b b
+        #     c c . .
         shape, offsets = self.placement.local_shape, self.placement.offsets
         if len(shape) == 1 or self.is_whole:
             first = (offsets[0] + self.start,) if len(shape) == 1 else offsets
@@ -83,15 +83,8 @@ class FlatParameter:
     ) -> None:
         """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
 
-        Args:
-            model: built on the meta device.
-            names: its parameters that belong here, all trained or all frozen. Of frozen ones there are no gradients,
-                and no weights beside those that the model computes with.
-            table: their logical tensors.
-            seed: of the first values.
-            dtype: format that forward and backward compute in.
-            device: where the model computes.
-            sharding: what of it this rank keeps.
+        `names`: its parameters that belong here, all trained or all frozen. Of frozen ones there are no gradients, and
+        no weights beside those that the model computes with, in `dtype`.
         """
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}

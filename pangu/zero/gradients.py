@@ -50,11 +50,7 @@ class GradientSum:
     complete.
 
     Flat parameters of a chunk are sent in the reverse of the forward order whatever order they complete in, so that
-    every replica issues the same collectives in the same order. In a chunk of three, of which backward completes 2, 0
-    and then 1 (a tied embedding or a branch may turn them round):
-
-        completed    2        0        1
-        sent         2        -        1 0
+    every replica issues the same collectives in the same order.
     """
 
     def __init__(
@@ -174,6 +170,11 @@ class GradientSum:
         return flat.total
 
     def _send(self, chunk: int, stop: int) -> None:
+        # replicas may complete the gradients of a chunk in different orders, and collectives of one group must meet in
+        # one: only what is complete from the first on is sent. Of three that complete as 2, 0, 1:
+        #
+        #     completed    2        0        1
+        #     sent         2        -        1, 0
         start = self._num_sent.get(chunk, 0)
         for flat in self.flat_parameters.get(chunk, [])[start:stop]:
             if self.reduce_each:

@@ -71,16 +71,15 @@ class Buffer:
 
 
 def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
-    """The buffers of a flat parameter of `padded` elements; `narrow`: the model computes in less than fp32.
-
-    Which of them are the same memory, for 8 elements on 2 ranks in bf16 (in fp32 `main` is `local`, unless offloaded):
-
-        stage   weights   local          total   grad         main
-        0       8         = weights      8       = total      8
-        1       8         4 of weights   8       4 of total   4
-        2       8         4 of weights   comes   4            4
-        3       comes     4              comes   4            4
-    """
+    """The buffers of a flat parameter of `padded` elements; `narrow`: the model computes in less than fp32."""
+    # Which of them are the same memory, for 8 elements on 2 ranks in bf16 (in fp32 main is local, unless offloaded),
+    # for the aliases are the sharding: no stage has code of its own.
+    #
+    #     stage   weights   local          total   grad         main
+    #     0       8         = weights      8       = total      8
+    #     1       8         4 of weights   8       4 of total   4
+    #     2       8         4 of weights   comes   4            4
+    #     3       comes     4              comes   4            4
     stage, share = sharding.stage, padded // sharding.size
     local_on_host = stage == 3 and "parameters" in sharding.offload
     main_on_host = trained and "optimizer" in sharding.offload

@@ -21,13 +21,8 @@ class Squares:
     def __init__(
         self, placements: Sequence[Placement], groups: Groups, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            placements: all logical tensors of the stage in the same order on every rank of it.
-            groups: who holds the other parts.
-            device: where the sums are.
-            dtype: of the sums, also on a rank that holds no part of anything.
-        """
+        """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums,
+        also on a rank that holds no part of anything."""
         self._groups = groups
         self._dtype = dtype
         self._place = {placement.name: place for place, placement in enumerate(placements)}
@@ -74,3 +69,8 @@ def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> t
         both[1] = loss
     squares, total = all_reduce(both, mesh.group("world")).tolist()
     return math.sqrt(squares), total
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Factor that brings a gradient of this norm to at most `limit` (Pascanu et al. 2013, Algorithm 1)."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -46,14 +46,8 @@ class ShardedParameters:
     def __init__(
         self, model: LanguageModel, table: PlacementTable, chunks: Mapping[int, ModelPart], mesh: Mesh, policy: Policy
     ) -> None:
-        """
-        Args:
-            model: on the meta device; gets its storage and first values here.
-            table: its logical tensors.
-            chunks: the parts that it was built of, by chunk.
-            mesh: who shares what.
-            policy: how.
-        """
+        """`model`, on the meta device, gets its storage and first values here; `table`: its logical tensors; `chunks`:
+        the parts that it was built of."""
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         trained_of: dict[int, list[FlatParameter]] = {}

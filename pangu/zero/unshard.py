@@ -58,11 +58,7 @@ class Unsharder(ModuleHooks):
     """Sees to it that weights are whole when a model uses them.
 
     At stage 3 a flat parameter is gathered while the module before it computes and resharded behind its use, so that at
-    most two (and a tied word embedding) are whole at a time; backward gathers them again:
-
-        module     layers.0       layers.1       layers.2       head
-        gathering  layers.1       layers.2       head           -
-        whole      layers.0, 1    layers.1, 2    layers.2, head head
+    most two (and a tied word embedding) are whole at a time; backward gathers them again.
 
     A chunk that a schedule unshards stays whole from its first use until it is resharded.
     """
@@ -76,15 +72,9 @@ class Unsharder(ModuleHooks):
         overlap: bool = True,
         algorithms: Algorithms | None = None,
     ) -> None:
-        """
-        Args:
-            uses: chunk -> module, in the order in which they begin -> flat parameters that it uses.
-            trained: modules from which gradients come, whatever their input is.
-            group: the replicas that share the flat parameters.
-            stream: for copies from the host.
-            overlap: false: gather when it is needed, not before.
-            algorithms: how it is gathered.
-        """
+        """`uses`: chunk -> module, in the order in which they begin -> what it uses. `trained`: modules from which
+        gradients come, whatever their input is. `group`: the replicas that share the flat parameters. `stream`: for
+        copies from the host. `overlap` false: gather when it is needed, not before."""
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
         self.trained, self.group, self.overlap = trained, group, overlap
         self.algorithms = algorithms or Algorithms()
@@ -151,6 +141,11 @@ class Unsharder(ModuleHooks):
 
     def begin(self, module: str, following: Mapping[str, str], goes_on: bool = False) -> None:
         """Wait for the weights of a module that is about to be used, and begin to gather those of the next one."""
+        # the gather of a module must be behind the computation of the one before it, or the device waits for it:
+        #
+        #     computing   layers.0      layers.1      layers.2          head
+        #     gathering   layers.1      layers.2      head              -
+        #     whole       layers.0, 1   layers.1, 2   layers.2, head    head
         for flat in [] if goes_on else self.uses.get(module, ()):
             self._users[flat] += 1
             self._start(flat)
