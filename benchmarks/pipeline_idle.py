@@ -15,12 +15,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from pangu.pipeline.theory import bubble
 
 from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.pipeline import OURS
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
-from pangu.pipeline.simulate import simulate
+from pangu.pipeline.simulate import bubble_by_formula, simulate
 from pangu.training.profile import durations_of, record_step
 
 STAGES = 4
@@ -64,7 +63,9 @@ def main() -> None:
                 "schedule": schedule,
                 "measured": round(statistics.median(measured for measured, _ in steps), 4),
                 "simulated": round(statistics.median(simulated for _, simulated in steps), 4),
-                "formula_equal_times": round(bubble(schedule, STAGES, virtual, arguments.micro_batches) or 0.0, 4),
+                "formula_equal_times": round(
+                    bubble_by_formula(schedule, STAGES, virtual, arguments.micro_batches) or 0.0, 4
+                ),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
