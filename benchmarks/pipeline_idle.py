@@ -58,14 +58,13 @@ def main() -> None:
     for schedule in arguments.schedules:
         virtual = len(OURS[schedule]) // 2
         steps = fresh(STAGES, idle, schedule, virtual, arguments)[0]
+        formula = bubble_by_formula(schedule, STAGES, virtual, arguments.micro_batches)
         rows.append(
             {
                 "schedule": schedule,
                 "measured": round(statistics.median(measured for measured, _ in steps), 4),
                 "simulated": round(statistics.median(simulated for _, simulated in steps), 4),
-                "formula_equal_times": round(
-                    bubble_by_formula(schedule, STAGES, virtual, arguments.micro_batches) or 0.0, 4
-                ),
+                "formula_equal_times": round(formula or 0.0, 4),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
