@@ -22,13 +22,13 @@ from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError, exit_status, writing
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
-from pangu.evaluation.command import add_model_arguments, connected, require_positive
+from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.tasks.ask import Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup, chosen
-from pangu.evaluation.tasks.report import AnswerFile, result, table
+from pangu.evaluation.tasks.results import AnswerFile, result, table
 from pangu.evaluation.tasks.task import Item, Task
 from pangu.topology.launch import Launch
 
@@ -122,7 +122,7 @@ def _texts(options: argparse.Namespace) -> list[Item]:
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Carry out the command. Raises UserError."""
     questions = gather_questions(options)
-    with connected(options, launch, replicas=True) as mesh:
+    with connected(options.tensor, options.pipeline, options.device, launch, replicas=True) as mesh:
         # one process looks, as another checkpoint may be written meanwhile
         (path, *_) = agree(mesh, lambda: newest_checkpoint(options.model), here=mesh.is_first)
         assert path is not None

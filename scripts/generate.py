@@ -11,7 +11,7 @@ from pathlib import Path
 from pangu.config.errors import UserError, exit_status, printable, writing
 from pangu.config.files import parse_json, write_atomically
 from pangu.data.files import progress_bar
-from pangu.evaluation.command import add_model_arguments, connected, require_positive
+from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         options.seed,
     )
     texts = options.prompt or read_prompts(options.prompts)
-    with connected(options, launch, replicas=False) as mesh:
+    with connected(options.tensor, options.pipeline, options.device, launch, replicas=False) as mesh:
         model = load_model(options.model, mesh, options.precision, rows=options.rows)
         if model.tokenizer is None:
             raise UserError(f"{options.model}: was trained on data without a tokenizer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,46 +56,22 @@ class Sampling:
             raise UserError("\n".join(broken))
 
 
-def generate(
-    model: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    on_token: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
+def draw(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, int]]:
     """Continue each prompt; among others a prompt gets the text that it gets alone. All ranks of a replica call it
-    together, with the same arguments but for `on_token`.
+    together, with the same arguments.
 
     Args:
         model: the model.
         prompts: ids, at least one and at most `model.config.sequence` in each.
         sampling: how to draw.
-        on_token: called with (number of the prompt, id) as soon as an id is drawn.
 
-    Returns:
-        The ids drawn for each prompt, without the one that ended the text.
+    Yields:
+        The number of a prompt and an id of its text, as soon as it is drawn, without the one that ends the text.
 
     Raises:
         UserError: naming the prompts that are empty, longer than the window or hold ids beyond the vocabulary.
     """
-    _check(prompts, model.config.sequence, model.config.vocab)
-    texts: list[list[int]] = [[] for _ in prompts]
-    # similar lengths side by side, which takes the least padding
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for start in range(0, len(order), model.rows):
-        numbers = order[start : start + model.rows]
-
-        def tell(row: int, token: int, numbers: Sequence[int] = numbers) -> None:
-            texts[numbers[row]].append(token)
-            if on_token is not None:
-                on_token(numbers[row], token)
-
-        _draw(model, [prompts[number] for number in numbers], sampling, tell)
-    return texts
-
-
-def _check(prompts: Sequence[Sequence[int]], window: int, vocab: int) -> None:
-    problems = []
+    window, vocab, problems = model.config.sequence, model.config.vocab, []
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= window:
             problems.append(f"prompt {number}: {len(prompt)} tokens; 1 to model.sequence = {window} work")
@@ -103,12 +79,16 @@ def _check(prompts: Sequence[Sequence[int]], window: int, vocab: int) -> None:
             problems.append(f"prompt {number}: holds ids outside of model.vocab = {vocab}")
     if problems:
         raise UserError("\n".join(problems))
+    # similar lengths side by side, which takes the least padding
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(order), model.rows):
+        numbers = order[start : start + model.rows]
+        for row, token in _draw_rows(model, [prompts[number] for number in numbers], sampling):
+            yield numbers[row], token
 
 
-def _draw(
-    model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, tell: Callable[[int, int], None]
-) -> None:
-    """Continue prompts side by side; `tell` is called with the row and the id of what is drawn."""
+def _draw_rows(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, int]]:
+    """Continue prompts side by side; yields the row and the id of what is drawn."""
     ends = {model.eod, *model.stop, *sampling.stop}
     # the last token that the window has room for asks for one more
     room = [min(sampling.max_tokens, model.config.sequence + 1 - len(prompt)) for prompt in prompts]
@@ -133,8 +113,26 @@ def _draw(
                 room[row] = 0
             elif room[row]:
                 room[row] -= 1
-                tell(row, token)
+                yield row, token
         step += 1
+
+
+def generate(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+    """The ids that `draw` draws for each prompt."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for number, token in draw(model, prompts, sampling):
+        texts[number].append(token)
+    return texts
+
+
+def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+    """As `generate`, called by all ranks of all replicas together, with the same prompts; all get all texts."""
+    mesh = model.mesh
+    # with sharded weights (in training) replicas compute in step: each draws everything
+    replicas = 1 if mesh.layout.zero == 3 else mesh.layout.data
+    texts = generate(model, prompts[mesh.at.data % replicas :: replicas], sampling)
+    of_replicas = gather_objects(texts, mesh.group("data"))
+    return [of_replicas[number % replicas][number // replicas] for number in range(len(prompts))]
 
 
 class Reader:
@@ -211,16 +209,6 @@ def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> T
     return ids.gather(1, places.clamp(max=totals.shape[1] - 1))[:, 0]
 
 
-def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-    """As `generate`, called by all ranks of all replicas together, with the same prompts; all get all texts."""
-    mesh = model.mesh
-    # with sharded weights (in training) replicas compute in step: each draws everything
-    replicas = 1 if mesh.layout.zero == 3 else mesh.layout.data
-    mine = generate(model, prompts[mesh.at.data % replicas :: replicas], sampling)
-    shares = gather_objects(mine, mesh.group("data"))
-    return [shares[place % replicas][place // replicas] for place in range(len(prompts))]
-
-
 @dataclass(frozen=True)
 class Continuation:
     """What a model wrote after a prompt."""
@@ -240,7 +228,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, 
     Raises:
         UserError: naming the prompts that are longer than the model's window, or are no text.
     """
-    if wrong := [text for text in texts if not _is_text(text)]:
+    # bytes of a command line that are not UTF-8 are lone surrogates to Python
+    if wrong := [text for text in texts if any("\ud800" <= character <= "\udfff" for character in text)]:
         raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
     prompts = [tokenizer.encode(text) or [eod or 0] for text in texts]
     problems = [
@@ -253,20 +242,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, 
     return prompts
 
 
-def _is_text(text: str) -> bool:
-    """False for bytes of a command line that are not UTF-8, which Python keeps as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def continue_prompts(
     model: LoadedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    *,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
     """Continue prompts. All ranks of a replica call it together.
@@ -278,36 +257,29 @@ def continue_prompts(
         on_text: called with (number of the prompt, text that is new since the last call), whole characters only.
 
     Raises:
-        UserError: as `generate`.
+        UserError: as `draw`.
     """
     assert model.tokenizer is not None
     decode = model.tokenizer.decode
     ids = [list(prompt) for prompt in prompts]
     begins = [len(decode(prompt)) for prompt in prompts]
-    told = list(begins)
+    shown = list(begins)
 
-    def tell(number: int, text: str) -> None:
-        if on_text is not None and len(text) > told[number]:
-            on_text(number, text[told[number] :])
-            told[number] = len(text)
+    def show(number: int, text: str) -> None:
+        if on_text is not None and len(text) > shown[number]:
+            on_text(number, text[shown[number] :])
+            shown[number] = len(text)
 
-    def add(number: int, token: int) -> None:
+    for number, token in draw(model, prompts, sampling):
         ids[number].append(token)
         if on_text is not None:
-            tell(number, decode(ids[number]).rstrip(UNFINISHED))
-
-    drawn = generate(model, prompts, sampling, on_token=add)
+            show(number, decode(ids[number]).rstrip(UNFINISHED))
     results = []
     for number, text in enumerate(map(decode, ids)):
-        tell(number, text)
-        begin = begins[number]
-        end = _end(len(drawn[number]), sampling.max_tokens, model.config.sequence + 1 - len(prompts[number]))
-        results.append(Continuation(text[:begin], text[begin:], len(drawn[number]), end))
+        show(number, text)
+        length, room = len(ids[number]) - len(prompts[number]), model.config.sequence + 1 - len(prompts[number])
+        end = "length" if sampling.max_tokens <= room else "window"
+        if length < min(sampling.max_tokens, room):
+            end = "stop"
+        results.append(Continuation(text[: begins[number]], text[begins[number] :], length, end))
     return results
-
-
-def _end(length: int, wanted: int, room: int) -> str:
-    """Why a text of so many tokens ended."""
-    if length < min(wanted, room):
-        return "stop"
-    return "length" if wanted <= room else "window"

@@ -12,6 +12,7 @@ import atexit
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pangu.config.errors import UserError, exit_status
+from pangu.evaluation.arguments import connected
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import Span, score
-from pangu.topology.launch import Launch, choose_device
-from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
+from pangu.topology.launch import Launch
 
 
 @register_model("pangu")
@@ -60,17 +60,10 @@ class PanguLM(TemplateLM):
         if isinstance(pretrained, str):
             if not str(batch_size).isdecimal():
                 raise UserError(f"batch_size={batch_size}: must be a number; 8 works")
-            launch = Launch.from_environment()
-            layout = Layout(tensor, pipeline, max(1, launch.world // (tensor * pipeline)))
-            if launch.world != layout.world:
-                raise UserError(
-                    f"tensor={tensor},pipeline={pipeline}: takes a multiple of {tensor * pipeline} processes, and this "
-                    f"command has {launch.world}"
-                )
-            mesh = Mesh.connect(
-                layout, choose_device("cpu" if device == "cpu" else "auto", launch), attempt=launch.attempt
-            )
-            atexit.register(mesh.close)
+            device = "cpu" if device == "cpu" else "auto"
+            process = ExitStack()
+            atexit.register(process.close)
+            mesh = process.enter_context(connected(tensor, pipeline, device, Launch.from_environment(), replicas=True))
             pretrained = load_model(Path(pretrained), mesh, precision, rows=int(batch_size))
         if pretrained.tokenizer is None or pretrained.eod is None:
             raise UserError("the model needs a tokenizer and an id that ends a document (data.tokenizer, packing.eod)")
@@ -89,8 +82,8 @@ class PanguLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found = score(self._model, [self._span(context, continuation) for _, context, continuation in requests])
-        return [(-one.loss, one.greedy) for one in found]
+        scores = score(self._model, [self._span(context, continuation) for _, context, continuation in requests])
+        return [(-one.loss, one.greedy) for one in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts: windows that do not overlap but for the last one."""
@@ -99,31 +92,30 @@ class PanguLM(TemplateLM):
             (text,) = request.args
             windows = get_rolling_token_windows(self._tokens.encode(text), self._eod, self._window, context_len=1)
             texts.append([self._span(*make_disjoint_window(window)) for window in windows])
-        found = iter(score(self._model, [span for spans in texts for span in spans]))
-        return [-sum(next(found).loss for _ in spans) for spans in texts]
+        scores = iter(score(self._model, [span for spans in texts for span in spans]))
+        return [-sum(next(scores).loss for _ in spans) for spans in texts]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Text up to the first of the given strings; greedy unless `do_sample` is asked for."""
-        texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts: dict[int, str] = {}
         for numbers in groups.values():
-            for number, text in zip(numbers, self._written([requests[i] for i in numbers]), strict=True):
-                texts[number] = text
-        return texts
+            texts |= zip(numbers, self._written([requests[i] for i in numbers]), strict=True)
+        return [texts[number] for number in range(len(requests))]
 
     def _written(self, requests: Sequence[Instance]) -> list[str]:
         """Of requests that are drawn in the same way."""
-        how = requests[0].args[1]
-        until = how.get("until") or []
+        options = requests[0].args[1]
+        until = options.get("until") or []
         ends = [until] if isinstance(until, str) else until
-        most = min(int(how.get("max_gen_toks", 256)), self._window - 1)
+        most = min(int(options.get("max_gen_toks", 256)), self._window - 1)
         sampling = Sampling(
             most,
-            float(how.get("temperature", 1.0)) if how.get("do_sample", False) else 0.0,
-            int(how.get("top_k", 0)),
-            float(how.get("top_p", 1.0)),
+            float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0,
+            int(options.get("top_k", 0)),
+            float(options.get("top_p", 1.0)),
             stop=tuple(ids[0] for end in ends if len(ids := self._tokens.encode(end)) == 1),
         )
         prompts = [self._tokens.encode(request.args[0])[most - self._window :] or [self._eod] for request in requests]

@@ -30,14 +30,11 @@ class Bytes:
 def model_that_says(text: str, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """A model whose draws are the bytes of a text, then the end of the document."""
 
-    def generate(model, prompts, sampling, *, on_token):
+    def draw(model, prompts, sampling):
         said = [*text.encode()][: sampling.max_tokens]
-        for number in range(len(prompts)):
-            for token in said:
-                on_token(number, token)
-        return [said for _ in prompts]
+        return ((number, token) for number in range(len(prompts)) for token in said)
 
-    monkeypatch.setattr("pangu.evaluation.generation.generate", generate)
+    monkeypatch.setattr("pangu.evaluation.generation.draw", draw)
     return replace(ids.loaded(variant(vocab=256), eod=0), tokenizer=Bytes())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pangu.config.attention import obstacles
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.evaluation.generation import Reader, Sampling, generate, pick
+from pangu.evaluation.generation import Reader, Sampling, draw, generate, pick
 from pangu.evaluation.inference import LoadedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.runner import Runner
@@ -167,8 +167,8 @@ def test_a_text_ends_before_what_ends_it() -> None:
 
 
 def test_tokens_are_told_as_they_are_drawn() -> None:
-    told: list[tuple[int, int]] = []
-    texts = generate(loaded(rows=2), PROMPTS, Sampling(4), on_token=lambda *token: told.append(token))
+    told = list(draw(loaded(rows=2), PROMPTS, Sampling(4)))
+    texts = generate(loaded(rows=2), PROMPTS, Sampling(4))
     assert [[token for number, token in told if number == i] for i in range(len(PROMPTS))] == texts
     # prompts of similar lengths grow side by side
     assert [number for number, _ in told] == [1, 3] * 4 + [0, 4] * 4 + [2] * 4

@@ -10,7 +10,7 @@ from pangu.config.errors import UserError
 from pangu.evaluation.tasks.ask import Answer, Questions, read_questions
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup
-from pangu.evaluation.tasks.report import PUBLISHED, AnswerFile
+from pangu.evaluation.tasks.results import PUBLISHED, AnswerFile
 from pangu.evaluation.tasks.task import SLOT
 from tests.evaluation.tasks.files import FILES, write_benchmarks
 

@@ -37,26 +37,21 @@ def require_positive(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 @contextmanager
-def connected(options: argparse.Namespace, launch: Launch, *, replicas: bool) -> Iterator[Mesh]:
+def connected(tensor: int, pipeline: int, device: str, launch: Launch, *, replicas: bool) -> Iterator[Mesh]:
     """All processes of the command, in the layout that was asked for.
 
-    Args:
-        options: of `add_model_arguments`.
-        launch: number of processes and place among them.
-        replicas: more processes than one model takes hold copies of it, which share the work.
-
-    Raises:
-        UserError: if so many processes cannot share the model.
+    `replicas`: more processes than one model takes hold copies of it, which share the work. Raises UserError if so many
+    processes cannot share the model.
     """
-    shared = options.tensor * options.pipeline
+    shared = tensor * pipeline
     if launch.world % shared or (launch.world > shared and not replicas):
         multiple = "a multiple of " if replicas else ""
         raise UserError(
-            f"--tensor {options.tensor} --pipeline {options.pipeline}: takes {multiple}{shared} processes, and this "
-            f"command has {launch.world}; start it with torchrun --nproc-per-node={shared}"
+            f"tensor = {tensor}, pipeline = {pipeline}: takes {multiple}{shared} processes, and this command has "
+            f"{launch.world}; start it with torchrun --nproc-per-node={shared}"
         )
-    layout = Layout(options.tensor, options.pipeline, launch.world // shared)
-    mesh = Mesh.connect(layout, choose_device(options.device, launch), attempt=launch.attempt)
+    layout = Layout(tensor, pipeline, launch.world // shared)
+    mesh = Mesh.connect(layout, choose_device(device, launch), attempt=launch.attempt)
     try:
         yield mesh
     finally:

@@ -69,53 +69,60 @@ class AnswerFile:
         self.path = path
         self.answers: dict[str, dict[str, Answer]] = {}
         """Task -> id -> answer."""
-        lines = self._whole_lines()
-        if lines and (different := _different(lines[0].get("setup", {}), setup)):
-            raise UserError(
-                f"{path} holds answers of another set-up ({different}); choose another --output or delete it"
-            )
-        for number, line in enumerate(lines[1:], 2):
-            self._keep(*self._answer(number, line))
+        lines = read_text(path).splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                value = parse_json(line)
+            except ValueError as error:
+                if number == len(lines):
+                    break  # a killed process may have left half a line
+                raise UserError(f"{path}, line {number}: not JSON ({error}); delete the file") from error
+            if number == 1 and isinstance(value, dict) and isinstance(value.get("setup"), dict):
+                _require_same(path, value["setup"], setup)
+            elif number == 1 or not _is_answer(value):
+                raise UserError(f"{path}, line {number}: is no answer of this command; choose another --output")
+            else:
+                self._keep(value["task"], [Answer(value["id"], value["said"], value["figures"])])
+        records = [_record(task, answer) for task, answers in self.answers.items() for answer in answers.values()]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # a killed process may have left half a line
-            write_atomically(path, "".join(map(_line, [{"setup": setup}, *self._records()])).encode())
+            write_atomically(path, "".join(map(_line, [{"setup": setup}, *records])).encode())
 
     def add(self, task: str, answers: Sequence[Answer]) -> None:
         """Append answers. Raises UserError if the disk is full."""
         self._keep(task, answers)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(_line({"task": task, **asdict(answer)}) for answer in answers)
+            file.writelines(_line(_record(task, answer)) for answer in answers)
 
     def _keep(self, task: str, answers: Sequence[Answer]) -> None:
         self.answers.setdefault(task, {}).update({answer.id: answer for answer in answers})
 
-    def _records(self) -> list[dict[str, Any]]:
-        found = [(task, answer) for task, answers in self.answers.items() for answer in answers.values()]
-        return [{"task": task, **asdict(answer)} for task, answer in found]
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        lines = read_text(self.path).splitlines() if self.path.exists() else []
-        found = []
-        for number, line in enumerate(lines, 1):
-            try:
-                value = parse_json(line)
-            except ValueError as error:
-                if number < len(lines):
-                    raise UserError(f"{self.path}, line {number}: not JSON ({error}); delete the file") from error
-                continue
-            if not isinstance(value, dict) or (number == 1 and not isinstance(value.get("setup"), dict)):
-                raise UserError(f"{self.path}, line {number}: is no answer of this command; choose another --output")
-            found.append(value)
-        return found
+def _record(task: str, answer: Answer) -> dict[str, Any]:
+    return {"task": task, **asdict(answer)}
 
-    def _answer(self, number: int, line: dict[str, Any]) -> tuple[str, list[Answer]]:
-        """The task and the answer of a line."""
-        task, id_, said, figures = (line.get(name) for name in ("task", "id", "said", "figures"))
-        texts = isinstance(task, str) and isinstance(id_, str) and isinstance(said, str | None)
-        if not texts or not isinstance(figures, dict) or not all(isinstance(v, int | float) for v in figures.values()):
-            raise UserError(f"{self.path}, line {number}: is no answer of this command; choose another --output")
-        return str(task), [Answer(str(id_), said, figures)]
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _is_answer(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"task", "id", "said", "figures"}:
+        return False
+    texts = isinstance(value["task"], str) and isinstance(value["id"], str) and isinstance(value["said"], str | None)
+    figures = value["figures"]
+    return texts and isinstance(figures, dict) and all(isinstance(figure, int | float) for figure in figures.values())
+
+
+def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise a UserError if the answers of a file depend on something else."""
+    different = ", ".join(
+        f"{key}: {saved.get(key)} there, {current.get(key)} here"
+        for key in sorted({*saved, *current})
+        if saved.get(key) != current.get(key)
+    )
+    if different:
+        raise UserError(f"{path} holds answers of another set-up ({different}); choose another --output or delete it")
 
 
 def published(task: str, measure: str, shots: int) -> _Pair | None:
@@ -126,39 +133,25 @@ def published(task: str, measure: str, shots: int) -> _Pair | None:
 
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:
     """One task's figures beside the paper's, as JSON values."""
-    theirs = {name: published(task, name, shots) for name in measures}
+    pairs = {name: pair for name in measures if (pair := published(task, name, shots)) is not None}
+    of_models = {model: {name: pair[i] for name, pair in pairs.items()} for i, model in enumerate(MODELS)}
     return {
         "task": task,
         "shots": shots,
         "questions": questions,
         "measures": dict(measures),
-        "published": {
-            model: {name: pair[i] for name, pair in theirs.items() if pair is not None}
-            for i, model in enumerate(MODELS)
-        },
+        "published": of_models,
     }
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each measure of each task; published figures are those of the few-shot setting where shots > 1."""
-    shown = Table("task", "shots", "questions", "measure")
+    rows = Table("task", "shots", "questions", "measure")
     for title in ("this model", *MODELS):
-        shown.add_column(title, justify="right")
-    for found in results:
-        for name, value in found["measures"].items():
-            theirs = [found["published"][model].get(name) for model in MODELS]
-            figures = [f"{value:.2f}", *("" if figure is None else f"{figure:.2f}" for figure in theirs)]
-            shown.add_row(found["task"], str(found["shots"]), str(found["questions"]), name, *figures)
-    return shown
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
-
-
-def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key}: {before.get(key)} there, {now.get(key)} here"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-    )
+        rows.add_column(title, justify="right")
+    for entry in results:
+        for name, value in entry["measures"].items():
+            figures = [value, *(entry["published"][model].get(name) for model in MODELS)]
+            texts = ["" if figure is None else f"{figure:.2f}" for figure in figures]
+            rows.add_row(entry["task"], str(entry["shots"]), str(entry["questions"]), name, *texts)
+    return rows
