@@ -93,19 +93,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def gather_questions(options: argparse.Namespace) -> list[Questions]:
     """Read the files of all tasks. Raises UserError before anything is computed."""
-    found = []
+    tasks = []
     for name in options.task:
         if name == "perplexity":
             setup = Setup(seed=options.seed, limit=options.limit, stride=options.stride, recipe=options.recipe)
             task = Task(name, lambda _: iter(()), "{answer}", method="text")
-            found.append(Questions(task, setup, chosen(_texts(options), task, setup), []))
+            tasks.append(Questions(task, setup, chosen(_texts(options), task, setup), []))
             continue
         task = find_task(name)
         task = replace(task, template=options.template or task.template)
         shots = task.few if options.shots == "few" else int(options.shots)
         setup = Setup(shots, options.seed, options.scoring, options.limit, options.stride)
-        found.append(read_questions(task, options.data / name, setup))
-    return found
+        tasks.append(read_questions(task, options.data / name, setup))
+    return tasks
 
 
 def _texts(options: argparse.Namespace) -> list[Item]:
@@ -137,28 +137,15 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         with progress_bar(mesh.is_first) as progress:
             results = [_measure(model, one, file, progress) for one in questions]
     if launch.rank == 0:
-        _tell(options, path, results)
+        _print(options, path, results)
 
 
 def _answer_file(options: argparse.Namespace, model: Path) -> AnswerFile | None:
     """What answers are kept in, if they are."""
     if options.output is None:
         return None
-    names = (
-        "data",
-        "input",
-        "text_key",
-        "join",
-        "shots",
-        "scoring",
-        "template",
-        "limit",
-        "stride",
-        "recipe",
-        "seed",
-        "precision",
-    )
-    values = {name: getattr(options, name) for name in names}
+    names = "data input text_key join shots scoring template limit stride recipe seed precision"
+    values = {name: getattr(options, name) for name in names.split()}
     setup = {**values, "model": str(model.resolve()), "data": options.data and str(options.data)}
     return AnswerFile(options.output.with_name(f"{options.output.name}.answers.jsonl"), setup)
 
@@ -168,19 +155,19 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
     name, mesh = questions.task.name, model.mesh
     answers = dict(file.answers.get(name, {})) if file else {}
     bar = progress.add_task(name, total=len(questions.items))
-    for some in ask(model, questions, list(answers)):
-        answers |= {answer.id: answer for answer in some}
+    for chunk in ask(model, questions, list(answers)):
+        answers |= {answer.id: answer for answer in chunk}
         if file:
-            agree(mesh, partial(file.add, name, some), here=mesh.is_first)
+            agree(mesh, partial(file.add, name, chunk), here=mesh.is_first)
         progress.update(bar, completed=len(answers))
-    asked = [answers[item.id] for item in questions.items]
-    measures = summary(asked)
+    of_items = [answers[item.id] for item in questions.items]
+    measures = summary(of_items)
     if name == "perplexity" and "perplexity" not in measures:
         raise UserError(f"{name}: no token of --input has others before it to be predicted from")
-    return result(name, questions.setup.shots, len(asked), measures)
+    return result(name, questions.setup.shots, len(of_items), measures)
 
 
-def _tell(options: argparse.Namespace, model: Path, results: list[dict[str, Any]]) -> None:
+def _print(options: argparse.Namespace, model: Path, results: list[dict[str, Any]]) -> None:
     # the table is whole in a file too
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table(results))
     if options.output is not None:

@@ -98,8 +98,8 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
             raise UserError(f"{options.model}: was trained on data without a tokenizer")
         prompts = encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence)
         if mesh.is_first:
-            told = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
-            print(f"{options.model}: {told}".replace("torch.", ""), file=sys.stderr)
+            size = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
+            print(f"{options.model}: {size}".replace("torch.", ""), file=sys.stderr)
         _continue(model, prompts, sampling, options.output)
 
 
@@ -115,20 +115,20 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
     with progress_bar(not live) as progress:
         task = progress.add_task("Drawing text", total=None)
 
-        def tell(_: int, text: str) -> None:
+        def show(_: int, text: str) -> None:
             if live:
                 print(printable(text), end="", flush=True)
             progress.advance(task)
 
         if live and model.tokenizer is not None:
             print(printable(model.tokenizer.decode(prompts[0])), end="", flush=True)
-        found = continue_prompts(model, prompts, sampling, on_text=tell)
+        texts = continue_prompts(model, prompts, sampling, on_text=show)
     if output is not None:
-        lines = [json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in found]
+        lines = [json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in texts]
         with writing(output):
             write_atomically(output, "".join(lines).encode())
     else:
-        print("" if live else "\n\n".join(printable(text.prompt + text.text) for text in found))
+        print("" if live else "\n\n".join(printable(text.prompt + text.text) for text in texts))
 
 
 def main(arguments: list[str] | None = None) -> int:

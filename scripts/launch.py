@@ -28,18 +28,18 @@ def children() -> list[int]:
     listed = Path("/proc", number, "task", number, "children")  # torchrun starts its processes from its first thread
     if listed.exists():
         return [int(child) for child in listed.read_text().split()]
-    found = subprocess.run(["pgrep", "-P", number], capture_output=True, text=True, check=False)  # not on Linux
-    return [int(child) for child in found.stdout.split()]
+    listing = subprocess.run(["pgrep", "-P", number], capture_output=True, text=True, check=False)  # not on Linux
+    return [int(child) for child in listing.stdout.split()]
 
 
-def pass_on(asked: Event) -> None:
+def pass_on(terminated: Event) -> None:
     """Once SIGTERM has come, send it to every child and to what a child has started in its process group, also to
     children that are started in place of failed ones."""
-    asked.wait()
-    told: set[int] = set()
+    terminated.wait()
+    signalled: set[int] = set()
     while True:
-        for child in set(children()) - told:
-            told.add(child)
+        for child in set(children()) - signalled:
+            signalled.add(child)
             try:
                 group = os.getpgid(child)
                 os.kill(child, signal.SIGTERM) if group == os.getpgid(0) else os.killpg(group, signal.SIGTERM)
@@ -50,9 +50,9 @@ def pass_on(asked: Event) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run torchrun, which raises or exits with a status if its processes fail."""
-    asked = Event()
-    Thread(target=pass_on, args=(asked,), daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    terminated = Event()
+    Thread(target=pass_on, args=(terminated,), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
 
 

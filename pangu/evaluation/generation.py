@@ -180,8 +180,8 @@ class Reader:
         runner = self._model.runner
 
         def scores(hidden: Tensor, _: Batch) -> Tensor:
-            found = runner.model.logits_of(hidden, slice(last, last + 1))[0]
-            return found.to(torch.promote_types(found.dtype, torch.float32))
+            logits = runner.model.logits_of(hidden, slice(last, last + 1))[0]
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
         return next(iter(runner.forward(self._forward, [batch], scores, self._cache)), None)
 

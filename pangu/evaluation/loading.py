@@ -39,7 +39,7 @@ from pangu.topology.placement import PlacementTable
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Source:
     """A model in files."""
 
     model: ModelConfig
@@ -68,58 +68,58 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     Raises:
         UserError: on all ranks, if there is no intact checkpoint, or the layout does not fit the model.
     """
-    found = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
-    config = replace(found.model, attention="auto", dropout=0.0, attention_dropout=0.0)
-    compute = precision or found.precision
+    source = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
+    config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)
+    compute = precision or source.precision
     schedule, parts = _stages(config, mesh)
     region = replace(TensorRegion.of(mesh), sequence=False)
     kernels = attention_kernels(config, compute, mesh.device)
     # nothing is timed here: the same question has the same answer, to the last bit
-    options = Options(found.kernel if found.kernel in kernels else kernels[0])
+    options = Options(source.kernel if source.kernel in kernels else kernels[0])
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
     model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
-    found.fill(_slices(model, table, DTYPES[compute], mesh.device))
+    source.fill(_slices(model, table, DTYPES[compute], mesh.device))
     runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
     return LoadedModel(
-        runner, schedule, mesh, config, found.tokenizer, found.packing["eod"], rows, found.packing["stop"]
+        runner, schedule, mesh, config, source.tokenizer, source.packing["eod"], rows, source.packing["stop"]
     )
 
 
-def _of_run(path: Path, mesh: Mesh) -> _Found:
+def _of_run(path: Path, mesh: Mesh) -> _Source:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
     index = read_index(checkpoint)
     trained = trained_model(checkpoint, index)
     tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
     # probabilities that are dropped leave no choice
-    chosen = None if trained.model.attention_dropout else (index.get("choices") or {}).get("attention")
-    return _Found(
+    kernel = None if trained.model.attention_dropout else (index.get("choices") or {}).get("attention")
+    return _Source(
         trained.model,
         trained.precision.compute,
         load_tokenizer(tokenizer) if tokenizer else None,
         vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
-        chosen if isinstance(chosen, str) else None,
+        kernel if isinstance(kernel, str) else None,
     )
 
 
-def _exported(path: Path) -> _Found:
+def _exported(path: Path) -> _Source:
     source = HuggingFaceSource(path)
-    untold = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
-    model = ModelConfig(**{**untold, "attention": "auto", **source.known})
+    unknown = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
+    model = ModelConfig(**{**unknown, "attention": "auto", **source.known})
     refuse(path / "config.json", find_model_problems(model))
     table, shapes = source.table(model), logical_shapes(model)
     dtype = next(iter(require_fit(source, table).values())).dtype
-    stored = {part: entry for entry in table for part in entry.parts}
+    entries = {part: entry for entry in table for part in entry.parts}
     read = lru_cache(maxsize=1)(source.read)  # parts of a fused tensor come one after the other
 
     def fill(weights: Iterable[tuple[str, Slice]]) -> None:
         for name, part in weights:
-            whole = take(stored[name], read(stored[name]), name, shapes)
+            whole = take(entries[name], read(entries[name]), name, shapes)
             part.tensor.copy_(
                 whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.tensor.shape, strict=True))]
             )
 
-    return _Found(
+    return _Source(
         model,
         next(name for name, format_ in DTYPES.items() if format_ == dtype),
         load_tokenizer(source.tokenizer) if source.tokenizer else None,

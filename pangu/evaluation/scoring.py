@@ -54,11 +54,11 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
     order = sorted((i for i, span in enumerate(spans) if span.num_scored), key=lambda i: -len(spans[i].ids))
     groups = [order[i : i + model.rows] for i in range(0, len(order), model.rows)]
     mesh = model.mesh
-    # as many for every replica: those that are several times there are for company and count once
-    mine = range(mesh.at.data, -(-len(groups) // mesh.layout.data) * mesh.layout.data, mesh.layout.data)
-    taken = [groups[min(place, len(groups) - 1)] for place in mine]
-    batches = [_batch([spans[i] for i in group], model) for group in taken]
-    found = torch.zeros(len(spans), 2, dtype=torch.float64, device=mesh.device)
+    # as many for every replica, which may meet in each: places beyond the last repeat it and do not count
+    places = range(mesh.at.data, -(-len(groups) // mesh.layout.data) * mesh.layout.data, mesh.layout.data)
+    micro_batches = [groups[min(place, len(groups) - 1)] for place in places]
+    batches = [_batch([spans[i] for i in group], model) for group in micro_batches]
+    losses = torch.zeros(len(spans), 2, dtype=torch.float64, device=mesh.device)
     if batches:
         language_model = model.runner.model
 
@@ -66,19 +66,16 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
             return language_model.token_losses_of(hidden, batch).sum(-1, dtype=torch.float64).t()
 
         results = model.runner.forward(forward_only(model.schedule, len(batches)), batches, end)
-        for place, group, result in zip(mine, taken, results, strict=bool(results)):
+        for place, group, result in zip(places, micro_batches, results, strict=bool(results)):
             if place < len(groups):
-                found[group] = result
-    sums = all_reduce(all_reduce(found, mesh.group("data")), mesh.group("pipeline")).tolist()
+                losses[group] = result
+    sums = all_reduce(all_reduce(losses, mesh.group("data")), mesh.group("pipeline")).tolist()
     return [
-        Score(loss * _share(span), greedy=misses == 0, tokens=span.num_scored if span.weight is None else span.weight)
+        Score(loss, misses == 0, span.num_scored)
+        if span.weight is None
+        else Score(loss * span.weight / max(1, span.num_scored), misses == 0, span.weight)
         for span, (loss, misses) in zip(spans, sums, strict=True)
     ]
-
-
-def _share(span: Span) -> float:
-    """What of a span's loss counts."""
-    return 1.0 if span.weight is None else span.weight / max(1, span.num_scored)
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Span]:

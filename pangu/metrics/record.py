@@ -111,10 +111,10 @@ _TAGS = {
 
 def tracked(record: StepRecord) -> dict[str, float]:
     """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
-    found = {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None}
-    found |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
-    found |= {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
-    return found | {f"slow_rank/{rank}": factor for rank, factor in (record.slow_ranks or {}).items()}
+    figures = {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None}
+    figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
+    figures |= {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
+    return figures | {f"slow_rank/{rank}": factor for rank, factor in (record.slow_ranks or {}).items()}
 
 
 def to_json(record: StepRecord) -> str:

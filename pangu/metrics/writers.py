@@ -90,9 +90,9 @@ class JsonLinesWriter:
         self._path = path
         with writing(path):
             lines = read_lines(path)
-            kept = [line for line in lines if (fields := from_json(line)) and fields["step"] <= resumed_step]
+            lines = [line for line in lines if (fields := from_json(line)) and fields["step"] <= resumed_step]
             # Replaced in one go: a crash here must not lose what the run has measured so far.
-            write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
+            write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
             flush(path.parent)
             self._file = open_regular(path, "a", encoding="utf-8")
 

@@ -1,5 +1,5 @@
-"""The choices that `auto` stands for: among ways to the same result the one that is the fastest on this machine, on the
-run's own shapes, the same on all ranks. A run that is resumed keeps them, because another way rounds differently."""
+"""Autotuning: of the candidates for one result `auto` takes the fastest on this machine, on the run's own shapes, the
+same on all ranks. A run that is resumed keeps its choices, because another candidate rounds differently."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
     attention, products = fastest(both)
-    seconds["attention"] = {kernel: time for (kernel, way), time in seconds["attention"].items() if way == products}
-    seconds["products"] = {way: min(t for (_, w), t in both.items() if w == way) for way in candidates["products"]}
+    seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
+    seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in kept if key in saved} if isinstance(saved, dict) else {}
     for key in ("attention", "products", "gather", "scatter"):
@@ -132,20 +132,20 @@ def save_choices(folder: Path, choices: Choices) -> None:
 def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candidates) -> None:
     """Say if products of a 16-bit format take longer here than those of fp32: the processor has no instructions for it,
     and torch makes do with others. All ranks may call it; it says nothing on most."""
-    asked, device = config.precision.compute, mesh.device
-    if asked not in ("bf16", "fp16") or not mesh.is_first:
+    compute, device = config.precision.compute, mesh.device
+    if compute not in ("bf16", "fp16") or not mesh.is_first:
         return
     size = round((work_limit(device) / 2) ** (1 / 3))
-    formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", asked)}
+    formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", compute)}
     trials = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
     times = timer(trials, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
-    if times[asked] > SLOW * times[best] and times[asked] > SLOW * times["fp32"]:
+    if times[compute] > SLOW * times[best] and times[compute] > SLOW * times["fp32"]:
         log.warning(
             "precision.compute = %s: this processor has no fast instructions for it, products take %.1f times as long "
             "as in %s; precision=%s works",
-            asked,
-            times[asked] / times[best],
+            compute,
+            times[compute] / times[best],
             best,
             best,
         )
@@ -217,9 +217,11 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
     matmuls.append(Matmul(chunk, model.hidden, -(-model.vocab // ranks), -(-tokens // chunk)))
     cuts = [matmul.cut(work_limit(mesh.device)) for matmul in matmuls]
     trials = [matmul_trial(smaller, DTYPES[config.precision.compute], mesh.device) for smaller, _ in cuts]
-    candidates = {(way, i): partial(_run_in, way, trial) for i, trial in enumerate(trials) for way in precisions}
-    for (way, i), time in timer(candidates, mesh.device, PRODUCTS_S).items():
-        seconds[way] += cuts[i][1] * time
+    candidates = {
+        (precision, i): partial(_run_in, precision, trial) for i, trial in enumerate(trials) for precision in precisions
+    }
+    for (precision, i), time in timer(candidates, mesh.device, PRODUCTS_S).items():
+        seconds[precision] += cuts[i][1] * time
     return seconds
 
 
@@ -283,5 +285,7 @@ def _log_choices(config: RunConfig, choices: Choices, kept: Sequence[str]) -> No
         reasons += ["kept from the checkpoint"] if name in kept else []
         if figures:
             timed = "of a micro-batch" if name in keys else "of a message"
-            reasons.append(f"ms {timed}: " + ", ".join(f"{way} {figure:.3g}" for way, figure in figures.items()))
+            reasons.append(
+                f"ms {timed}: " + ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
+            )
         log.info("%-12s %s (%s)", name, getattr(choices, name), "; ".join(reasons))

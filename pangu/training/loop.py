@@ -76,9 +76,8 @@ class Loop:
         self.checkpoint: Path | None = None
         self.stopped: str | None = None
         """Why the run ended before its last step, if it did."""
-        self.last_loss: float | None = None
-        self.last_validation: float | None = None
-        self.last_evaluation: dict[str, float] | None = None
+        self.record: StepRecord | None = None
+        """The figures of the last step that was made."""
         self.timeline: Timeline | None = None
         """The recorded step, if `profile` asks for one."""
 
@@ -112,11 +111,9 @@ class Loop:
         self.samples += self.config.batch.global_size
         if self._goes_back(result, saver):
             return
-        self.last_loss = result.loss
-        validation_loss, evaluation = self._validate(), self._evaluate()
-        record = self._record(result, seconds, validation_loss, evaluation, stragglers)
+        self.record = self._figures(result, seconds, stragglers)
         for writer in self._writers:
-            writer.write(record)
+            writer.write(self.record)
         self._check_replicas()
         trainer.doing = "asking who was told to save or stop"
         request = self.signals.after_step(time.perf_counter() - began, saver.has_failed)
@@ -145,16 +142,16 @@ class Loop:
             result = trainer.train_step(batches)
         return result, None
 
-    def _record(
-        self,
-        result: StepResult,
-        seconds: float,
-        validation_loss: float | None,
-        evaluation: dict[str, float] | None,
-        stragglers: dict[int, float] | None,
-    ) -> StepRecord:
-        """The figures of the step that was made."""
+    def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
+        """Measure what is due, and put together all figures of the step that was made."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
+        validation_loss, evaluation = None, None
+        if self.validation is not None and self._due(config.validation.every):
+            with self._interlude("validating"):
+                validation_loss = self.validation.loss(trainer)
+        if self.benchmarks is not None and self._due(config.evaluate.every):
+            with self._interlude("evaluating"):
+                evaluation = self.benchmarks.figures(trainer)
         return StepRecord(
             step=trainer.step,
             tokens=self.tokens,
@@ -266,22 +263,6 @@ class Loop:
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""
         return every > 0 and (self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps)
-
-    def _validate(self) -> float | None:
-        """Loss on the validation split, where it is due."""
-        if self.validation is None or not self._due(self.config.validation.every):
-            return None
-        with self._interlude("validating"):
-            self.last_validation = self.validation.loss(self.trainer)
-        return self.last_validation
-
-    def _evaluate(self) -> dict[str, float] | None:
-        """Figures of the benchmarks, where they are due."""
-        if self.benchmarks is None or not self._due(self.config.evaluate.every):
-            return None
-        with self._interlude("evaluating"):
-            self.last_evaluation = self.benchmarks.figures(self.trainer)
-        return self.last_evaluation
 
     def _open_writers(self) -> None:
         """Writers that go on after the step that is made; steps that a file holds beyond it will be made again."""

@@ -262,23 +262,23 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     _compare(path, index["identity"], identity(config))
     _compare_order(path, index, config.data)
     updates = index["step"] - index["skipped"]
-    wanted = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
+    slices = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
     for state in trainer.optimizer.state.values():
         state["step"].fill_(updates)
         for moment in MOMENTS:
             state[moment].zero_()
     for moment in MOMENTS if updates else ():
-        wanted += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
+        slices += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
     agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
-    agree(trainer.mesh, lambda: load(path, index, wanted), here=True)
+    agree(trainer.mesh, lambda: load(path, index, slices), here=True)
     trainer.parameters.publish()
     trainer.step, trainer.skipped = index["step"], index["skipped"]
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
     folder = Path(config.train.output) / "checkpoints"
-    (aside, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
-    for later in aside or ():
-        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", later)
+    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    for checkpoint in abandoned or ():
+        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", checkpoint)
     return index
 
 
@@ -287,19 +287,20 @@ def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) ->
     if index["step"] == index["skipped"]:
         return
     patterns = config.train.frozen
-    bare = [
+    missing = [
         name
         for kind, _, name in (key.partition("/") for key in index["tensors"])
         if kind == "weight"
         and f"{MOMENTS[0]}/{name}" not in index["tensors"]
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
-    if bare:
-        before = index.get("frozen", [])
+    if missing:
+        frozen = index.get("frozen", [])
         raise UserError(
-            f"train.frozen = {shown(patterns)}: {len(bare)} tensors ({', '.join(bare[:3])}{', ...' * (len(bare) > 3)}) "
-            f"were frozen in the run that wrote {path}, which has no optimizer state of theirs; "
-            f"train.frozen={shown(before)} continues it, checkpoint.init_from={path} with another train.output begins "
+            f"train.frozen = {shown(patterns)}: {len(missing)} tensors ({', '.join(missing[:3])}"
+            f"{', ...' * (len(missing) > 3)}) were frozen in the run that wrote {path}, which has no optimizer state "
+            f"of theirs; "
+            f"train.frozen={shown(frozen)} continues it, checkpoint.init_from={path} with another train.output begins "
             "a new run with its weights"
         )
 
@@ -358,8 +359,8 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
         for name, part in parts:
             if name not in skipped:
                 # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
-                wide = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
-                yield f"{kind}/{name}", replace(part, tensor=wide)
+                tensor = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
+                yield f"{kind}/{name}", replace(part, tensor=tensor)
 
 
 def _compare(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.plots import plot_loss
-from pangu.metrics.record import perplexity
 from pangu.metrics.text import duration
 from pangu.models.size import num_parameters
 from pangu.training.loop import Loop
@@ -33,25 +32,25 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
         texts: sampled.
         seconds: that the loop took.
     """
-    config, trainer = loop.config, loop.trainer
+    config, record = loop.config, loop.record
     output = Path(config.train.output)
     summary = {
-        "steps": trainer.step,
-        "skipped": trainer.skipped,
+        "steps": loop.trainer.step,
+        "skipped": loop.trainer.skipped,
         "rollbacks": len(loop.spikes.rollbacks),
         "tokens": loop.tokens,
         "parameters": num_parameters(config.model),
-        "devices": trainer.mesh.layout.world,
-        "loss": loop.last_loss,
-        "validation_loss": loop.last_validation,
-        "validation_perplexity": None if loop.last_validation is None else perplexity(loop.last_validation),
-        "evaluation": loop.last_evaluation,
+        "devices": loop.trainer.mesh.layout.world,
+        "loss": record and record.loss,
+        "validation_loss": record and record.validation_loss,
+        "validation_perplexity": record and record.validation_perplexity,
+        "evaluation": record and record.evaluation,
         "seconds": seconds,
-        "peak_memory_gib": peak_memory_gib(trainer.mesh.device),
+        "peak_memory_gib": peak_memory_gib(loop.trainer.mesh.device),
         "checkpoint": str(loop.checkpoint) if loop.checkpoint else None,
         "samples": texts,
     }
-    if loop.last_loss is not None:
+    if record is not None:
         with writing(output):
             write_atomically(output / "summary.json", json.dumps(summary, indent=1, ensure_ascii=False).encode())
     draw_pictures(loop)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pangu.config.errors import UserError
-from pangu.evaluation.generation import Sampling, generate_shared
+from pangu.evaluation.generation import generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.scoring import Score, score
 from pangu.evaluation.tasks.prompts import Prompts, Setup, chosen
@@ -74,12 +74,12 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
     if model.tokenizer is None:
         raise UserError(f"task {task.name}: the model has no tokenizer, which data.tokenizer of its run would name")
     prompts = Prompts(task, setup, model.tokenizer, model.eod, model.config.sequence, questions.pool)
-    left = [prompts.narrowed(item) if task.method == "rank" else item for item in questions.items]
-    left = [item for item in left if item.id not in done]
+    items = [prompts.narrowed(item) if task.method == "rank" else item for item in questions.items]
+    items = [item for item in items if item.id not in done]
     size = CHUNK * model.rows * model.mesh.layout.data
-    for start in range(0, len(left), size):
-        items = left[start : start + size]
-        yield _written(model, prompts, items) if task.method == "write" else _scored(model, prompts, items)
+    for start in range(0, len(items), size):
+        chunk = items[start : start + size]
+        yield _written(model, prompts, chunk) if task.method == "write" else _scored(model, prompts, chunk)
 
 
 def summary(answers: Iterable[Answer]) -> dict[str, float]:
@@ -91,25 +91,25 @@ def summary(answers: Iterable[Answer]) -> dict[str, float]:
         number += 1
         for name, figure in answer.figures.items():
             totals[name] = totals.get(name, 0.0) + figure
-    loss, tokens, words, size = (totals.pop(name, 0.0) for name in ("loss", "tokens", "words", "bytes"))
-    found = {name: 100 * total / number for name, total in totals.items()}
+    loss, tokens, words, num_bytes = (totals.pop(name, 0.0) for name in ("loss", "tokens", "words", "bytes"))
+    measures = {name: 100 * total / number for name, total in totals.items()}
     if tokens:
-        found["perplexity"] = perplexity(loss / tokens)
+        measures["perplexity"] = perplexity(loss / tokens)
     if words:
-        found["word_perplexity"] = perplexity(loss / words)
-    if size:
-        found["bits_per_byte"] = loss / math.log(2) / size
-    return found
+        measures["word_perplexity"] = perplexity(loss / words)
+    if num_bytes:
+        measures["bits_per_byte"] = loss / math.log(2) / num_bytes
+    return measures
 
 
 def _scored(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> list[Answer]:
     """By the probabilities that the model gives."""
     spans = [prompts.spans(item) for item in items]
     scores = iter(score(model, [span for some in spans for span in some]))
-    found = [(item, [next(scores) for _ in some]) for item, some in zip(items, spans, strict=True)]
+    scored = [(item, [next(scores) for _ in some]) for item, some in zip(items, spans, strict=True)]
     if prompts.task.method == "rank":
-        return [_ranked(item, its) for item, its in found]
-    answers = [_likely(item, its, word=prompts.task.method == "word") for item, its in found]
+        return [_ranked(*pair) for pair in scored]
+    answers = [_likely(*pair, word=prompts.task.method == "word") for pair in scored]
     if prompts.setup.recipe == "huggingface":
         for answer in answers:
             del answer.figures["bytes"]  # its loss is not that of all bytes
@@ -142,11 +142,8 @@ def _written(model: LoadedModel, prompts: Prompts, items: Sequence[Item]) -> lis
     task, tokenizer = prompts.task, prompts.tokenizer
     assert task.decoding is not None
     assert task.measure is not None
-    how = task.decoding
-    line_break = [token for token in tokenizer.encode("\n")[-1:] if tokenizer.decode([token]) == "\n"]
-    sampling = Sampling(
-        how.max_tokens, how.temperature, how.top_k, how.top_p, seed=prompts.setup.seed, stop=tuple(line_break)
-    )
+    line_break = tuple(token for token in tokenizer.encode("\n")[-1:] if tokenizer.decode([token]) == "\n")
+    sampling = replace(task.decoding, seed=prompts.setup.seed, stop=line_break)
     texts = generate_shared(model, [prompts.prompt(item) for item in items], sampling)
     answers = []
     for item, ids in zip(items, texts, strict=True):

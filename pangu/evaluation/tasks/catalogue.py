@@ -15,8 +15,9 @@ from typing import Any
 
 from pangu.config.errors import UserError
 from pangu.config.files import read_json
+from pangu.evaluation.generation import Sampling
 from pangu.evaluation.tasks.measures import begins_with, exact_match_and_f1, rouge
-from pangu.evaluation.tasks.task import Decoding, Item, Task, json_lines, read_text
+from pangu.evaluation.tasks.task import Item, Task, json_lines, read_text
 
 Reader = Callable[[Path], Iterator[Item]]
 Fields = dict[str, str]
@@ -237,8 +238,8 @@ _BLANK = "{before}{answer}{after}"
 _READING = "阅读文章：{document}\n问：{question}\n答：{answer}"
 _AS_MANY_AS_FIT = 64
 """More examples than a window holds."""
-_SQUAD_DECODING = Decoding(max_tokens=64, top_p=0.8, temperature=0.8)
-_CLOZE_DECODING = Decoding(max_tokens=16, top_k=1, temperature=0.9)
+_SQUAD_DECODING = Sampling(max_tokens=64, top_p=0.8, temperature=0.8)
+_CLOZE_DECODING = Sampling(max_tokens=16, top_k=1, temperature=0.9)
 
 _rank = partial(Task, method="rank", test=("dev.json",), train=("train.json",))
 _read = partial(Task, method="write", template=_READING, shortened="document", measure=exact_match_and_f1)
@@ -281,7 +282,7 @@ _ALL = (
         few=6,
         test=("zhidao.dev.json",),
         train=("zhidao.train.json",),
-        decoding=Decoding(max_tokens=128, top_p=0.9, temperature=0.7),
+        decoding=Sampling(max_tokens=128, top_p=0.9, temperature=0.7),
         measure=rouge,
     ),
     _read(
@@ -291,7 +292,7 @@ _ALL = (
         few=8,
         test=("*test.ann.json", "*validation.ann.json"),
         train=("*train.json",),
-        decoding=Decoding(max_tokens=32, top_k=5),
+        decoding=Sampling(max_tokens=32, top_k=5),
         shortened="question",
     ),
     _fill("pd", _cloze, test=("pd.test*",), train=("pd.train*",), decoding=_CLOZE_DECODING),
@@ -301,7 +302,7 @@ _ALL = (
         _cloze,
         test=("cloze.test.doc_query", "cloze.valid.doc_query"),
         train=("*train*.doc_query",),
-        decoding=Decoding(max_tokens=16, top_p=0.9),
+        decoding=Sampling(max_tokens=16, top_p=0.9),
     ),
     Task("wplc", _each_line(_masked_word), "{before}{answer}", method="word", test=("*test*.json*", "*dev*.json*")),
     Task("lambada", _each_line(_last_word, words=1), "{before}{answer}", method="word", test=("lambada_test*.jsonl",)),

@@ -20,20 +20,20 @@ def exact_match_and_f1(written: str, answers: Sequence[str]) -> dict[str, float]
 
     `exact_match`: equal but for case and punctuation. `f1`: of the longest common run of segments.
     """
+    text, references = segments(written), [segments(answer) for answer in answers]
     return {
         "exact_match": float(any(_plain(written) == _plain(answer) for answer in answers)),
-        "f1": max(_f1(segments(written), segments(answer)) for answer in answers),
+        "f1": _best_f(_longest_run, text, references),
     }
 
 
 def rouge(written: str, answers: Sequence[str]) -> dict[str, float]:
     """Over segments, the best of all answers counts. `rouge_1`: F1 of common segments, wherever they stand (the paper's
     figure for DuReader); `rouge_l`: F of the longest common subsequence, recall weighted by 1.2 (DuReader's own)."""
-    own = segments(written)
-    others = [segments(answer) for answer in answers]
+    text, references = segments(written), [segments(answer) for answer in answers]
     return {
-        "rouge_1": max(_f(sum((Counter(own) & Counter(other)).values()), own, other, 1.0) for other in others),
-        "rouge_l": max(_f(_longest_common(own, other), own, other, _BETA) for other in others),
+        "rouge_1": _best_f(_num_common, text, references),
+        "rouge_l": _best_f(_longest_common, text, references, _BETA),
     }
 
 
@@ -45,24 +45,29 @@ def begins_with(written: str, answers: Sequence[str]) -> dict[str, float]:
 
 def segments(text: str) -> list[str]:
     """Mixed segmentation: every Chinese character, and every Latin word, number or ASCII sign; no punctuation marks."""
-    kept = "".join(character for character in text.lower() if character not in _PUNCTUATION)
-    return re.findall(r"[一-龥]|[^\W一-龥]+|[^\w\s]", kept)
+    signs = "".join(character for character in text.lower() if character not in _PUNCTUATION)
+    return re.findall(r"[一-龥]|[^\W一-龥]+|[^\w\s]", signs)
 
 
 def _plain(text: str) -> str:
     return "".join(character for character in text.lower().strip() if character not in _PUNCTUATION)
 
 
-def _f1(own: list[str], other: list[str]) -> float:
-    return _f(_longest_run(own, other), own, other, 1.0)
+def _best_f(
+    common: Callable[[list[str], list[str]], int], text: list[str], references: list[list[str]], beta: float = 1.0
+) -> float:
+    """The best F-measure over the references of so many `common` segments; 0 where there are none."""
+    best = 0.0
+    for reference in references:
+        if length := common(text, reference):
+            precision, recall = length / len(text), length / len(reference)
+            best = max(best, (1 + beta**2) * precision * recall / (recall + beta**2 * precision))
+    return best
 
 
-def _f(common: int, own: list[str], other: list[str], beta: float) -> float:
-    """F-measure of `common` segments; 0 if there are none."""
-    if common == 0:
-        return 0.0
-    precision, recall = common / len(own), common / len(other)
-    return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
+def _num_common(one: list[str], other: list[str]) -> int:
+    """Segments that both have, wherever they stand."""
+    return sum((Counter(one) & Counter(other)).values())
 
 
 def _longest_run(one: list[str], other: list[str]) -> int:

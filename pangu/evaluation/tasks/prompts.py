@@ -53,8 +53,8 @@ class Prompts:
         number = self.task.choices or len(item.answers)
         wrong = [i for i in range(len(item.answers)) if i != item.right]
         source = generator(self.setup.seed, "answers", self.task.name, item.id)
-        kept = sorted([item.right, *source.permutation(wrong)[: number - 1].tolist()])
-        return replace(item, answers=tuple(item.answers[i] for i in kept), right=kept.index(item.right))
+        numbers = sorted([item.right, *source.permutation(wrong)[: number - 1].tolist()])
+        return replace(item, answers=tuple(item.answers[i] for i in numbers), right=numbers.index(item.right))
 
     def spans(self, item: Item) -> list[Span]:
         """One for each answer; for a text, those that its windows score."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pangu.config.errors import UserError
 from pangu.config.files import parse_json
+from pangu.evaluation.generation import Sampling
 from pangu.evaluation.tasks.measures import Measure
 
 SLOT = "{answer}"
@@ -33,17 +34,6 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """How answers are drawn (PanGu-α, table 8)."""
-
-    max_tokens: int
-    """Not published: what answers need."""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-@dataclass(frozen=True)
 class Task:
     """A benchmark."""
 
@@ -64,8 +54,8 @@ class Task:
     """The same for the files that examples are taken from; none: the task is done without examples."""
     choices: int | None = None
     """The right answer is ranked among so many, the others taken at random; None: among all."""
-    decoding: Decoding | None = None
-    """Of `write`."""
+    decoding: Sampling | None = None
+    """Of `write` (table 8); `max_tokens` is not published: what answers need."""
     measure: Measure | None = None
     """Of `write`."""
     shortened: str = ""
