@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.commands import SMALL, command
 from tests.spawn import repository
 
 FLOORS = {
@@ -99,3 +100,30 @@ def test_models_never_see_a_rank() -> None:
 def test_files_and_functions_stay_readable() -> None:
     for path in FILES:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
+
+
+COUNT_LOADED = """
+import sys
+from pathlib import Path
+
+def lines():
+    files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "pangu"]
+    return sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in files)
+
+import pangu.training.step
+trainer = lines()
+from pangu.training.command import pretrain
+pretrain(Path("configs").resolve())
+print("lines", trainer, lines())
+"""
+MOST_LINES = {"trainer": 6_960, "run": 12_600}
+"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
+
+
+def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:
+    """A run of two steps on one process, with no more than it needs: a reader of it passes as many lines."""
+    words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=2", "checkpoint.every=0")
+    done = command("-c", COUNT_LOADED, *words, "train.device=cpu", f"train.output={tmp_path / 'run'}")
+    trainer, run = map(int, done.stdout.rpartition("lines ")[2].split())
+    assert trainer <= MOST_LINES["trainer"]
+    assert run <= MOST_LINES["run"]

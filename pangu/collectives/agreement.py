@@ -91,6 +91,11 @@ def agree_on_long_work(
     if here:
         arguments = (work, lambda: action(note_progress))
         Thread(target=complete, args=arguments, name="long work", daemon=True).start()
+    # All come to a small collective about once a second, those that have no work or are done with it too. So nobody
+    # waits for another longer than that, and `parallel.timeout_s` still tells a process that is gone from one at work:
+    #   no answer at all            the collective fails           the process is gone or stopped
+    #   an answer, no progress      StuckError, on all             the disk or the network hangs
+    #   an answer and progress      another round                  however long the work takes
     busy = True
     while busy:
         if here:

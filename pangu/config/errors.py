@@ -145,8 +145,19 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as of any command that SIGINT ends."""
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
 """Errors of a path that cannot even be asked about, which a user gave. All others of the system are faults of ours."""
-PATIENCE_SECONDS = 30.0
-"""The launcher ends all processes as soon as one has failed, so the others give the first one time to say why."""
+
+# How long a process of a run waits, besides parallel.timeout_s, where another one may be gone or slow.
+FIRST_SPEAKS_SECONDS = 30.0
+"""For the first process to say why all fail: the launcher ends all processes as soon as one has failed."""
+SILENCE_SECONDS = 2.0
+"""For the others to notice a stuck rank as well: all begin to wait for it within about a step."""
+STORE_SECONDS = 3.0
+"""For the store to answer; torch itself would wait for it without end."""
+SAVE_SECONDS = 60.0
+"""At the end of a run with an error, for a checkpoint that is being written; not where a rank is silent, whose part
+will not come."""
+LAUNCHER_SECONDS = 3.0
+"""For the launcher to end this process, where others join the run: it looks every 0.1 s whether they have come."""
 
 
 def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
@@ -164,7 +175,7 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
             raise
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
-            time.sleep(PATIENCE_SECONDS)
+            time.sleep(FIRST_SPEAKS_SECONDS)
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"{says}: {printable(text)}", file=sys.stderr, flush=True)
         return 2

@@ -170,6 +170,10 @@ class Reader:
             [texts, vocab], scores of the token after the last one, in fp32 (fp64 in fp64), on the ranks that hold the
             head; None on the others.
         """
+        # Texts "a b c" and "d", of which "d" is padded in front; three tokens are read, then one more of each:
+        #   places      0  1  2 | 3        positions  0  1  2 | 3        documents  1  1  1 | 1
+        #              -2 -1  0 | 1                   0  0  0 | 1                   0  0  1 | 1
+        # Padding is document 0, which the attention mask parts from the text.
         last = tokens.shape[1] - 1
         tokens = F.pad(tokens, (0, -tokens.shape[1] % self._slices))
         places = torch.arange(self._read + tokens.shape[1], device=tokens.device) - self._begins
@@ -200,6 +204,8 @@ def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> T
     scores = torch.where(used, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if sampling.temperature == 0:
         return scores.argmax(-1)
+    # With sorted probabilities .5 .3 .2 and top_p = .7 the first two remain: those before which less than .7 stands
+    # (0, .5). Their running totals .5 .8 are searched for chance x .8, so that nothing need be divided again.
     ordered, ids = (scores / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     probabilities = ordered[:, : sampling.top_k or None].softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

@@ -14,14 +14,9 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError
+from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
 from pangu.topology.orphan import end_with_launcher
-
-PATIENCE_SECONDS = 2.0
-"""All ranks begin to wait for a stuck one within about a step."""
-ASKING_SECONDS = 3.0
-"""A store that has not answered by then does not answer any more; torch itself would wait for it without end."""
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -132,7 +127,7 @@ class Mesh:
         def ask() -> None:
             try:
                 store.set(f"misses-{self.rank}", "")
-                time.sleep(PATIENCE_SECONDS)
+                time.sleep(SILENCE_SECONDS)
                 answers.put([rank for rank in range(self.layout.world) if not store.check([f"misses-{rank}"])])
             except RuntimeError:
                 answers.put(None)
@@ -140,7 +135,7 @@ class Mesh:
         # a process that is stopped lets the others wait for its store for ever
         Thread(target=ask, name="silent ranks", daemon=True).start()
         with suppress(Empty):
-            silent = answers.get(timeout=PATIENCE_SECONDS + ASKING_SECONDS)
+            silent = answers.get(timeout=SILENCE_SECONDS + STORE_SECONDS)
             if silent is not None:
                 return silent
         return [] if self.keeper in (None, self.rank) else [self.keeper]

@@ -109,6 +109,9 @@ class Loop:
         ended = time.perf_counter()
         seconds, self._step_began = ended - self._step_began, ended
         self.samples += self.config.batch.global_size
+        # The order matters: a step that is taken back is not recorded; what is recorded is on the disk before a
+        # checkpoint says that it was made; replicas that differ are found before they are saved; and a stop that a
+        # signal asked for saves the step that was just made, whatever `checkpoint.every` says.
         if self._goes_back(result, saver):
             return
         self.record = self._figures(result, seconds, stragglers)

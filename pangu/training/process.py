@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from pangu.collectives.reduce import largest
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import LAUNCHER_SECONDS, UserError, writing
 from pangu.config.files import open_regular, write_atomically
 from pangu.topology.mesh import Mesh
 
@@ -31,8 +31,6 @@ LOCK_BYTES = 200
 """Read of what run.lock says: a name of a machine and a number."""
 HEARTBEAT_SECONDS = 1.0
 """The heartbeat is not written more often than that, unless the run does something else."""
-LINGER_SECONDS = 3.0
-"""Launchers look every 0.1 s whether others have come."""
 
 
 @contextmanager
@@ -146,7 +144,7 @@ class StopSignals:
         """Wait a little where SIGTERM was sent to other processes only. A launcher that ends its process because others
         join the run takes one that has ended by itself before for a run that is complete."""
         if signal.SIGTERM not in self._received:
-            time.sleep(LINGER_SECONDS)
+            time.sleep(LAUNCHER_SECONDS)
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -35,7 +35,7 @@ from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.weights import damage, intact, load_weights
 from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.errors import LocalError, UserError, shown, writing
+from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, shown, writing
 from pangu.config.files import flush
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
@@ -46,9 +46,6 @@ from pangu.zero.flat_parameter import Shard
 log = logging.getLogger("pangu")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PATIENCE_SECONDS = 60.0
-"""How long a run that ends with an error waits for a checkpoint that is being written. It does not wait where a rank is
-silent, whose part will not come."""
 
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
@@ -191,7 +188,7 @@ class Saver:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if self._save is not None and not isinstance(error, LocalError):
-            wait([self._save], PATIENCE_SECONDS)
+            wait([self._save], SAVE_SECONDS)
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint together with the other ranks: start, each rank's slices, commit, prune."""
@@ -208,6 +205,9 @@ class Saver:
                     flush(figures)
             commit(path, written, facts)
 
+        # Three rounds, each on all ranks: the first one makes the partial folder, every rank writes its own file into
+        # it, and only when all have, the first one writes the index and renames the folder. A rank that fails fails the
+        # round for all, so that no checkpoint is committed without a part, and no older one is deleted for it.
         try:
             agree_on_long_work(mesh, f"writing {path}", lambda _: start(path), here=first)
             parts = agree_on_long_work(mesh, f"writing {path}", write, here=True)

@@ -109,7 +109,7 @@ def stopped(rank: int, world: int, keeps: bool) -> str:
         return ""
     try:
         with (
-            patch.multiple(mesh_module, PATIENCE_SECONDS=0.2, ASKING_SECONDS=1.0),
+            patch.multiple(mesh_module, SILENCE_SECONDS=0.2, STORE_SECONDS=1.0),
             pytest.raises(LocalError) as raised,
             name_silent_ranks(mesh, lambda: "saving"),
         ):

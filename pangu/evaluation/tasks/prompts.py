@@ -107,6 +107,11 @@ class Prompts:
             same = (one == other for one, other in zip(alone, ids, strict=False))
             return max(1, next((i for i, equal in enumerate(same) if not equal), min(len(alone), len(ids))))
 
+        # What counts, for each way of scoring:       examples | head | answer | tail
+        #   the whole text (the paper's words)                    ^-------------------
+        #   a word                                                       ^-------
+        #   what stands behind the answer (the paper's code)                      ^---
+        # A token may join characters of two parts: it belongs to the later one.
         begin, behind = place(shown), place(shown + head + answer)
         if self.task.method == "word":
             begin = place(shown + head)
