@@ -58,18 +58,10 @@ class Sampling:
 
 def draw(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, int]]:
     """Continue each prompt; among others a prompt gets the text that it gets alone. All ranks of a replica call it
-    together, with the same arguments.
+    together, with the same prompts.
 
-    Args:
-        model: the model.
-        prompts: ids, at least one and at most `model.config.sequence` in each.
-        sampling: how to draw.
-
-    Yields:
-        The number of a prompt and an id of its text, as soon as it is drawn, without the one that ends the text.
-
-    Raises:
-        UserError: naming the prompts that are empty, longer than the window or hold ids beyond the vocabulary.
+    Yields the number of a prompt and an id of its text, as soon as it is drawn, without the one that ends the text.
+    Raises UserError, naming the prompts that are empty, longer than the window or hold ids beyond the vocabulary.
     """
     window, vocab, problems = model.config.sequence, model.config.vocab, []
     for number, prompt in enumerate(prompts):
@@ -143,12 +135,7 @@ class Reader:
     """
 
     def __init__(self, model: LoadedModel, lengths: Sequence[int], more: int) -> None:
-        """
-        Args:
-            model: the model.
-            lengths: tokens in each text at first.
-            more: most tokens that are read after those.
-        """
+        """`lengths`: tokens in each text at first; `more`: most tokens that are read after those."""
         self.longest = max(lengths)
         self._model = model
         # sequence parallelism deals tokens to ranks: what they do not divide is filled up behind the text, where a
@@ -161,14 +148,10 @@ class Reader:
         """Tokens read, padding before shorter texts included."""
 
     def read(self, tokens: Tensor) -> Tensor | None:
-        """Read the next tokens of each text.
+        """Read the next tokens of each text, int64 [texts, tokens].
 
-        Args:
-            tokens: int64 [texts, tokens].
-
-        Returns:
-            [texts, vocab], scores of the token after the last one, in fp32 (fp64 in fp64), on the ranks that hold the
-            head; None on the others.
+        Returns scores [texts, vocab] of the token after the last one, in fp32 (fp64 in fp64), on the ranks that hold
+        the head; None on the others.
         """
         # Texts "a b c" and "d", of which "d" is padded in front; three tokens are read, then one more of each:
         #   places      0  1  2 | 3        positions  0  1  2 | 3        documents  1  1  1 | 1
@@ -191,14 +174,10 @@ class Reader:
 
 
 def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> Tensor:
-    """One id for each text, int64 [texts].
+    """One id for each text, int64 [texts], from its scores [texts, vocab].
 
-    Args:
-        scores: [texts, vocab].
-        used: bool [texts, vocab], the tokens that a text has already.
-        chances: fp64 [texts] in [0, 1): the place in the cumulative distribution, the most probable token first, that
-            is drawn.
-        sampling: how to draw.
+    `used`: bool [texts, vocab], the tokens that a text has already; `chances`: fp64 [texts] in [0, 1), the place in the
+    cumulative distribution, the most probable token first, that is drawn.
     """
     scores, penalty = scores.double(), sampling.repetition_penalty
     scores = torch.where(used, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
@@ -229,11 +208,8 @@ class Continuation:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, window: int) -> list[list[int]]:
-    """Ids of prompts; an empty one begins behind the end of a document.
-
-    Raises:
-        UserError: naming the prompts that are longer than the model's window, or are no text.
-    """
+    """Ids of prompts; an empty one begins behind the end of a document. Raises UserError, naming the prompts that are
+    longer than the model's window, or are no text."""
     # bytes of a command line that are not UTF-8 are lone surrogates to Python
     if wrong := [text for text in texts if any("\ud800" <= character <= "\udfff" for character in text)]:
         raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
@@ -254,16 +230,10 @@ def continue_prompts(
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
-    """Continue prompts. All ranks of a replica call it together.
+    """Continue prompts of `encode_prompts`. All ranks of a replica call it together.
 
-    Args:
-        model: one that has a tokenizer.
-        prompts: from `encode_prompts`.
-        sampling: how to draw.
-        on_text: called with (number of the prompt, text that is new since the last call), whole characters only.
-
-    Raises:
-        UserError: as `draw`.
+    `on_text` is called with the number of a prompt and the text that is new since the last call, whole characters only.
+    Raises UserError as `draw`.
     """
     assert model.tokenizer is not None
     decode = model.tokenizer.decode

@@ -43,13 +43,8 @@ class LoadedModel:
 def mean_loss(runner: Runner, schedule: Schedule, batches: Sequence[Batch], mesh: Mesh) -> float:
     """Negative log-likelihood per target token, in nats, over the batches of all replicas; dropout is off.
 
-    Replicas may hold different numbers of batches: they meet only once, at the end. Perplexity is exp of the result.
-
-    Args:
-        runner: of this rank's stage.
-        schedule: of training; its stages are used.
-        batches: of this replica, the same on all its stages.
-        mesh: who else takes part.
+    `batches` are those of this replica, the same on all its stages. Replicas may hold different numbers of them: they
+    meet only once, at the end. Perplexity is exp of the result.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     batches = [batch.to(mesh.device) for batch in batches]

@@ -44,17 +44,10 @@ class PanguLM(TemplateLM):
         batch_size: int | str = 8,
         device: str = "auto",
     ) -> None:
-        """
-        Args:
-            pretrained: run folder, checkpoint folder, or a model that is there already.
-            tensor: devices that share every matrix.
-            pipeline: devices that share the layers.
-            precision: fp32, bf16, fp16 or fp64; None: that of the run.
-            batch_size: texts computed at a time.
-            device: cpu; anything else is the accelerator if there is one (lm_eval says cuda:0 where nobody chose).
+        """`pretrained`: path as of `load_model`, or a model that is there already; `device`: cpu, or anything else for
+        the accelerator if there is one (lm_eval says cuda:0 where nobody chose).
 
-        Raises:
-            UserError: if the model cannot be loaded, or has no tokenizer or no id that ends a document.
+        Raises UserError if the model cannot be loaded, or has no tokenizer or no id that ends a document.
         """
         super().__init__()
         if isinstance(pretrained, str):

@@ -60,9 +60,8 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     Args:
         path: a run folder, whose newest checkpoint is taken, one checkpoint in it, or a folder of Hugging Face's
             transformers (see `pangu.checkpoint.formats.huggingface`), of which no code is run.
-        mesh: of any layout that the model allows, whatever layout wrote the checkpoint. Sequence parallelism, which
-            saves what is kept for backward, is not made use of.
-        precision: format that the model computes in: fp32, bf16, fp16 or fp64; None: that of the run, or of the folder.
+        mesh: of any layout that the model allows, whatever layout wrote the checkpoint.
+        precision: format that the model computes in; None: that of the run, or of the folder.
         rows: texts computed at a time.
 
     Raises:

@@ -61,13 +61,9 @@ class SpikeDetector:
         )
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
-        """What changes in the checkpoint that the run goes back to.
+        """What changes in the checkpoint of this `index` when the run goes back to it, because of a `fault` in a `step`.
 
-        Args:
-            index: the checkpoint's.
-            step: of the fault.
-            fault: in words.
-            end: first sample, in the order of the data, that is not left out.
+        `end`: the first sample, in the order of the data, that is not left out.
         """
         start, state = index["samples"], index.get("watch", {})
         event = {"step": step, "fault": fault, "back_to": index["step"], "left_out": [start, end]}

@@ -47,17 +47,7 @@ class Loop:
         signals: StopSignals,
         heartbeat: Heartbeat,
     ) -> None:
-        """
-        Args:
-            config: the run.
-            trainer: fresh, or as a checkpoint left it.
-            sources: of the batches.
-            validation: None: there is none.
-            benchmarks: None: there are none.
-            checkpoint: index of the one that the run continues from; empty for a new run.
-            signals: what the run is told from outside.
-            heartbeat: says what the run is doing.
-        """
+        """`trainer` is fresh, or as a checkpoint left it, whose index is `checkpoint`, empty for a new run."""
         self.config = config
         self.trainer = trainer
         self.sources = sources
@@ -110,8 +100,8 @@ class Loop:
         seconds, self._step_began = ended - self._step_began, ended
         self.samples += self.config.batch.global_size
         # The order matters: a step that is taken back is not recorded; what is recorded is on the disk before a
-        # checkpoint says that it was made; replicas that differ are found before they are saved; and a stop that a
-        # signal asked for saves the step that was just made, whatever `checkpoint.every` says.
+        # checkpoint says that it was made; replicas that differ are found before they are saved; and what a signal
+        # asks for is done last, so that the step that was just made is saved.
         if self._goes_back(result, saver):
             return
         self.record = self._figures(result, seconds, stragglers)

@@ -107,9 +107,7 @@ class Saver:
     def save(self, samples: int, watch: Mapping[str, Any]) -> None:
         """Copy the state of the run and begin to write it, once the save before has settled.
 
-        Args:
-            samples: place in the order of the data from which the run continues.
-            watch: state of `faults.SpikeDetector`.
+        `samples`: place in the order of the data from which the run continues; `watch`: of `faults.SpikeDetector`.
         """
         self.settle()
         trainer = self._trainer
@@ -160,17 +158,10 @@ class Saver:
             log.warning("%s", error)
 
     def go_back(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the run to its newest intact checkpoint, some facts of which are changed first, so that a run that is
-        resumed from it later does the same.
+        """Return the run to its newest intact checkpoint, as `load_checkpoint` does. `change` gives the facts of its
+        index that are others now; they are written first, so that a run that is resumed from it does the same.
 
-        Args:
-            change: from the checkpoint's index to the facts that are others now.
-
-        Returns:
-            As `load_checkpoint`.
-
-        Raises:
-            UserError: on all ranks, if there is no intact checkpoint.
+        Raises UserError on all ranks if there is no intact checkpoint.
         """
         self.settle()
         mesh = self._trainer.mesh

@@ -58,13 +58,9 @@ class AnswerFile:
     """One JSON object a line: the set-up, then each answer as soon as it is there."""
 
     def __init__(self, path: Path, setup: Mapping[str, Any]) -> None:
-        """
-        Args:
-            path: begun if it does not exist, and continued if it does.
-            setup: what the answers depend on, as JSON values.
+        """Begin a file, or go on with one; `setup`: what the answers depend on, as JSON values.
 
-        Raises:
-            UserError: if the file is of another set-up, naming what differs, or cannot be written.
+        Raises UserError if the file is of another set-up, naming what differs, or cannot be written.
         """
         self.path = path
         self.answers: dict[str, dict[str, Answer]] = {}
