@@ -61,7 +61,7 @@ class SpikeDetector:
         )
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
-        """What changes in the checkpoint of this `index` when the run goes back to it, because of a `fault` in a `step`.
+        """What changes in the checkpoint of this `index` when a run goes back to it, because of a `fault` in a `step`.
 
         `end`: the first sample, in the order of the data, that is not left out.
         """
