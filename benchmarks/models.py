@@ -21,7 +21,7 @@ from pangu.data.batch import Batch, make_batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose
-from pangu.training.step import Trainer, assemble
+from pangu.training.step import Trainer
 
 
 class PlainBlock(nn.Module):
@@ -158,7 +158,7 @@ def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
         parallel.tensor, parallel.pipeline, replicas, parallel.zero, parallel.sequence, virtual=parallel.virtual
     )
     mesh = Mesh.connect(layout, device)
-    return assemble(config, mesh, choices=choose(config, mesh))
+    return Trainer(config, mesh, choices=choose(config, mesh))
 
 
 def micro_batches(batch: Tensor, micro: int) -> list[Batch]:

@@ -30,7 +30,7 @@ from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_
 from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, only_run
 from pangu.training.saving import begin_with, find_checkpoint, load_checkpoint
-from pangu.training.step import Trainer, assemble
+from pangu.training.step import Trainer
 
 if TYPE_CHECKING:
     from pangu.training.validation import Benchmarks, Validation
@@ -95,7 +95,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signal
     warn_of_slow_format(config, mesh)
     choices = choose(config, mesh, None if checkpoint is None else read_index(checkpoint).get("choices"))
     torch.set_float32_matmul_precision(choices.products)
-    trainer = assemble(config, mesh, stages, choices)
+    trainer = Trainer(config, mesh, stages, choices)
     _log_states(config, trainer)
     index: dict[str, Any] = {}
     if checkpoint is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernels import attention_kernels
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.models.language_model import LanguageModel, Options, build_model
+from pangu.models.language_model import Options, build_model
 from pangu.optim.build import make_optimizer
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import ParameterHooks, Runner
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.mesh import Algorithms, Mesh
-from pangu.topology.placement import Placement, PlacementTable
+from pangu.topology.placement import Placement
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.norms import clip_factor
 from pangu.zero.sharded import Policy, ShardedParameters
@@ -58,63 +58,71 @@ class Trainer:
     """This rank's part of the model, its gradient buffers and optimizer, and the step that joins them."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        mesh: Mesh,
-        model: LanguageModel,
-        table: PlacementTable,
-        stages: Stages,
-        store: WeightGradientStore | None = None,
+        self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
     ) -> None:
-        """
+        """Build this rank's chunks of the model with their first values, and a fresh optimizer.
+
         Args:
             config: the run.
             mesh: live groups and device.
-            model: on the meta device; gets its storage and first values here.
-            table: its logical tensors.
-            stages: the chunks of all stages and the schedule.
-            store: store of the layers of `model`; schedules that split backward need it.
+            stages: from `plan_stages`, if it is at hand.
+            choices: of autotuning; None: the preferred ones, without timing any.
+
+        Raises:
+            ConfigError: if the pipeline's schedule or the attention kernel does not allow what is asked for.
         """
         self.config = config
+        self.stages = stages or plan_stages(config, mesh.layout)
+        self.choices = None if choices is None else asdict(choices)
+        """What `auto` stood for, as checkpoints hold it."""
+        if choices is None:
+            kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
+        else:
+            kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
         self.mesh = mesh
-        self.model = model
-        self.stages = stages
-        chunks = stages.of(mesh.at.pipeline)
-        policy = Policy(
-            seed=config.train.seed,
-            dtype=DTYPES[config.precision.compute],
-            bucket_bytes=config.parallel.bucket_bytes,
-            overlap=config.parallel.overlap,
-            reduce_each=stages.schedule.reduce_each,
-            offload=config.memory.offload,
-            message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
-        )
-        self.parameters = ShardedParameters(model, table, chunks, mesh, policy)
-
-        def over_ranks(placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
-            return lambda squares: self.parameters.squares.same(placements, squares.to(mesh.device)).to(squares.device)
-
-        owned = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
-        self.optimizer = make_optimizer(config.optimizer, owned, over_ranks)
-        self.loss_scale = LossScale(config.precision.loss_scale)
         self.step = 0
         """Steps made, skipped ones included."""
         self.skipped = 0
-        self.choices: dict[str, Any] | None = None
-        """What `auto` stood for, as checkpoints hold it."""
         self.doing = "starting"
         """What this rank is at, for messages."""
+        schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
+        store = WeightGradientStore() if schedule.splits_backward else None
+        build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
+        options, frozen = Options.of(config, kernel), config.train.frozen
+        self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
+        self.parameters = ShardedParameters(self.model, table, chunks, mesh, self._policy())
+        trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
+        self.optimizer = make_optimizer(config.optimizer, trained, self._sum_over_ranks)
+        self.loss_scale = LossScale(config.precision.loss_scale)
         unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
         self.runner = Runner.on(
             mesh,
-            model,
+            self.model,
             chunks,
-            stages.schedule,
-            dtype=policy.dtype,
+            schedule,
+            dtype=DTYPES[config.precision.compute],
             region=TensorRegion.of(mesh),
             store=store or WeightGradientStore(),
             hooks=ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce),
         )
+
+    def _policy(self) -> Policy:
+        """How parameters are kept and communicated."""
+        config = self.config
+        return Policy(
+            seed=config.train.seed,
+            dtype=DTYPES[config.precision.compute],
+            bucket_bytes=config.parallel.bucket_bytes,
+            overlap=config.parallel.overlap,
+            reduce_each=self.stages.schedule.reduce_each,
+            offload=config.memory.offload,
+            message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
+        )
+
+    def _sum_over_ranks(self, placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
+        """What adds up squares of tensors, one for each placement, over the ranks that hold the other slices."""
+        squares_of, device = self.parameters.squares, self.mesh.device
+        return lambda squares: squares_of.same(placements, squares.to(device)).to(squares.device)
 
     @property
     def shards(self) -> list[Shard]:
@@ -172,29 +180,3 @@ class Trainer:
         self.skipped += skipped
         not_finite = gather_objects(self.parameters.gradients.not_finite(), self.mesh.group("world")) if skipped else ()
         return StepResult(loss, norm, rate, scale, tuple(map(tuple, not_finite)))
-
-
-def assemble(config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None) -> Trainer:
-    """The trainer of this rank: its chunks of the model with their first values, and a fresh optimizer.
-
-    Args:
-        config: the run.
-        mesh: live groups and device.
-        stages: from `plan_stages`, if it is at hand.
-        choices: of autotuning; None: the preferred ones, without timing any.
-
-    Raises:
-        ConfigError: if the pipeline's schedule or the attention kernel does not allow what is asked for.
-    """
-    stages = stages or plan_stages(config, mesh.layout)
-    if choices is None:
-        kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
-    else:
-        kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
-    store = WeightGradientStore() if stages.schedule.splits_backward else None
-    build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
-    parts = list(stages.of(mesh.at.pipeline).values())
-    model, table = build_model(config.model, Options.of(config, kernel), build, parts, config.train.frozen)
-    trainer = Trainer(config, mesh, model, table, stages, store)
-    trainer.choices = None if choices is None else asdict(choices)
-    return trainer

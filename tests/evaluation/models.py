@@ -10,7 +10,7 @@ from pangu.data.tokenizers import Tokenizer
 from pangu.evaluation.inference import LoadedModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from tests.configs import tiny
 from tests.parallel.harness import parallel_keys
 
@@ -32,7 +32,7 @@ class Characters:
 def random_model(layout: Layout, *overrides: str, tokenizer: Tokenizer | None = None, rows: int = 3) -> LoadedModel:
     """A model that was not trained; `model.sequence` is 16."""
     config = tiny("precision=fp64", "model.init_std=0.5", *overrides, *parallel_keys(layout))
-    trainer = assemble(config, Mesh.connect(layout, torch.device("cpu")))
+    trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu")))
     runner, schedule = trainer.runner, trainer.stages.schedule
     eod = None if tokenizer is None else tokenizer.eod
     return LoadedModel(runner, schedule, trainer.mesh, config.model, tokenizer, eod, rows)

@@ -11,7 +11,7 @@ from pangu.metrics.devices import peak_memory_gib
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from tests.configs import tiny
 
 pytestmark = [
@@ -24,7 +24,7 @@ QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_ste
 def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]:
     """Losses of a few steps on one device."""
     config = tiny(*QUIET, *overrides)
-    trainer = assemble(config, Mesh(Layout(), 0, device))
+    trainer = Trainer(config, Mesh(Layout(), 0, device))
     stream = open_sources(config.data, config.model, config.train.seed).train
     size = config.batch.global_size
     with Loader(stream, config.data.packing, size, config.batch.micro_size, 0, 1) as loader:

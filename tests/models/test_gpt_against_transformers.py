@@ -188,9 +188,9 @@ def trainer_with_weights(config, weights):
     """A trainer on one process whose model starts from the given logical weights."""
     from pangu.topology.layout import Layout
     from pangu.topology.mesh import Mesh
-    from pangu.training.step import assemble
+    from pangu.training.step import Trainer
 
-    trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
+    trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")))
     with torch.no_grad():
         for shard in trainer.shards:
             shard.main.copy_(weights[shard.placement.name].flatten())

@@ -18,7 +18,7 @@ from pangu.evaluation.generation import Reader
 from pangu.evaluation.inference import LoadedModel, mean_loss
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import Trainer, assemble
+from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import Shard
 from tests.configs import tiny
 
@@ -99,7 +99,7 @@ def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
 def small_trainer(layout: Layout, *overrides: str) -> tuple[Trainer, list[Batch]]:
     """A trainer, and the micro-batches of its first step."""
     config = tiny(*overrides, *parallel_keys(layout))
-    trainer = assemble(config, Mesh.connect(layout, torch.device("cpu"), config.parallel.timeout_s))
+    trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu"), config.parallel.timeout_s))
     at, batch = trainer.mesh.at, config.batch
     with Loader(
         RaggedStream(), config.data.packing, batch.global_size, batch.micro_size, at.data, layout.data
@@ -117,7 +117,7 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
     torch.manual_seed(rank)  # nothing may depend on torch's own state
     config = tiny(*overrides, *parallel_keys(layout))
     mesh = Mesh.connect(layout, torch.device("cpu"))
-    trainer = assemble(config, mesh)
+    trainer = Trainer(config, mesh)
     first = whole(trainer, of_gradients=False)
     results, gradients = [], []
     size, packing = config.batch.global_size, config.data.packing

@@ -29,7 +29,7 @@ from pangu.planning.sharding import (
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from tests.collective_counter import counted
 from tests.configs import tiny
 from tests.threads import Ranks
@@ -198,7 +198,7 @@ def step(rank: int, world: int, *overrides: str) -> Counts:
     """Collectives of a step of two micro-batches."""
     config = tiny(*overrides, "batch.global_size=4")
     mesh = Mesh.connect(layout_of(config), torch.device("cpu"))
-    trainer = assemble(config, mesh)
+    trainer = Trainer(config, mesh)
     tokens = np.arange(4 * 17, dtype=np.int64).reshape(4, 17)
     batches = [make_batch(tokens[i : i + 2], (i, i + 1), config.data.packing) for i in (0, 2)]
     with counted() as counts:

@@ -10,7 +10,7 @@ from pangu.data.batch import make_batch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.faults import find_replica_difference
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from tests.configs import tiny
 from tests.parallel.harness import parallel_keys
 from tests.threads import Ranks
@@ -20,7 +20,7 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
     """What the check says after a step, and once a bit of a copied tensor is turned over on one rank; its name."""
     config = tiny(*parallel_keys(layout), "lr_schedule.warmup_steps=1")
     mesh = Mesh.connect(layout, torch.device("cpu"))
-    trainer = assemble(config, mesh)
+    trainer = Trainer(config, mesh)
     tokens = np.arange(8 * 17).reshape(8, 17) % 101
     mine = range(mesh.at.data, 8, layout.data)
     trainer.train_step(

@@ -12,8 +12,10 @@ from pangu.config.errors import ConfigError
 from pangu.models.language_model import build_model
 from pangu.models.parameters import count_frozen
 from pangu.topology.layout import Layout
+from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter
 from tests.configs import tiny
+from tests.parallel import harness
 from tests.parallel.harness import OVERRIDES, train_layout
 from tests.parallel.test_layouts import FROZEN
 from tests.parallel.test_zero import MODEL, same_bits
@@ -96,17 +98,13 @@ class Skipped(nn.Module):
 
 
 def train_without_a_layer(rank: int, world: int, layout: Layout, absent: bool, *overrides: str) -> Any:
-    from pangu.training import step as assembly
-
-    made = assembly.Trainer
-
     def without(*arguments: Any) -> Any:
-        trainer = made(*arguments)
+        trainer = Trainer(*arguments)
         if absent and rank == world - 1:
             trainer.model.layers["1"] = Skipped()
         return trainer
 
-    with replaced_here(assembly, Trainer=without):
+    with replaced_here(harness, Trainer=without):
         return train_layout(rank, world, layout, 2, *overrides)
 
 

@@ -13,7 +13,7 @@ from pangu.data.loader import Loader
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.saving import Saver, load_checkpoint
-from pangu.training.step import StepResult, Trainer, assemble
+from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL
@@ -21,7 +21,7 @@ from tests.threads import Ranks, replaced_here
 
 
 def trainer_of(layout: Layout, *overrides: str) -> Trainer:
-    return assemble(tiny(*MODEL, *overrides, *parallel_keys(layout)), Mesh.connect(layout, torch.device("cpu")))
+    return Trainer(tiny(*MODEL, *overrides, *parallel_keys(layout)), Mesh.connect(layout, torch.device("cpu")))
 
 
 def train(trainer: Trainer, steps: range) -> list[StepResult]:

@@ -16,7 +16,7 @@ from pangu.planning.sharding import ALL_GATHER, REDUCE_SCATTER
 from pangu.planning.states import GATHERED, StatePlan, held_bytes, plan_states
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from pangu.zero.unshard import Unsharder
 from tests.collective_counter import counted
 from tests.configs import tiny
@@ -55,7 +55,7 @@ def plan_of(config: RunConfig, layout: Layout, rank: int) -> StatePlan:
 def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str, Any]:
     """Bytes kept, at once and sent by a rank, beside those of the plan; the second of two steps is counted."""
     config = tiny(*SMALL, *overrides, *parallel_keys(layout))
-    trainer = assemble(config, Mesh.connect(layout, torch.device("cpu")))
+    trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu")))
     watched = Gathered(trainer.parameters.unsharder)
     at, size = trainer.mesh.at, config.batch.global_size
     with Loader(RaggedStream(), config.data.packing, size, config.batch.micro_size, at.data, layout.data) as loader:

@@ -28,7 +28,7 @@ from pangu.training import autotune
 from pangu.training import run as running
 from pangu.training.autotune import Choices, Timer, choose, save_choices, warn_of_slow_format
 from pangu.training.saving import Saver
-from pangu.training.step import assemble
+from pangu.training.step import Trainer
 from tests.configs import composed, config, tiny
 from tests.spawn import Pool
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_its_choices_where_it_can(
 def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None:
     """A checkpoint keeps them for a resumed run, and for who asks the model; choices.json is for people."""
     given = tiny(f"train.output={tmp_path}", "checkpoint.asynchronous=false", "data.packing.eod=3")
-    trainer = assemble(given, ONE, choices=HERE)
+    trainer = Trainer(given, ONE, choices=HERE)
     (tmp_path / "metrics.jsonl").touch()  # which a save brings to the disk
     saver = Saver(given, trainer)
     saver.save(0, {})
@@ -198,10 +198,10 @@ def test_checkpoints_and_the_run_folder_hold_the_choices(tmp_path: Path) -> None
 
 
 def test_the_trainer_computes_as_it_was_chosen() -> None:
-    trainer = assemble(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
+    trainer = Trainer(tiny(), ONE, choices=replace(HERE, gather="own", scatter="own"))
     assert trainer.model.kernel.__name__ == "Reference"
     assert trainer.mesh.algorithms == Algorithms("own", "own")
-    assert assemble(tiny(), ONE).model.kernel.__name__ == "Sdpa"
+    assert Trainer(tiny(), ONE).model.kernel.__name__ == "Sdpa"
 
 
 def test_a_dry_run_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

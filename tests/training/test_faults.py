@@ -23,7 +23,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.faults import SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.profile import above_median
-from pangu.training.step import StepResult, Trainer, assemble
+from pangu.training.step import StepResult, Trainer
 from tests.configs import composed
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
@@ -91,7 +91,7 @@ def poisoned(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch, dies_at: i
 def by_hand(positions: Sequence[int]) -> list[float]:
     """Losses of a run whose steps read the batches that begin with these samples."""
     config = build(RunConfig, composed(*QUIET, "train.steps=8", "precision=fp64"))
-    trainer = assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
+    trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")))
     sources = open_sources(config.data, config.model, config.train.seed)
     with Loader(sources.train, config.data.packing, config.batch.global_size, config.batch.micro_size, 0, 1) as loader:
         return [train_step(trainer, loader.micro_batches(position)).loss for position in positions]

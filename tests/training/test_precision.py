@@ -10,7 +10,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.step import Trainer, assemble
+from pangu.training.step import Trainer
 from tests.configs import tiny
 
 QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_steps=0")
@@ -18,7 +18,7 @@ QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_ste
 
 def trainer_of(*overrides: str) -> Trainer:
     config = tiny(*QUIET, *overrides)
-    return assemble(config, Mesh(Layout(), 0, torch.device("cpu")))
+    return Trainer(config, Mesh(Layout(), 0, torch.device("cpu")))
 
 
 def batches(trainer: Trainer, step: int) -> list[Batch]:
