@@ -26,7 +26,7 @@ class TensorRegion(TensorRank):
 
     group: dist.ProcessGroup | None = None
     chunks: int = 1
-    """Parts that a product with a matrix is cut into, to hide the communication of one behind the product of another;
+    """Parts that a matmul is cut into, to hide the communication of one behind the computation of another;
     fewer where the sequence is shorter."""
     algorithms: Algorithms = field(default_factory=Algorithms)
     """How the sequence is gathered and summed."""

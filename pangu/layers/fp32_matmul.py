@@ -1,4 +1,4 @@
-"""How the processor computes products: which ways to fp32 are exact, and how long each takes."""
+"""How the processor computes fp32 matmuls: which precisions are exact in fact, and how long each takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 EXACT = 1e-4
-"""Above the error of true fp32 products, relative to the root of the inner size; TF32 errs by 1e-3, bf16 by 1e-2."""
+"""Above the error of true fp32 matmuls, relative to the root of the inner size; TF32 errs by 1e-3, bf16 by 1e-2."""
 
 
 def work_limit(device: torch.device) -> int:
@@ -30,7 +30,7 @@ class Matmul:
     """How often a micro-batch computes it."""
 
     def cut(self, limit: int) -> tuple[Matmul, float]:
-        """A smaller product of at most `limit` multiplications, as good as cubic, and how many of it this one and its
+        """A smaller matmul of at most `limit` multiplications, as good as cubic, and how many of it this one and its
         repetitions are."""
         sizes = [self.rows, self.inputs, self.outputs]
         while sizes[0] * sizes[1] * sizes[2] > limit:
@@ -42,10 +42,10 @@ class Matmul:
 
 
 @contextmanager
-def matmul_precision(way: str) -> Iterator[None]:
-    """Within the block fp32 products are computed in a `way` of `torch.set_float32_matmul_precision`."""
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Within the block fp32 matmuls have this value of `torch.set_float32_matmul_precision`."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(way)
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
@@ -53,25 +53,24 @@ def matmul_precision(way: str) -> Iterator[None]:
 
 
 def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The ways among which `auto` chooses, in the words of `torch.set_float32_matmul_precision`; another request is
-    the only way.
+    """The values of `torch.set_float32_matmul_precision` among which `auto` chooses; another request is the only one.
 
-    `medium` allows bf16 inside a product. A CPU without matrix tiles does not make use of it, but torch then calls
-    oneDNN instead of MKL: the one is faster here and the other there. So it is tried out: it is a way if products stay
-    true fp32 with it.
+    `medium` allows bf16 inside a matmul. A CPU without matrix tiles does not make use of it, but torch then calls
+    oneDNN instead of MKL: the one is faster here and the other there. So it is tried out: it is a candidate if
+    matmuls stay true fp32 with it.
     """
     if requested != "auto":
         return [requested]
     if device.type != "cpu" or dtype != torch.float32:
         return ["highest"]
     with matmul_precision("medium"):
-        exact = _products_error() < EXACT
+        exact = _matmul_error() < EXACT
     return ["highest", "medium"] if exact else ["highest"]
 
 
-def matmul_trial(product: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """Forward and both halves of backward of a linear layer, on numbers of its own."""
-    rows, inputs, outputs = product.rows, product.inputs, product.outputs
+    rows, inputs, outputs = matmul.rows, matmul.inputs, matmul.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
     return lambda: (F.linear(x, weight), grad @ weight, grad.t() @ x)
 
@@ -82,8 +81,8 @@ def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -
     return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
-def _products_error() -> float:
-    """Largest error of a linear layer's products, forward and backward, relative to the root of the inner size."""
+def _matmul_error() -> float:
+    """Largest error of a linear layer's matmuls, forward and backward, relative to the root of the inner size."""
     x, weight, grad = random(torch.device("cpu"), torch.float32, *[(512, 512)] * 3)
 
     def error(left: Tensor, right: Tensor) -> float:

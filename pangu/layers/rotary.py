@@ -31,10 +31,10 @@ class RotaryEmbedding:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[batch, heads, sequence, size] -> the same, turned in fp32 and rounded once."""
+        """[batch, heads, sequence, size] -> the same, rotated in fp32 and rounded once."""
         first, second = x.to(self.dtype).chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def slowed(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

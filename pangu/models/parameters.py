@@ -115,7 +115,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     if config.positions == "relative":
         complete = sum(len(part.layers) for part in parts) == config.layers
         shape = (config.num_relative_buckets, config.heads)
-        yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "stages")
+        yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "pipeline")
     for part in parts:
         for number in part.layers:
             yield from _layer(config, f"layers.{number}", number == config.query_layer)

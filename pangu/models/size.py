@@ -11,7 +11,7 @@ def _num_up(config: ModelConfig) -> int:
 
 
 def layer_matrices(config: ModelConfig, ranks: int = 1) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's products on one of the tensor-parallel `ranks`: query, key and value together,
+    """Inputs and outputs of a layer's matmuls on one of the tensor-parallel `ranks`: query, key and value together,
     output, up, down."""
     d, inner, query = config.hidden, config.ffn_size // ranks, config.query_size // ranks
     return [(d, query + 2 * config.kv_size // ranks), (query, d), (d, _num_up(config) * inner), (inner, d)]

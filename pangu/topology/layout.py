@@ -73,14 +73,14 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Replicas that a unit's buffer is dealt to."""
+        """Replicas that a flat parameter is dealt to."""
         return (self.zero_group or self.data) if self.zero else 1
 
     def peers(self, rank: int, axis: str) -> list[int]:
         """Global ranks along one axis through `rank`, in the order of that coordinate.
 
-        Beside `AXES`: `shard` and `gather`, the neighbouring replicas that share a unit's buffer, once for gradients
-        and once for weights, which arrive in an order of their own; `copies`, the replicas that hold the same share;
+        Beside `AXES`: `shard` and `gather`, the neighbouring replicas that share a flat parameter, once for gradients
+        and once for weights, which arrive in an order of their own; `copies`, the replicas that hold the same shard;
         `ends`, the first and the last stage.
         """
         at = self.coordinates(rank)

@@ -56,8 +56,8 @@ class Placement:
     """True where every rank holds all of it but its gradient comes from a part of the sequence or of the heads, so that
     gradients must be summed over the tensor-parallel ranks."""
     shared: str | None = None
-    """Group of pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first and the
-    last stage), `stages` (all). None: it lives on one stage."""
+    """Mesh axis of the pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first
+    and the last stage), `pipeline` (all). None: it lives on one stage."""
     trained: bool = True
     """False: frozen (`train.frozen`), with all that is stored in the same parameter."""
     stored_in: str = ""

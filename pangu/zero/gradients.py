@@ -5,44 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pangu.collectives.reduce import Completion, Handle, all_reduce, start_ordered_all_reduce, start_reduce_scatter
-from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import IN_FLIGHT
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Who holds what else; None: nobody."""
-
-    data: dist.ProcessGroup | None = None
-    """All replicas."""
-    shard: dist.ProcessGroup | None = None
-    """Replicas that share a flat parameter's buffer."""
-    copies: dist.ProcessGroup | None = None
-    """Replicas that hold the same local shard."""
-    tensor: dist.ProcessGroup | None = None
-    """Ranks that share every matrix."""
-    ends: dist.ProcessGroup | None = None
-    """First and last stage of the pipeline, which both hold a tied word embedding."""
-    stages: dist.ProcessGroup | None = None
-    """All stages, which all hold a table of position biases."""
-    algorithms: Algorithms = field(default_factory=Algorithms)
-    """How they reduce."""
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> Groups:
-        """Those of a live mesh."""
-        data, shard, copies, tensor, ends, stages = (
-            mesh.group(axis) for axis in ("data", "shard", "copies", "tensor", "ends", "pipeline")
-        )
-        return cls(data, shard, copies, tensor, ends, stages, mesh.algorithms)
 
 
 class GradientSum:
@@ -56,7 +26,7 @@ class GradientSum:
     def __init__(
         self,
         chunks: Mapping[int, Sequence[FlatParameter]],
-        groups: Groups,
+        mesh: Mesh,
         reduce_each: bool,
         overlap: bool = True,
         message: torch.dtype | None = None,
@@ -65,21 +35,21 @@ class GradientSum:
         Args:
             chunks: flat parameters of each chunk of this stage, in the order of the forward pass. Those under -1 belong
                 to several chunks and are sent at the end of the step.
-            groups: who takes part.
+            mesh: who takes part.
             reduce_each: `reduce` is called after each micro-batch, so that no whole gradients are kept (ZeRO-2 and
                 3), rather than once per step.
             overlap: false: wait for each reduction at once.
             message: format in which gradients are sent and added up over replicas; None: that of the sums.
         """
         self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
-        self.groups, self.reduce_each, self.overlap = groups, reduce_each, overlap
-        self._message = message if groups.data is not None else None
+        self.mesh, self.reduce_each, self.overlap = mesh, reduce_each, overlap
+        self._message = message if mesh.group("data") is not None else None
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
         self._partial = [
             s.grad for flat in self._all for s in flat.shards if s.placement.partial and s.grad is not None
         ]
         self._shared = [
-            (flat, getattr(groups, name))
+            (flat, mesh.group(name))
             for flat in self._all
             for name in {shard.placement.shared for shard in flat.shards}
             if name
@@ -126,7 +96,7 @@ class GradientSum:
             all_reduce(flat.grad, group)
         if self._partial:
             # many small tensors: one message
-            joined = all_reduce(torch.cat(self._partial), self.groups.tensor)
+            joined = all_reduce(torch.cat(self._partial), self.mesh.group("tensor"))
             parts = joined.split([gradient.numel() for gradient in self._partial])
             torch._foreach_copy_(self._partial, parts)
 
@@ -185,16 +155,16 @@ class GradientSum:
         self._num_sent[chunk] = max(start, stop)
 
     def _start(self, flat: FlatParameter) -> Handle:
-        groups, message, total = self.groups, self._message or flat.grad.dtype, self._total(flat)
+        mesh, message, total = self.mesh, self._message or flat.grad.dtype, self._total(flat)
         self._norms.append((flat, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if flat.sharding.size == 1:
             part = flat.grad.to(message)
-            handle = start_ordered_all_reduce(part, groups.data, groups.algorithms)
+            handle = start_ordered_all_reduce(part, mesh.group("data"), mesh.algorithms)
         else:
             total = total.to(message)
             in_place = not self.reduce_each and message == flat.grad.dtype
             part = flat.grad if in_place else torch.empty_like(flat.grad, dtype=message)
-            handle = start_reduce_scatter(part, total, groups.shard, groups.algorithms)
+            handle = start_reduce_scatter(part, total, mesh.group("shard"), mesh.algorithms)
             if flat.sharding.stage >= 2:
                 flat.total = None  # the next micro-batch begins another one
 
@@ -202,7 +172,7 @@ class GradientSum:
             """The collective reads `kept` until it is done."""
             handle.wait()
             if flat.sharding.size > 1:
-                all_reduce(part, groups.copies)
+                all_reduce(part, mesh.group("copies"))
             if self.reduce_each:
                 flat.grad.add_(part)
             elif part is not flat.grad:

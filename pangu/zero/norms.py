@@ -12,21 +12,18 @@ from pangu.collectives.reduce import all_reduce
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
-from pangu.zero.gradients import Groups
 
 
 class Squares:
     """Adds up the sums of squares of what the ranks of a stage hold of each logical tensor."""
 
-    def __init__(
-        self, placements: Sequence[Placement], groups: Groups, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, placements: Sequence[Placement], mesh: Mesh, dtype: torch.dtype) -> None:
         """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums,
         also on a rank that holds no part of anything."""
-        self._groups = groups
+        self._mesh = mesh
         self._dtype = dtype
         self._place = {placement.name: place for place, placement in enumerate(placements)}
-        self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=device)
+        self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=mesh.device)
 
     def same(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
         """[..., parts] of this rank's parts -> the same of the whole tensors.
@@ -36,9 +33,9 @@ class Squares:
         places = [self._place[placement.name] for placement in placements]
         total = squares.new_zeros((*squares.shape[:-1], len(self._place)), dtype=self._dtype)
         total[..., places] = squares.to(self._dtype)
-        all_reduce(total, self._groups.shard)
-        if self._groups.tensor is not None:
-            total = torch.where(self._cut, all_reduce(total.clone(), self._groups.tensor), total)
+        all_reduce(total, self._mesh.group("shard"))
+        if (tensor_group := self._mesh.group("tensor")) is not None:
+            total = torch.where(self._cut, all_reduce(total.clone(), tensor_group), total)
         return total[..., places]
 
 

@@ -14,7 +14,7 @@ from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.flat_parameter import FlatParameter, Shard
-from pangu.zero.gradients import GradientSum, Groups
+from pangu.zero.gradients import GradientSum
 from pangu.zero.grouping import Sharding, divide, trained_modules
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.unshard import Unsharder
@@ -60,8 +60,8 @@ class ShardedParameters:
 
         self.flat_parameters, flats_of = divide(table, uses, policy.bucket_bytes, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
-        self.groups, self.offload, self._mesh = Groups.of(mesh), sharding.offload, mesh
-        self.gradients = GradientSum(trained_of, self.groups, policy.reduce_each, policy.overlap, policy.message)
+        self.offload, self._mesh = sharding.offload, mesh
+        self.gradients = GradientSum(trained_of, mesh, policy.reduce_each, policy.overlap, policy.message)
         # nothing is copied to a CPU's own memory beside what it computes
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
         trained, group = trained_modules(table, uses), mesh.group("gather")
@@ -69,7 +69,7 @@ class ShardedParameters:
         if sharding.size > 1 or self.offload:
             model.hooks = self.unsharder
         self.publish()
-        self.squares = Squares(list(table), self.groups, mesh.device, torch.promote_types(policy.dtype, torch.float32))
+        self.squares = Squares(list(table), mesh, torch.promote_types(policy.dtype, torch.float32))
         self._counted = [
             shard.grad
             for shard in self.trained_shards

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def test_every_way_of_auto_keeps_products_true_fp32() -> None:
     for way in matmul_precisions("auto", CPU, torch.float32):
         with matmul_precision(way):
-            assert products._products_error() < EXACT
+            assert products._matmul_error() < EXACT
 
 
 def test_medium_is_a_way_only_where_its_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,14 +25,14 @@ def test_medium_is_a_way_only_where_its_products_are_exact(monkeypatch: pytest.M
             seen.append(torch.get_float32_matmul_precision())
             return error
 
-        monkeypatch.setattr(products, "_products_error", probe)
+        monkeypatch.setattr(products, "_matmul_error", probe)
         assert matmul_precisions("auto", CPU, torch.float32) == ways
     assert seen == ["medium", "medium"]
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_requests_win_and_other_devices_and_formats_keep_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_products_error", lambda: 0.0)
+    monkeypatch.setattr(products, "_matmul_error", lambda: 0.0)
     assert matmul_precisions("high", CPU, torch.float32) == ["high"]
     assert matmul_precisions("auto", torch.device("cuda"), torch.float32) == ["highest"]
     assert matmul_precisions("auto", CPU, torch.bfloat16) == ["highest"]

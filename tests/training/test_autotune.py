@@ -58,7 +58,7 @@ def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer
 @pytest.fixture
 def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if both ways to fp32 products were exact, whatever processor this is."""
-    monkeypatch.setattr(fp32_matmul, "_products_error", lambda: 0.0)
+    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("two_ways")
@@ -76,7 +76,7 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
 
 
 def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_matmul, "_products_error", lambda: 1e-2)
+    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 1e-2)
     asked: list[Any] = []
     assert choose(tiny(), ONE, timer=table({"medium": 1e-6, "sdpa": 1.0}, asked)).products == "highest"
     assert asked
