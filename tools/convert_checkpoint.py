@@ -67,7 +67,7 @@ def configure(source: Source, overrides: Sequence[str], output: Path) -> RunConf
     Raises:
         UserError: if they contradict each other, or something that is needed is not told.
     """
-    pangu = source.known["kind"] == "pangu"
+    pangu = source.model_keys["kind"] == "pangu"
     presets = {"model": "pangu_2_6b" if pangu else "gpt2_124m", "data": "indexed_pangu" if pangu else "indexed_gpt2"}
     names = {override.split("=")[0].lstrip("+") for override in overrides}
     recipe = "config" in names
@@ -79,7 +79,7 @@ def configure(source: Source, overrides: Sequence[str], output: Path) -> RunConf
     named = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     if recipe or "model" in names:
         named |= vars(config.model).keys()
-    model = settle_model(source.known, config.model, named)
+    model = settle_model(source.model_keys, config.model, named)
     packing = settle_packing(source.packing, config.data.packing, model.vocab)
     data = replace(config.data, packing=packing, tokenizer=config.data.tokenizer or source.tokenizer)
     config = replace(config, model=model, data=data)

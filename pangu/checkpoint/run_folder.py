@@ -163,8 +163,8 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
         if source.is_dir():
             partial.mkdir()
             # without a class in tokenizer_config.json transformers looks into config.json
-            own = source / "config.json"
-            for file in [*tokenizer_files(source), *([own] if own.is_file() and not own.is_symlink() else [])]:
+            config = source / "config.json"
+            for file in [*tokenizer_files(source), *([config] if config.is_file() and not config.is_symlink() else [])]:
                 shutil.copy(file, partial)
         else:
             shutil.copy(source, partial)

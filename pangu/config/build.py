@@ -129,8 +129,8 @@ class _Reader:
                 self._wrong(_join(path, str(key)), values[key], *self._unknown(str(key), kind, options, path))
         # a field with a default is younger than the first run folders, whose config.yaml lacks it
         optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
-        given = {field: hint for field, hint in hints.items() if field in values or field not in optional}
-        return kind(**{field: self._field(hint, field, values, path) for field, hint in given.items()})
+        fields = {field: hint for field, hint in hints.items() if field in values or field not in optional}
+        return kind(**{field: self._field(hint, field, values, path) for field, hint in fields.items()})
 
     def _field(self, hint: Any, field: str, values: Mapping[str, Any], path: str) -> Any:
         value = values.get(field, _MISSING)

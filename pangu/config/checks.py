@@ -249,17 +249,17 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
 
 
 def _stop_after(config: RunConfig) -> Iterator[Problem]:
-    given = config.train.stop_after
+    value = config.train.stop_after
     try:
         limit = config.train.stop_after_s
     except (ValueError, OverflowError):
-        yield Problem("train.stop_after", given, "must be a time", "5400, 90m, 1h30m or null work")
+        yield Problem("train.stop_after", value, "must be a time", "5400, 90m, 1h30m or null work")
         return
     if limit is not None and not limit > 0:
-        yield Problem("train.stop_after", given, "must be above 0", "null: no limit")
+        yield Problem("train.stop_after", value, "must be above 0", "null: no limit")
     if limit is not None and not config.checkpoint.every:
         rule = "checkpoint.every = 0 saves nothing that could be continued"
-        yield Problem("train.stop_after", given, rule, "null works")
+        yield Problem("train.stop_after", value, rule, "null works")
 
 
 def _faults(config: RunConfig) -> Iterator[Problem]:

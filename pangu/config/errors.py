@@ -82,10 +82,10 @@ def shown(value: object, depth: int = 20) -> str:
 
 def _joined(texts: Iterator[str]) -> str:
     """As many of them as are shown; a file of a few bytes may stand for more than there is time for."""
-    joined: list[str] = []
-    while sum(map(len, joined)) <= MOST_SHOWN and (text := next(texts, None)) is not None:
-        joined.append(text)
-    return ", ".join(joined)
+    parts: list[str] = []
+    while sum(map(len, parts)) <= MOST_SHOWN and (text := next(texts, None)) is not None:
+        parts.append(text)
+    return ", ".join(parts)
 
 
 class LocalError(UserError):

@@ -37,7 +37,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 
     Raises UserError for one that stands for nothing or for a file of an unknown kind.
     """
-    found: dict[Path, None] = {}
+    inputs: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern)
         # pathlib's own glob takes no absolute patterns
@@ -50,12 +50,12 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
                 files = sorted(file for file in match.rglob("*") if file.suffix in _KNOWN and file.is_file())
                 if not files:
                     raise UserError(f"--input {match}: the folder holds no {', '.join(sorted(_KNOWN))} file")
-                found.update(dict.fromkeys(files))
+                inputs.update(dict.fromkeys(files))
             elif match.suffix in _KNOWN:
-                found[match] = None
+                inputs[match] = None
             else:
                 raise UserError(f"--input {match}: its kind is unknown; known are {', '.join(sorted(_KNOWN))}")
-    return list(found)
+    return list(inputs)
 
 
 def read_documents(files: Sequence[Path], text_key: str) -> Iterator[str]:

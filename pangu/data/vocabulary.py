@@ -100,13 +100,13 @@ def sampled(items: Iterable[Item], size: int) -> list[Item]:
     SentencePiece can draw too, but others in every process.
     """
     draw = random.Random(0)
-    kept: list[Item] = []
+    sample: list[Item] = []
     for number, item in enumerate(items):
         if number < size:
-            kept.append(item)
+            sample.append(item)
         elif (place := draw.randrange(number + 1)) < size:
-            kept[place] = item
-    return kept
+            sample[place] = item
+    return sample
 
 
 def _plain_words(error: str, vocab: int) -> str:

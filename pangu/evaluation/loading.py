@@ -104,7 +104,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
 def _exported(path: Path) -> _Source:
     source = HuggingFaceSource(path)
     unknown = dict.fromkeys(("kv_heads", "rope_base", "relative_buckets", "relative_distance"))
-    model = ModelConfig(**{**unknown, "attention": "auto", **source.known})
+    model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys})
     refuse(path / "config.json", find_model_problems(model))
     table, shapes = source.table(model), logical_shapes(model)
     dtype = next(iter(require_fit(source, table).values())).dtype

@@ -281,7 +281,7 @@ def test_a_whole_file_comes_before_an_index(exported: Path, tmp_path: Path) -> N
     folder = copy_of(exported, tmp_path)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
     source = HuggingFaceSource(folder)
-    table = source.table(ModelConfig(**{**UNTOLD, **source.known}))
+    table = source.table(ModelConfig(**{**UNTOLD, **source.model_keys}))
     assert torch.equal(source.read(table[0]), weights()["embedding.word.weight"])
 
 

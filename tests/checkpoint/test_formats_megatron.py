@@ -45,7 +45,7 @@ def given() -> ModelConfig:
 def read(folder: Path, given: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model and the logical tensors of a folder."""
     source = FORMATS["megatron"].open(folder)
-    model = settle_model(source.known, given, set())
+    model = settle_model(source.model_keys, given, set())
     table = source.table(model)
     require_fit(source, table)
     shapes = logical_shapes(model)

@@ -37,24 +37,24 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         config = read_json_object(path / "config.json")
-        self.known = read_model(config, path / "config.json")
+        self.model_keys = read_model(config, path / "config.json")
         self.packing = _read_ids(path, config)
         if (path / "adapter_config.json").exists():
             raise UserError(
                 f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
             )
         self._trunk = kind_in(config, path).trunk
-        self._found: dict[str, tuple[Path, str, Tensor]] = {}
+        self._places: dict[str, tuple[Path, str, Tensor]] = {}
         """Tensors by their full names: the file, the name there, and the tensor on the meta device."""
         for file in _weight_files(path):
             for name, tensor in _tensors_in(file).items():
-                if (full := self._full(name)) in self._found:
-                    raise UserError(f"{file}: {shown(name)} is in {self._found[full][0]} as well")
-                self._found[full] = (file, name, tensor)
+                if (full := self._full(name)) in self._places:
+                    raise UserError(f"{file}: {shown(name)} is in {self._places[full][0]} as well")
+                self._places[full] = (file, name, tensor)
         # causal masks that older versions stored, and the copy of a tied head
-        tied = r"|lm_head\.weight" if self.known["tied_head"] else ""
+        tied = r"|lm_head\.weight" if self.model_keys["tied_head"] else ""
         buffers = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
-        self.tensors = {name: tensor for name, (_, _, tensor) in self._found.items() if not buffers.fullmatch(name)}
+        self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not buffers.fullmatch(name)}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
             require_inside(path, path / "vocab.model")
@@ -73,7 +73,7 @@ class HuggingFaceSource(Source):
         return table(model, 1)
 
     def read(self, stored: Stored) -> Tensor:
-        file, name, _ = self._found[stored.name]
+        file, name, _ = self._places[stored.name]
         if file.suffix != ".safetensors":
             if file not in self._pickles:
                 self._pickles[file] = load_pickle(file)
@@ -93,11 +93,11 @@ def _weight_files(path: Path) -> list[Path]:
             named = read_json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
                 raise UserError(f"{index}: weight_map must be a JSON object of tensors and their files")
-            here = {file.name: file for file in path.iterdir() if file.is_file()}
+            files = {file.name: file for file in path.iterdir() if file.is_file()}
             names = sorted({Path(file).name for file in named.values()})
-            if wrong := [name for name in names if name not in here or not name.isprintable()]:
-                raise UserError(f"{index}: weight_map names {shown(wrong[0])}, which is no file of the folder")
-            return [here[name] for name in names]
+            if missing := [name for name in names if name not in files or not name.isprintable()]:
+                raise UserError(f"{index}: weight_map names {shown(missing[0])}, which is no file of the folder")
+            return [files[name] for name in names]
     raise UserError(f"{path}: neither model.safetensors nor pytorch_model.bin nor an index of several is here")
 
 

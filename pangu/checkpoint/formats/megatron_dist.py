@@ -76,7 +76,7 @@ class DistSource(Source):
                 raise UserError(f"{path}: {shown(full)} is in the files more than once")
         self._tensor = options.get("tensor_model_parallel_size")
         self.tensors = {name: self._meta(name) for name in self._where}
-        self.known = read_model(options, {name: tuple(t.shape) for name, t in self.tensors.items()}, 1, {}, path)
+        self.model_keys = read_model(options, {name: tuple(t.shape) for name, t in self.tensors.items()}, 1, {}, path)
 
     def _meta(self, name: str) -> Tensor:
         entries = [(self._folder.entries[stored], layer) for stored, layer in self._where[name]]

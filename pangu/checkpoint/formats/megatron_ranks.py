@@ -53,7 +53,7 @@ class RankSource(Source):
             "tensor_model_parallel_size": [len(files)],
             "pipeline_model_parallel_size": [len(files[0])],
         }
-        self.known = read_model(options, shapes, len(files), layout, self._paths[0])
+        self.model_keys = read_model(options, shapes, len(files), layout, self._paths[0])
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, len(self._ranks))

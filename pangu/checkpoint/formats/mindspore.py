@@ -168,7 +168,7 @@ class MindSporeSource(Source):
         except (KeyError, ValueError) as error:
             raise UserError(f"{path}: is no PanGu-α: {error}") from error
         blocks = {name.split(".")[2] for name in shapes if name.startswith("backbone.blocks.")}
-        self.known = {
+        self.model_keys = {
             "kind": "pangu",
             "layers": len(blocks) + 1,
             "hidden": hidden,

@@ -43,7 +43,7 @@ class PanguSource(Source):
         if damage := find_damage(self._path, self._index):
             raise UserError("\n".join(damage))
         config = trained_model(self._path, self._index)
-        self.known = dict(vars(config.model))
+        self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
         self.tensors = {
             name.removeprefix("weight/"): torch.empty(

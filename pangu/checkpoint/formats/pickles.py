@@ -122,14 +122,14 @@ def _no_tensor(where: object, name: str) -> UserError:
 @contextmanager
 def _only(allowed: list[Any]) -> Iterator[None]:
     """What other libraries allow in this process is not allowed here."""
-    others = torch.serialization.get_safe_globals()
+    previous = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
         with torch.serialization.safe_globals(allowed):
             yield
     finally:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(others)
+        torch.serialization.add_safe_globals(previous)
 
 
 def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:

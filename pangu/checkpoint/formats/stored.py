@@ -51,7 +51,7 @@ class Stored:
 class Source(ABC):
     """Open files of one format."""
 
-    known: dict[str, Any]
+    model_keys: dict[str, Any]
     """Keys of `ModelConfig` that the files tell."""
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""

@@ -181,9 +181,9 @@ def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor]
                 )
                 for block in blocks
             ]
-            others = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+            bytes_items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
             self.order = iter(tensors)
-            self.plan = SavePlan([*tensors, *others])
+            self.plan = SavePlan([*tensors, *bytes_items])
             return self.plan
 
         def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
