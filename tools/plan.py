@@ -1,5 +1,6 @@
 """Tells what a configuration asks for before it is started: of a pipeline what each stage holds, does and sends; with
---sharding how every weight is cut over the tensor-parallel ranks and what those ranks send each other.
+--sharding how every weight is cut over the tensor-parallel ranks and what those ranks send each other; with --dry-run
+what a step of the fullest device takes, sends and waits for, carried out without devices.
 
 Needs neither the devices of the run nor its data."""
 
@@ -7,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from pangu.config.errors import exit_status
 from pangu.config.schema import RunConfig
+from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
@@ -29,12 +33,11 @@ from pangu.training.command import compose
 _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
   python tools/plan.py +config=pangu_13b parallel.sequence=true batch.micro_size=8 --sharding
+  python tools/plan.py +config=pangu_13b --dry-run --json
 
 The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for.
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-_WIDTH = 200
-"""Columns of the tables where the output is not a terminal."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -44,7 +47,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
     parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
+    parser.add_argument("--json", action="store_true", help="the dry run as data, and nothing else")
+    options = parser.parse_intermixed_args(arguments)
+    if options.json and not options.dry_run:
+        parser.error("--json goes with --dry-run")
+    return options
 
 
 def load(overrides: Sequence[str]) -> Chosen:
@@ -53,8 +61,13 @@ def load(overrides: Sequence[str]) -> Chosen:
     Raises:
         UserError: for everything that is wrong with it.
     """
-    # a plan is a dry run: the devices and the data need not be here
-    return choose_layout({**compose(_CONFIGS, overrides), "dry_run": True}, world=1)
+    return choose_layout(planned(overrides), world=1)
+
+
+def planned(overrides: Sequence[str]) -> dict[str, Any]:
+    """The composed configuration of a dry run. Raises UserError."""
+    values = compose(_CONFIGS, overrides)
+    return {**values, "dry_run": values["dry_run"] or True}
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -73,8 +86,11 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
 
 def plan(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError."""
+    if options.json:
+        print(json.dumps(plan_dry_run(planned(options.overrides)), indent=1))
+        return
     config, layout, stages = load(options.overrides)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     fullest = fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
     if layout.pipeline > 1:
@@ -84,6 +100,9 @@ def plan(options: argparse.Namespace) -> None:
         from pangu.planning.sharding_tables import print_sharding
 
         print_sharding(console, config, layout)
+    if options.dry_run:
+        report = plan_dry_run(planned(options.overrides))
+        print_dry_run(console, layout, report, config.dry_run == "all")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -317,5 +317,6 @@ class RunConfig:
     profile: bool
     """Record when each stage did what in the last step: plots/pipeline_measured.svg, .png and .json (a trace that
     ui.perfetto.dev opens)."""
-    dry_run: bool
-    """Check the configuration, print what each device would hold and do, and stop."""
+    dry_run: bool | Literal["all"]
+    """Check the configuration, carry out a step of the fullest device without devices, print what it would hold and do,
+    and stop. `all`: of each distinct role of a rank."""

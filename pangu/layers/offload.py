@@ -96,12 +96,12 @@ class Offload:
             return tensor
         layer, key = self._layer, (storage._cdata, tensor._version)
         if key not in layer.blocks:
-            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            memory = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             with self._stream.after_computation():
                 host = host_memory(memory.numel(), memory.dtype, memory.device).copy_(memory, non_blocking=True)
             layer.blocks[key] = _Block(memory, host)
         block, dtype = layer.blocks[key], tensor.dtype
-        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack() -> Tensor:
             self._bring_back(layer)
@@ -110,7 +110,7 @@ class Offload:
                 layer.before = None
             self._stream.wait(layer.returned)
             assert block.device is not None
-            return torch.empty(0, dtype=dtype, device=block.device.device).set_(block.device.untyped_storage(), *view)
+            return block.device.view(dtype).as_strided(*view)
 
         return unpack
 
@@ -127,6 +127,9 @@ class Offload:
         absent = [block for block in layer.blocks.values() if block.device is None]
         layer.blocks.clear()  # from here on, what autograd forgets is gone
         if not absent:
+            # what is here is freed behind its use, and must not be while it is being copied
+            self._stream.wait(layer.copied)
+            layer.copied = None
             return
         for block in absent:
             block.device = torch.empty(block.host.shape, dtype=block.host.dtype, device=self._stream.device)

@@ -20,31 +20,33 @@ from pangu.config.schema import RunConfig
 from pangu.topology.launch import Launch
 
 
-def pretrain(configs: Path) -> None:
+def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
     """Compose the configuration from the command line and run it; ends the process with the status.
 
     Args:
         configs: absolute path of the folder with base.yaml.
+        dry_run: what follows the plan of a configuration that asks for no more: a step without devices.
     """
     words = sys.argv[1:]
     place = next((n for n, pair in enumerate(pairwise(words)) if pair in (("--cfg", "job"), ("-c", "job"))), None)
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
+    def train(values: Mapping[str, Any]) -> None:
+        from pangu.training.run import run  # all of the trainer, which those who only compose do without
+
+        run(values)
+        if values["dry_run"] and Launch.from_environment().rank == 0:
+            dry_run(values)
+
     def task(composed: DictConfig) -> None:
-        _end(lambda: _run(_plain(composed)))
+        _end(lambda: train(_plain(composed)))
 
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
         hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
     else:
-        action = _run if place is None else _show
+        action = train if place is None else _show
         _end(lambda: action(compose(configs, overrides)))
-
-
-def _run(values: Mapping[str, Any]) -> None:
-    from pangu.training.run import run  # all of the trainer, which those who only compose do without
-
-    run(values)
 
 
 def _show(values: Mapping[str, Any]) -> None:

@@ -102,11 +102,12 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["loss"] > 0
 
 
-def test_dry_run_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
-    done = called("pretrain", "+config=pangu_200b", "parallel.data=16", "dry_run=true")
+def test_a_plan_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
+    """Steps of it without devices: tests/dryrun."""
+    done = called("tools/plan", "+config=pangu_200b", "parallel.data=16")
     assert done.returncode == 0, done.stderr
-    assert "206,861,008,896 parameters" in done.stderr
-    assert "tensor 8 x pipeline 16 x data 16 = 2048 devices" in done.stderr
+    assert "206,861,008,896 parameters" in done.stdout
+    assert "tensor 8 x pipeline 16 x data 16 = 2048 devices" in done.stdout
     assert not (repository() / "runs" / "pangu_200b").exists()
 
 

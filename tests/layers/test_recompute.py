@@ -49,7 +49,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def counting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        sizes.append(numel)
+        sizes.append(numel * dtype.itemsize)
         return original(numel, dtype, device)
 
     original = offload.host_memory

@@ -1,0 +1,341 @@
+"""Looks on while a step is carried out: memory, launches, products, collectives, synchronizations, copies, races."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from pangu.dryrun.device import FakeDevice
+from pangu.dryrun.memory import Memory
+from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
+
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
+_OWN = f"{Path(__file__).resolve().parent}/"
+_KIND_OF_FILE = (
+    ("zero/gradients", "gradients"),
+    ("zero/", "gathered"),
+    ("collectives/", "communication"),
+    ("optim/", "optimizer"),
+)
+"""What the memory is for that a file takes, unless somebody is known to own it."""
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", (0,), (0,)),
+    "allreduce_coalesced_": ("all_reduce", (0,), (0,)),
+    "_allgather_base_": ("all_gather", (1,), (0,)),
+    "allgather_": ("all_gather", (1,), (0,)),
+    "_reduce_scatter_base_": ("reduce_scatter", (1,), (0,)),
+    "alltoall_base_": ("all_to_all", (1,), (0,)),
+    "broadcast_": ("broadcast", (0,), (0,)),
+    "send": ("send", (0,), ()),
+    "recv_": ("receive", (), (0,)),
+}
+"""Operator of torch.distributed -> what it is called, and its arguments that are read and written."""
+_ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
+_LOOKS_UP = {"embedding", "gather", "index_select", "index"}
+"""Of their first argument they read no more than they write."""
+_WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What its schema says of an operator."""
+
+    name: str
+    launches: bool
+    """It runs a kernel."""
+    product: bool
+    """Its time is that of its floating-point operations."""
+    answers: bool
+    """Its result lies on the host, or its shape depends on values: the host waits for the device."""
+    writes: tuple[int, ...]
+    """Places of the arguments that are changed."""
+
+
+@functools.cache
+def _operator(function: OpOverload) -> _Operator:
+    name, schema = function._schema.name.partition("::")[2], function._schema
+    view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    answers = any(tag in function.tags for tag in tags)
+    writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
+    launches = not view and function.namespace == "aten" and name not in (*_ALLOCATES, "_local_scalar_dense")
+    return _Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
+
+
+class Audit(TorchDispatchMode):
+    """Counts what is done to the tensors of one device within the block."""
+
+    def __init__(
+        self, device: torch.device, groups: Mapping[str, str], fake: FakeDevice | None = None, vocab: int = 0
+    ) -> None:
+        """
+        Args:
+            device: whose memory and operations are looked at.
+            groups: name of a process group -> the axis of the mesh that it lies along.
+            fake: what tells streams apart; None: there is one.
+            vocab: words of which this rank has logits.
+        """
+        super().__init__()
+        self.counts: dict[int | None, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+        """Micro-batch, None for what is done once a step -> what was counted -> how often, or how much of it."""
+        self.action: object = None
+        """What the schedule has the rank do."""
+        self.staying = 0
+        """Bytes that the second micro-batch leaves behind until the step ends."""
+        self.findings: Counter[str] = Counter()
+        """What must not be: operations across devices, tensors of the host in collectives of the device."""
+        self.used_groups: set[str] = set()
+        """Names of the process groups that sent something: a backend makes a communicator when it is first used."""
+        self.detector = RaceDetector()
+        self.memory = Memory(self._freed)
+        self.pinned = Memory(self.detector.forget)
+        """Memory of the host that copies read and write beside the computation."""
+        self._device, self._groups, self._fake, self._vocab = device, groups, fake, vocab
+        self._works: dict[int, tuple[Any, Clock, list[Tensor]]] = {}
+        """Collectives on their way, what their streams know once they are done, and their buffers, which NCCL keeps
+        until somebody waits."""
+        self._answered: object = None
+        """The storage that was read last; reading its elements one by one is one copy."""
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Audit:
+        waits = [(kind, name) for kind in _WORKS for name in ("wait", "is_completed") if name in vars(kind)]
+        for kind, name in waits:
+            self._patches.enter_context(patch.object(kind, name, self._watched(getattr(kind, name), name == "wait")))
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.memory.resize(storage, self.place())
+            return result
+
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def at(self, action: Any, micro: int | None) -> None:
+        """From now on an action of the schedule is carried out, of a micro-batch or of none."""
+        self.action, self._micro = action, micro
+
+    _micro: int | None = None
+
+    def place(self) -> str:
+        """The innermost line of the package that is being run, or the operation of backward."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(_PACKAGE) and not name.startswith(_OWN):
+                return f"{name[len(_PACKAGE) :]}:{frame.f_lineno}"
+            frame = frame.f_back
+        node = torch._C._current_autograd_node()
+        return "backward" if node is None else f"backward ({node.name()})"
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace == "c10d":
+            return self._collective(function, args, kwargs)
+        operator = _operator(function)
+        inputs = list(_tensors((*args, *kwargs.values())))
+        if operator.answers and not (operator.name == "index" and all(t.dtype == torch.int64 for t in inputs[1:])):
+            self._answer(inputs)
+            if operator.name == "_local_scalar_dense":
+                return _one(args[0]) if isinstance(args[0], torch._subclasses.FakeTensor) else function(*args, **kwargs)
+        elif operator.launches:
+            self._answered = None
+            if self._is_mixed(operator, inputs):
+                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
+        result = function(*args, **kwargs)
+        outputs = list(_tensors((result,)))
+        for tensor in outputs:
+            self._allocated(tensor, kwargs.get("pin_memory", False))
+        if operator.launches and (inputs or outputs):
+            self._launched(operator, function, args, kwargs, inputs, outputs, result)
+        return result
+
+    def _allocated(self, tensor: Tensor, pinned: bool) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == self._device.type:
+            if storage._cdata not in self.memory:
+                place = self.place()
+                where = place if self.action is None else f"{place}, {self.action}"
+                self.memory.add(storage, self._kind(tensor, place), where, self._micro)
+                self.detector.allocate(storage._cdata, self._stream())
+        elif pinned:
+            self.pinned.add(storage, "activations", "")
+
+    def _kind(self, tensor: Tensor, place: str) -> str:
+        if self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab:
+            return "logits"
+        return next((kind for start, kind in _KIND_OF_FILE if place.startswith(start)), "activations")
+
+    def _answer(self, inputs: list[Tensor]) -> None:
+        on_device = [tensor for tensor in inputs if tensor.device.type == self._device.type != "cpu"]
+        for tensor in on_device:
+            storage = tensor.untyped_storage()
+            if storage is not self._answered:
+                self._count("host_sync", self.place())
+                self._host_waits(self._stream())
+            self._answered = storage
+
+    def _is_mixed(self, operator: _Operator, inputs: list[Tensor]) -> bool:
+        """Whether tensors of two devices meet other than in a copy; single numbers of the host may."""
+        mixed = operator.name not in ("copy_", "_to_copy") and len({t.device.type for t in inputs if t.dim()}) > 1
+        if mixed:
+            self.findings[f"{self.place()}: {operator.name} of tensors on different devices"] += 1
+        return mixed
+
+    def _launched(
+        self,
+        operator: _Operator,
+        function: OpOverload,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        result: Any,
+    ) -> None:
+        devices = {tensor.device.type for tensor in (*inputs, *outputs)}
+        written = list(_tensors(args[i] for i in operator.writes if i < len(args)))
+        if operator.name in ("copy_", "_to_copy") and len(devices) > 1:
+            self._copied(inputs[-1], (written or outputs)[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
+            return
+        stream = self._stream() if self._device.type in devices else HOST
+        self._touched(stream, inputs, written or outputs)
+        if stream == HOST:
+            return
+        self._count("launches")
+        if operator.product:
+            shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+            self._count("product", operator.name, shapes, str(inputs[0].dtype).removeprefix("torch."))
+            self._count("flops", by=flop_registry[function.overloadpacket](*args, **kwargs, out_val=result))
+        else:
+            self._count("memory_bound_bytes", by=_moved(operator, inputs, written, outputs))
+
+    def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
+        """A copy between host and device. One that blocks, or whose memory of the host is pageable, holds the host up
+        until it is done."""
+        stream, host = self._stream(), source if source.device.type == "cpu" else target
+        if host.untyped_storage()._cdata in self.pinned and non_blocking:
+            self._touched(stream, [source], [target])
+            self._count("copy_bytes", by=source.nbytes)
+            return
+        if source.device.type != "cpu" or source.dim():
+            self._count("blocking_copy", self.place())
+        self._touched(stream, [source], [target])
+        if source.device.type != "cpu":
+            self._host_waits(stream)
+
+    def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
+        kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
+        sources, targets = (list(_tensors(args[i] for i in places)) for places in (read, written))
+        is_group = (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()) for value in args)
+        group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
+        self.used_groups.add(group)
+        axis = self._groups.get(group, "pipeline")
+        self._count("calls", axis, kind)
+        self._count("bytes", axis, kind, by=max(_size(sources), _size(targets)))
+        if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
+            self.findings[f"{self.place()}: a tensor of the host in {kind} over {axis}"] += 1
+        stream = f"{kind} over {axis}"
+        self.detector.order(self._clock(), stream)
+        self._touched(stream, sources, targets)
+        result = function(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self._allocated(tensor, False)
+        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        self._works[id(work)] = work, dict(self.detector.clock(stream)), sources + targets
+        return result
+
+    def _watched(self, original: Any, waits: bool) -> Any:
+        """`wait` or `is_completed` of a collective: from then on the stream, or the host, knows that it is over. A dry
+        run's collectives are over as soon as they are asked."""
+
+        def watched(work: Any, *args: Any) -> Any:
+            done = original(work, *args) or isinstance(work, _WORKS[1])
+            if done and id(work) in self._works:
+                _, clock, _ = self._works.pop(id(work))
+                self.detector.order(clock, self._stream() if waits else HOST)
+            return done
+
+        return watched
+
+    def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        self._follow()
+        reads, writes = self._keys(read), self._keys(written)
+        if reads or writes:
+            self.detector.access(stream, reads - writes, writes, self.place)
+
+    def _keys(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Buffers that two may touch at a time: the device's, and of the host those that copies touch."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return {key for key in keys if key in self.memory or key in self.pinned}
+
+    def _freed(self, key: int) -> None:
+        self._follow()
+        self.detector.free(key)
+
+    def _stream(self) -> Stream:
+        return 0 if self._fake is None else self._fake.current_stream()
+
+    def _clock(self) -> Clock:
+        self._follow()
+        return self.detector.clock(self._stream())
+
+    def _follow(self) -> None:
+        if self._fake is not None:
+            self.detector.follow(self._fake.log())
+
+    def _host_waits(self, stream: Stream) -> None:
+        self._follow()
+        self.detector.order(self.detector.clock(stream), HOST)
+
+    def _count(self, *key: Any, by: int = 1) -> None:
+        self.counts[self._micro][key] += by
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _one(tensor: Tensor) -> float | int | bool:
+    """What a number without a value is said to be."""
+    return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _moved(operator: _Operator, inputs: list[Tensor], written: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes that an operation reads and writes, each tensor once; of a broadcast one what there is of it."""
+    made = written or outputs
+    read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
+    sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]
+    if operator.name in _LOOKS_UP:
+        sizes[0] = min(sizes[0], _size(made))
+    return sum(sizes) + _size(made)

@@ -1,0 +1,89 @@
+"""What a device's memory holds at its fullest: each storage from its allocation to its end, by kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "communication", "logits")
+"""Weights that the model computes with; sums of gradients; main parameters and moments; what forward leaves to
+backward, and what is there while it computes; weights that are whole between unshard and reshard; buffers of
+collectives; logits and their gradient."""
+_GRAIN = 512
+"""Bytes; allocators of devices round up to multiples of it."""
+
+
+@dataclass
+class _Storage:
+    size: int
+    kind: str
+    micro: int | None
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class Memory:
+    """Live storages of one device, and the peak."""
+
+    def __init__(self, freed: Callable[[int], None] = lambda key: None) -> None:
+        """`freed` is told the key of each storage that ends."""
+        self._live: dict[int, _Storage] = {}
+        self._freed = freed
+        self.bytes: Counter[str] = Counter()
+        """Kind -> what is live now."""
+        self.peak_bytes: dict[str, int] = {}
+        """The same at the peak."""
+        self.peak = 0
+        self.peak_place = ""
+        """Who made the allocation that led to it."""
+        self._total = 0
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._live
+
+    def add(self, storage: torch.UntypedStorage, kind: str, place: str, micro: int | None = None) -> None:
+        """A storage that has not been seen before, allocated for a micro-batch or for none."""
+        key = storage._cdata
+
+        def end(_: object) -> None:
+            self._grow(self._live[key].kind, -self._live[key].size, "")
+            del self._live[key]
+            self._freed(key)
+
+        self._live[key] = _Storage(0, kind, micro, weakref.ref(storage, end))
+        self.resize(storage, place)
+
+    def resize(self, storage: torch.UntypedStorage, place: str) -> None:
+        """A storage that has been seen may have another length now."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None:
+            size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+            change, entry.size = size - entry.size, size
+            self._grow(entry.kind, change, place)
+
+    def label(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say whose a storage is; one on another device is nobody's."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            self.bytes[entry.kind] -= entry.size
+            self.bytes[kind] += entry.size
+            entry.kind = kind
+
+    def of_micro_batch(self, micro: int) -> int:
+        """Bytes that live of what was allocated for a micro-batch."""
+        return sum(entry.size for entry in self._live.values() if entry.micro == micro)
+
+    def restart(self) -> None:
+        """Forget the peak; what is live now is the beginning of another one."""
+        self.peak = 0
+        self._grow("activations", 0, "the beginning")
+
+    def _grow(self, kind: str, change: int, place: str) -> None:
+        self.bytes[kind] += change
+        self._total += change
+        if self._total > self.peak:
+            self.peak, self.peak_place = self._total, place
+            self.peak_bytes = {name: self.bytes[name] for name in KINDS}

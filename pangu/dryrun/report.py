@@ -1,0 +1,123 @@
+"""A dry run in words and as data: the fullest device, whether it fits, each role."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from pangu.config.schema import RunConfig
+from pangu.dryrun.roles import role_ranks, run_roles
+from pangu.metrics.text import size
+from pangu.planning.layouts import choose_layout
+from pangu.planning.report import make_table
+from pangu.topology.layout import Layout
+
+WIDTH = 200
+"""Columns of tables where the output is not a terminal."""
+_GIB = 2**30
+
+
+class DeviceMemory(Protocol):
+    """`cluster.memory`."""
+
+    gib: float
+    context_gib: float
+    workspace_gib: float
+    communicator_gib: float
+
+
+def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out the roles of a run, one of each stage (`dry_run=all`: each distinct one).
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+
+    Returns:
+        What `run.RankReport` says of the fullest device, its `fits` and `room_bytes` on the cluster that the
+        configuration names (None without one), `seconds`, and `roles`, the same of each.
+
+    Raises:
+        UserError: for everything that is wrong with the configuration.
+    """
+    began = time.perf_counter()
+    config, layout, _ = choose_layout(values, 1)
+    roles = run_roles(values, role_ranks(layout, config.dry_run == "all"))
+    for role in roles:
+        role |= _fit(config, role)
+    fullest = max(roles, key=lambda role: role["needed_bytes"])
+    return {**fullest, "seconds": time.perf_counter() - began, "roles": roles}
+
+
+def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
+    """What the device needs for all that is no tensor as well, and what is left of it."""
+    cluster = getattr(config, "cluster", None)
+    if cluster is None:
+        return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
+    memory: DeviceMemory = cluster.memory
+    beside = memory.context_gib + memory.workspace_gib + role["groups"] * memory.communicator_gib
+    needed = role["peak"] + round(beside * _GIB)
+    room = round(memory.gib * _GIB) - needed
+    return {"cluster": cluster.name, "needed_bytes": needed, "fits": room >= 0, "room_bytes": room}
+
+
+def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], every: bool) -> None:
+    """The fullest device, and with `every` a line for each role."""
+    for name, text in _rows(layout, report):
+        console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
+    if not every:
+        return
+    table = make_table("rank", "stage", "tensor", "replica", "peak", "needs", "launches", "reads", "copies", "races")
+    for role in report["roles"]:
+        counts = (sum(role[key].values()) for key in ("host_syncs", "blocking_copies", "races"))
+        places = (role["rank"], role["stage"], role["tensor"], role["replica"])
+        row = (*places, size(role["peak"]), size(role["needed_bytes"]), role["launches"], *counts)
+        table.add_row(*map(str, row))
+    console.print()
+    console.print(table)
+
+
+def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if report["device"] is not None:
+        yield "no device", f"{report['device']}: tensors are a CPU's, kernels and copies of a device are not seen"
+    where = f"rank {report['rank']} (stage {report['stage']})"
+    yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
+    yield "fullest", f"{where}: {size(report['peak'])} of tensors at the peak, in {report['peak_place']}"
+    yield "of these", ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
+    for axis, kinds in report["collectives"].items():
+        told = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
+        yield f"over {axis}", "; ".join(told)
+    bound, flops = size(report["memory_bound_bytes"]), report["flops"]
+    yield "step", f"{report['launches']:,} launches, {bound} moved beside products, {flops:.3g} FLOPs in products"
+    yield "host waits", _places(report["host_syncs"], "value of the device", "values of the device")
+    yield "blocked by", _places(report["blocking_copies"], "copy", "copies")
+    yield "races", _places(report["races"], "race", "races")
+    if report["findings"]:
+        yield "wrong", _places(report["findings"], "operation", "operations")
+    yield "memory", _fits(report)
+
+
+def _places(found: Mapping[str, int], one: str, several: str) -> str:
+    total = sum(found.values())
+    where = "; ".join(f"{place} {count} x" for place, count in found.items())
+    return f"{total:,} {one if total == 1 else several}" + (f" ({where})" if where else "")
+
+
+def _fits(report: Mapping[str, Any]) -> str:
+    if report["cluster"] is None:
+        return f"needs {size(report['needed_bytes'])} for tensors; cluster=NAME says whether that fits"
+    needs = f"needs {size(report['needed_bytes'])} with context, workspaces and {report['groups']} communicators"
+    if report["fits"]:
+        return f"fits on {report['cluster']}: {needs}, {size(report['room_bytes'])} are left"
+    return f"does not fit on {report['cluster']}: {needs}, {size(-report['room_bytes'])} too much"
+
+
+def show_dry_run(values: Mapping[str, Any]) -> None:
+    """Carry out and print what `pretrain.py ... dry_run=true` asks for. Raises UserError."""
+    config, layout, _ = choose_layout(values, 1)
+    # where all that a run says goes
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+    print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")

@@ -1,0 +1,119 @@
+"""The distinct roles of a run's ranks, each carried out in a process of its own kind, as many at a time as cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import Any
+
+from pangu.config.errors import UserError
+from pangu.topology.layout import Coordinates, Layout
+
+
+def role_ranks(layout: Layout, every: bool) -> list[int]:
+    """One rank of each stage; with `every` the first and the last of those that share matrices, and of the replicas."""
+    tensors = {0, layout.tensor - 1} if every else {0}
+    replicas = {0, layout.data - 1} if every else {0}
+    places = [Coordinates(stage, d, t) for stage in range(layout.pipeline) for d in replicas for t in tensors]
+    return sorted({layout.rank(place) for place in places})
+
+
+def run_roles(values: Mapping[str, Any], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """What `Worker.report` says of each rank.
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+        ranks: any of its layout.
+
+    Raises:
+        UserError: if a rank cannot be carried out.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting: SimpleQueue[Worker] = SimpleQueue()
+    workers = [Worker() for _ in range(min(cores, len(ranks)))]
+    for worker in workers:
+        waiting.put(worker)
+
+    def report(rank: int) -> dict[str, Any]:
+        worker = waiting.get()
+        try:
+            return worker.report(values, rank)
+        finally:
+            waiting.put(worker)
+
+    try:
+        with ThreadPoolExecutor(len(workers)) as pool:
+            return list(pool.map(report, ranks))
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class Worker:
+    """A process in which torch finds the fake device: it must be there before torch is imported."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pangu.dryrun"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
+        """What `run.RankReport` says of a rank, and under `device` why there is no fake one, if so. `options` are those
+        of `run.dry_run`. Raises UserError if the rank cannot be carried out."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # what it has said tells why
+            self._process.stdin.write(f"{json.dumps([values, rank, options])}\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            raise UserError(f"the dry run of rank {rank} failed: {answer['error']}")
+        return answer
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _last_words(self) -> str:
+        _, said = self._process.communicate()
+        return said.strip().rpartition("\n")[2] or f"its process ended with status {self._process.returncode}"
+
+
+def serve() -> None:
+    """Read a configuration, a rank and options a line; write what the rank does, a line."""
+    from pangu.dryrun.device import load_device
+
+    fake = load_device()
+    import torch
+
+    from pangu.dryrun.run import dry_run
+    from pangu.planning.layouts import choose_layout
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        values, rank, options = json.loads(line)
+        try:
+            chosen = choose_layout(values, 1)
+            report = asdict(dry_run(chosen, rank, None if isinstance(fake, str) else fake, **options))
+            answer: dict[str, Any] = {**report, "device": fake if isinstance(fake, str) else None}
+        except Exception as error:
+            answer = {"error": str(error)}
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()

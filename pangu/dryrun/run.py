@@ -1,0 +1,291 @@
+"""One rank's step without its device: the trainer itself, on fake tensors and a process group that sends nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pangu.config.errors import ConfigError
+from pangu.config.schema import RunConfig
+from pangu.data.batch import Batch, make_batch
+from pangu.dryrun.audit import Audit
+from pangu.dryrun.device import FakeDevice
+from pangu.layers import initial
+from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.stages import Stages, plan_stages
+from pangu.planning.layouts import Chosen
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.step import Trainer
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank does in a step, and what its device holds."""
+
+    rank: int
+    stage: int
+    tensor: int
+    """Place among the ranks that share every matrix."""
+    replica: int
+    peak: int
+    """Bytes of the tensors at the peak."""
+    peak_place: str
+    """The allocation that led to it: file and line, action of the schedule."""
+    peak_bytes: dict[str, int]
+    """Kind (see `memory.KINDS`) -> bytes at the peak."""
+    lasting_bytes: dict[str, int]
+    """The same before the first step."""
+    groups: int
+    """Process groups in which it sends, each with buffers of its own."""
+    collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """Axis -> collective -> its calls and bytes in a step. Bytes are those of the whole tensor: what all ranks of the
+    group have together after a gather, what each has before a reduction."""
+    launches: int = 0
+    """Kernels in a step; one for each operation."""
+    memory_bound_bytes: int = 0
+    """Read and written by operations other than products of matrices."""
+    copy_bytes: int = 0
+    """Copied between host and device beside the computation."""
+    flops: int = 0
+    products: list[dict[str, Any]] = field(default_factory=list)
+    """Products of matrices and fused attention: operator, shapes, format, how often."""
+    host_syncs: dict[str, int] = field(default_factory=dict)
+    """File and line -> how often in a step the host waits for a value of the device."""
+    blocking_copies: dict[str, int] = field(default_factory=dict)
+    """File and line -> how often in a step the host waits for a copy."""
+    findings: dict[str, int] = field(default_factory=dict)
+    """Operations across devices, tensors of the host in collectives of the device."""
+    races: dict[str, int] = field(default_factory=dict)
+    """Who touches a buffer of an asynchronous collective or copy before its wait."""
+
+
+class _FakeTensors(FakeTensorMode):
+    """torch asks for a driver unless it is told that there is none."""
+
+    avoid_device_init = True
+
+
+def dry_run(chosen: Chosen, rank: int, fake: FakeDevice | None, steps: int = 1, whole: bool = False) -> RankReport:
+    """Carry out steps of one rank, and report of the last one.
+
+    Args:
+        chosen: the run.
+        rank: any of its layout.
+        fake: the device; None: tensors are said to be a CPU's.
+        steps: how many.
+        whole: all micro-batches are carried out; otherwise as many as it takes until they repeat.
+    """
+    layout = chosen.layout
+    total = chosen.stages.schedule.micro_batches
+    config, stages = chosen.config, chosen.stages
+    if not whole:
+        config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
+    with _on_fake_tensors(rank, layout.world):
+        device = torch.device("cpu") if fake is None else torch.device("cuda", 0)
+        mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
+        with audited(config, mesh, fake) as audit:
+            trainer = Trainer(config, mesh, stages)
+            own(audit, trainer)
+            lasting = dict(audit.memory.bytes)
+            for _ in range(steps):
+                audit.counts.clear()
+                audit.memory.restart()
+                carry_out(audit, trainer, micro_batches(config, layout))
+        return report_of(audit, mesh, total, lasting)
+
+
+def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
+    """The same run with as few micro-batches as it takes until they repeat: the stage holds as many at a time as it
+    ever does, and there is one between the first and the last."""
+    total, held = stages.schedule.micro_batches, _held(stages.schedule, stage)
+    for count in range(3, total):
+        fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
+        try:
+            shorter = plan_stages(replace(config, batch=fewer), layout)
+        except ConfigError:
+            continue  # the schedule cannot cut so many
+        if _held(shorter.schedule, stage) == held:
+            return replace(config, batch=fewer), shorter
+    return config, stages
+
+
+def _held(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """Most forwards without the gradient of their input, and of their weights, that a stage has at a time."""
+    forwards = inputs = weights = 0
+    held: list[tuple[int, int]] = []
+    for action in schedule.actions[stage]:
+        forwards += action.kind == "F"
+        inputs += action.kind in "BI"
+        weights += action.kind in "BW"
+        held.append((forwards - inputs, forwards - weights))
+    return tuple(map(max, zip(*held, strict=True)))
+
+
+@contextmanager
+def _on_fake_tensors(rank: int, world: int) -> Iterator[None]:
+    """Tensors without memory, and a process group of any size that sends nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(initial, "initial_block", _no_values))
+        stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention))
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            stack.callback(dist.destroy_process_group)
+        stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
+        yield
+
+
+def _no_values(placement: object, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    return torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch takes on a device: for fake tensors it would take the one that holds all scores."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # as torch does in every layer
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+@contextmanager
+def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> Iterator[Audit]:
+    """An audit of what a rank does within the block."""
+    vocab = -(-config.model.vocab // mesh.layout.tensor)
+    groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
+    with Audit(mesh.device, groups, fake, vocab) as audit:
+        yield audit
+
+
+def own(audit: Audit, trainer: Trainer) -> None:
+    """Tell the audit whose the memory is that lasts from step to step."""
+    kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
+    for flat in trainer.parameters.flat_parameters:
+        for row in reversed(flat.table):  # what is an alias goes by the buffer that it is
+            tensor = getattr(flat, row.name)
+            if row.lasting and row.alias is None and tensor is not None:
+                audit.memory.label(tensor, kinds.get(row.name, "parameters"))
+    for state in trainer.optimizer.state.values():
+        for tensor in state.values():
+            audit.memory.label(tensor, "optimizer")
+
+
+class _Told(tuple[Any, ...]):
+    """Actions that the audit is told of as they begin."""
+
+    audit: Audit
+
+    def __iter__(self) -> Iterator[Any]:
+        for action in super().__iter__():
+            self.audit.at(action, action.micro)
+            yield action
+        self.audit.staying = self.audit.memory.of_micro_batch(1)
+        self.audit.at(None, None)
+
+
+def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
+    """One step."""
+    schedule = trainer.stages.schedule
+    actions = tuple(map(_Told, schedule.actions))
+    for told in actions:
+        told.audit = audit
+    told_stages = replace(trainer.stages, schedule=replace(schedule, actions=actions))
+    move, micro = Batch.to, iter(range(len(batches)))
+
+    def moved(batch: Batch, device: torch.device) -> Batch:
+        audit.at("moving the batch", next(micro))
+        result = move(batch, device)
+        audit.at(None, None)
+        return result
+
+    with patch.object(trainer, "stages", told_stages), patch.object(Batch, "to", moved):
+        trainer.train_step(batches)
+
+
+def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
+    """Those of a step of one replica, all zeros."""
+    rows, length = config.batch.micro_size, config.model.sequence + 1
+    count = config.batch.global_size // (rows * layout.data)
+    return [
+        make_batch(np.zeros((rows, length), np.int64), range(i * rows, (i + 1) * rows), config.data.packing)
+        for i in range(count)
+    ]
+
+
+def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> RankReport:
+    """What was counted in a step, as of `total` micro-batches, of which all but the first and the last are alike."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for counted in audit.counts.values():
+        counts.update(counted)
+    missing = total - len([micro for micro in audit.counts if micro is not None])
+    for key, amount in audit.counts[1].items() if missing else ():
+        counts[key] += missing * amount
+    # a micro-batch and its loss stay until the step ends
+    beside = missing * audit.staying
+    audit.memory.peak += beside
+    audit.memory.peak_bytes["activations"] += beside
+    collectives: dict[str, dict[str, dict[str, int]]] = {}
+    for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
+        if what in ("calls", "bytes"):
+            collectives.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
+    products = [
+        {"operator": key[1], "shapes": key[2], "format": key[3], "calls": amount}
+        for key, amount in counts.items()
+        if key[0] == "product"
+    ]
+    at = mesh.at
+    return RankReport(
+        mesh.rank,
+        at.pipeline,
+        at.tensor,
+        at.data,
+        audit.memory.peak,
+        audit.memory.peak_place,
+        audit.memory.peak_bytes,
+        lasting,
+        len(audit.used_groups),
+        collectives,
+        counts["launches",],
+        counts["memory_bound_bytes",],
+        counts["copy_bytes",],
+        counts["flops",],
+        products,
+        {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
+        {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
+        dict(audit.findings),
+        dict(audit.detector.races),
+    )

@@ -1,0 +1,89 @@
+"""Steps with a fault each, in a process with the fake device: what is broken -> what the auditor says of it."""
+
+from pangu.dryrun.device import load_device
+
+FAKE = load_device()  # before torch is imported
+
+import json  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
+from typing import Any  # noqa: E402
+from unittest.mock import patch  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from pangu.collectives import point_to_point, reduce, regions  # noqa: E402
+from pangu.data.batch import Batch  # noqa: E402
+from pangu.dryrun.run import dry_run  # noqa: E402
+from pangu.layers import offload  # noqa: E402
+from pangu.planning.layouts import choose_layout  # noqa: E402
+from pangu.zero import gradients, norms, unshard  # noqa: E402
+from tests.dryrun.layouts import values  # noqa: E402
+
+
+class Unwaited:
+    """Something that is on its way and that nobody waits for."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        """Does not."""
+
+
+def never_waited(start: Any) -> Any:
+    """A collective whose wait is taken out."""
+    return lambda *args: None if (work := start(*args)) is None else Unwaited(work)
+
+
+def half_moved(batch: Batch, device: torch.device) -> Batch:
+    moved = MOVE(batch, device)
+    return Batch(moved.tokens, batch.labels, moved.weights, moved.positions, moved.documents, moved.samples)
+
+
+def on_the_host(gradients: Any, loss: Any, mesh: Any) -> tuple[float, float]:
+    reduce.all_reduce(torch.zeros(2), dist.group.WORLD)
+    return 1.0, 1.0
+
+
+MOVE = Batch.to
+BROKEN = {
+    "gather before use": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=3"),
+    "gather of what was updated": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=1"),
+    "reduction of gradients": (gradients, "start_reduce_scatter", "parallel.data=2 parallel.zero=2"),
+    "gather of a sequence": (regions, "start_all_gather", "parallel.tensor=2 parallel.sequence=true"),
+    "sum of a row-parallel product": (regions, "start_all_reduce", "parallel.tensor=2 parallel.overlap_chunks=2"),
+}
+
+
+def report(layout: str) -> Any:
+    assert not isinstance(FAKE, str), FAKE
+    return dry_run(choose_layout(values(layout), 1), 0, FAKE, steps=2)
+
+
+def main() -> None:
+    found = {}
+    for name, (module, function, layout) in BROKEN.items():
+        with patch.object(module, function, never_waited(getattr(module, function))):
+            found[name] = report(layout).races
+    with patch.object(point_to_point.Transfer, "wait", lambda message: message.tensors):
+        found["message between stages"] = report("parallel.pipeline=2").races
+    for kind, layout in (
+        ("activations", ""),
+        ("parameters", "parallel.zero=3"),  # alone: otherwise a gather follows the copy, and is waited for
+        ("optimizer", "parallel.data=2 parallel.zero=1"),
+    ):
+        layout += f" precision=bf16 memory.offload=[{kind}]"
+        with patch.object(offload.CopyStream, "wait", staticmethod(lambda event: None)):
+            found[f"copy of {kind}"] = report(layout).races
+        with patch.object(offload.CopyStream, "after_computation", lambda lane: lane._stream or nullcontext()):
+            found[f"what is copied of {kind}"] = report(layout).races
+    with patch.object(Batch, "to", half_moved):
+        found["labels on the host"] = report("").findings
+    with patch.object(norms, "norm_and_loss", on_the_host), patch("pangu.zero.sharded.norm_and_loss", on_the_host):
+        found["a collective of the host's memory"] = report("parallel.data=2").findings
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

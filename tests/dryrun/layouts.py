@@ -1,0 +1,60 @@
+"""The layouts that dry runs are tested in: every kind of parallelism, schedule, optimizer, format and offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.configs import composed
+
+SMALL = (
+    "model=pangu_quickstart",
+    "data=synthetic",
+    "model.positions=learned",
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.vocab=101",
+    "model.sequence=16",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "validation.every=0",
+    "metrics.tensorboard=false",
+    "metrics.wandb=off",
+    "parallel.bucket_mib=0.01",
+)
+LAYOUTS = (
+    "",
+    "parallel.data=2",
+    "parallel.data=2 parallel.overlap=false",
+    "parallel.data=2 parallel.zero=1",
+    "parallel.data=2 parallel.zero=2",
+    "parallel.data=2 parallel.zero=3",
+    "batch.global_size=8 parallel.data=4 parallel.zero=3 parallel.zero_group=2",
+    "batch.global_size=8 parallel.data=4 parallel.zero=1 parallel.zero_group=2 precision.reduce=bf16",
+    "parallel.tensor=2",
+    "parallel.tensor=2 parallel.sequence=true",
+    "parallel.tensor=2 parallel.sequence=true parallel.overlap_chunks=2 memory.recompute=selective",
+    "parallel.tensor=2 parallel.overlap_chunks=4 loss.chunk=8",
+    "parallel.pipeline=2",
+    "parallel.pipeline=2 parallel.schedule=gpipe model.tied_head=true",
+    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=interleaved",
+    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=breadth_first parallel.data=2 "
+    "parallel.zero=3",
+    "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
+    "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=zb_v model.positions=relative",
+    "parallel.pipeline=2 parallel.data=2 parallel.zero=2 parallel.tensor=2",
+    "optimizer=lamb parallel.data=2 parallel.zero=2",
+    "optimizer=lamb parallel.tensor=2 precision=fp16",
+    "precision=fp16 memory.recompute=full parallel.data=2",
+    "precision=bf16 model.dropout=0.1 model.attention_dropout=0.1 parallel.data=2 parallel.zero=1",
+    "precision=bf16 data.packing.reset_mask=true data.packing.eod=3 model.positions=rope",
+    "memory.offload=[optimizer] parallel.data=2 parallel.zero=1",
+    "memory.offload=[parameters] parallel.data=2 parallel.zero=3 precision=bf16",
+    "memory.offload=[activations]",
+    "memory.offload=[activations,optimizer,parameters] parallel.data=2 parallel.zero=3 precision=bf16",
+)
+
+
+def values(layout: str, *others: str) -> dict[str, Any]:
+    """The composed configuration of a small run, changed by `others`, then by the layout."""
+    return {**composed(*SMALL, *others, *layout.split()), "dry_run": True}

@@ -1,0 +1,62 @@
+"""What a step costs a device beside its products: counts that a change may only lower.
+
+A line that grows is refused, unless budgets.json has the new number and says why under `reasons`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pangu.dryrun.roles import Worker
+from tests.dryrun.layouts import values
+from tests.dryrun.test_layouts import worker
+
+FILE = Path(__file__).with_name("budgets.json")
+SHAPE = (
+    "model.hidden=1024",
+    "model.heads=16",
+    "model.sequence=1024",
+    "model.vocab=40960",
+    "precision=bf16",
+    "batch.global_size=1",
+    "parallel.bucket_mib=1",
+)
+"""Small layers would be counted as well, and take no less time on tensors without memory."""
+LAYOUTS = {
+    "one device": "",
+    "recompute full": "memory.recompute=full",
+    "dropout": "model.dropout=0.1",
+    "tensor 8, sequence": "parallel.tensor=8 parallel.sequence=true",
+    "tensor 8": "parallel.tensor=8",
+    "data 8, ZeRO-3": "parallel.data=8 parallel.zero=3 batch.global_size=8",
+    "LAMB, data 8, ZeRO-1": "optimizer=lamb parallel.data=8 parallel.zero=1 batch.global_size=8",
+    "documents": "data.packing.reset_mask=true data.packing.eod=3",
+}
+
+
+def counted(process: Worker, layout: str) -> dict[str, int]:
+    """The counts of a step of one micro-batch, and what one more layer adds."""
+    fewer, more = (process.report(values(layout, *SHAPE, f"model.layers={n}"), 0, whole=True) for n in (2, 3))
+    return {
+        "launches of a layer": more["launches"] - fewer["launches"],
+        "memory-bound bytes of a layer": more["memory_bound_bytes"] - fewer["memory_bound_bytes"],
+        "host syncs": sum(more["host_syncs"].values()),
+        "blocking copies": sum(more["blocking_copies"].values()),
+    }
+
+
+def test_nothing_costs_more_than_it_did() -> None:
+    budgets: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    with worker() as process:
+        measured = {name: counted(process, layout) for name, layout in LAYOUTS.items()}
+    problems = [
+        f"{name}: {what} {'grew' if value > budget else 'fell'} from {budget:,} to {value:,}"
+        for name, counts in measured.items()
+        for what, value in counts.items()
+        if value != (budget := budgets["counts"][name][what])
+    ]
+    advice = f"; in {FILE.name} write the new number, and under `reasons` why a count had to grow"
+    assert not problems, "; ".join(problems) + advice
+    assert set(budgets["counts"]) == set(LAYOUTS)

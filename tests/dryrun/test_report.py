@@ -1,0 +1,110 @@
+"""The commands that carry out a step without devices, and what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pangu.config.errors import UserError
+from pangu.dryrun import report as reports
+from pangu.dryrun.roles import Worker, role_ranks
+from pangu.topology.layout import Layout
+from tests.dryrun.layouts import SMALL, values
+from tests.end_to_end.commands import called
+
+PIPELINE = (*SMALL, "parallel.pipeline=2", "parallel.tensor=2", "parallel.data=64", "batch.global_size=256")
+GIB = 2**30
+
+
+def test_a_plan_gives_the_step_as_data() -> None:
+    done = called("tools/plan", *PIPELINE, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert [role["stage"] for role in plan["roles"]] == [0, 1]
+    assert plan["needed_bytes"] == max(role["needed_bytes"] for role in plan["roles"]) == plan["peak"]
+    assert sum(plan["peak_bytes"].values()) == plan["peak"]
+    assert plan["collectives"]["tensor"]["all_reduce"]["calls"] > 0
+    assert plan["collectives"]["pipeline"]["send"]["calls"] == 4
+    assert plan["launches"] > 0 < plan["memory_bound_bytes"]
+    assert plan["host_syncs"]
+    assert plan["races"] == {}
+    assert plan["fits"] is None
+
+
+def test_a_dry_run_prints_the_fullest_device() -> None:
+    done = called("pretrain", *SMALL, "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "fullest      rank 0",
+        "of these     parameters",
+        "host waits",
+        "races        0 races",
+        "cluster=NAME",
+    ):
+        assert words in done.stderr
+    assert "\nrank" not in done.stderr
+
+
+def test_all_prints_every_role() -> None:
+    done = called("pretrain", *SMALL, "parallel.tensor=2", "dry_run=all")
+    assert done.returncode == 0, done.stderr
+    assert "2 roles of 2 ranks" in done.stderr
+    assert "replica" in done.stderr
+
+
+def test_json_is_the_dry_runs() -> None:
+    done = called("tools/plan", *SMALL, "--json")
+    assert done.returncode == 2
+    assert "--json goes with --dry-run" in done.stderr
+
+
+def test_roles_are_the_corners_of_each_stage() -> None:
+    layout = Layout(tensor=8, pipeline=16, data=16)
+    assert role_ranks(layout, every=False) == [stage * 128 for stage in range(16)]
+    assert role_ranks(layout, every=True)[:5] == [0, 7, 120, 127, 128]
+    assert role_ranks(Layout(), every=True) == [0]
+
+
+@pytest.mark.parametrize(("gib", "fits", "words"), [(80.0, True, "fits on small"), (4.0, False, "does not fit")])
+def test_what_is_no_tensor_counts_as_well(gib: float, fits: bool, words: str) -> None:
+    memory = SimpleNamespace(gib=gib, context_gib=0.5, workspace_gib=0.25, communicator_gib=0.125)
+    config: Any = SimpleNamespace(cluster=SimpleNamespace(name="small", memory=memory))
+    found = reports._fit(config, {"peak": 4 * GIB, "groups": 2})
+    assert found == {
+        "cluster": "small",
+        "needed_bytes": 5 * GIB,
+        "fits": fits,
+        "room_bytes": round((gib - 5) * GIB),
+    }
+    said = reports._fits({**found, "groups": 2})
+    assert said.startswith(words)
+    assert "5.00 GiB" in said
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensors are then a CPU's."""
+    (tmp_path / "c++").symlink_to("/bin/false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    assert os.environ["CXX"]
+    process = Worker()
+    try:
+        found = process.report(values(""), 0)
+    finally:
+        process.end()
+    assert "cannot compile device.cpp" in found["device"]
+    assert found["peak"] > 0
+
+
+def test_a_rank_that_cannot_be_carried_out_is_one_message() -> None:
+    process = Worker()
+    try:
+        with pytest.raises(UserError, match="the dry run of rank 7 failed"):
+            process.report(values(""), 7)
+    finally:
+        process.end()
