@@ -122,12 +122,6 @@ class IndexedTokens:
     document_index: NDArray[np.int64]
     """Number of sequences before each document and at the end, [documents + 1]."""
 
-    @property
-    def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, [documents]. Reads the whole index."""
-        stops = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
-        return np.diff(stops[self.document_index])
-
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
     """Map a pair of files into memory, in constant time whatever their size.

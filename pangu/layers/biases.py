@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pangu.config.model import ModelConfig
 from pangu.layers.builder import Builder
 
 
@@ -91,3 +92,10 @@ class RelativeBias(nn.Module):
         """The bias between `length` tokens of a model of format `dtype`."""
         bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
         return Bias(F.embedding(bucket, self.weight.to(torch.promote_types(dtype, torch.float32))))
+
+
+def make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias:
+    """The one that `model.positions` names, at the root of the model."""
+    if config.positions == "alibi":
+        return Alibi(build, config.heads)
+    return RelativeBias(build, "position_bias", config.furthest_relative)

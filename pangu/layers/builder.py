@@ -7,13 +7,16 @@ their storage and their first values afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
-from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.topology.placement import Placement, PlacementTable
+
+if TYPE_CHECKING:
+    from pangu.layers.weight_gradient_store import WeightGradientStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """By the values of `precision.compute`."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from pangu.layers.attention import AttentionCore, split_heads
-from pangu.layers.biases import Bias
 from pangu.layers.builder import Builder
 from pangu.layers.fp32_matmul import random
 from pangu.layers.kernels import KERNELS, QKV, MaskAndBias
@@ -66,6 +65,8 @@ def attention_trial(
     bias = None
     if shape.biased:
         (distances,) = random(device, torch.promote_types(dtype, torch.float32), (length, shape.heads))
+        from pangu.layers.biases import Bias
+
         bias = Bias(distances)
     core = AttentionCore(Builder(PlacementTable()), 0.0)
     compute = KERNELS[kernel](MaskAndBias(AttentionMask(documents, shape.window), bias, length, dtype, device))

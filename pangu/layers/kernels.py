@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from pangu.config.attention import obstacles
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
-from pangu.layers.biases import Bias
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.masks import AttentionMask
+
+if TYPE_CHECKING:
+    from pangu.layers.biases import Bias
 
 
 class QKV(NamedTuple):

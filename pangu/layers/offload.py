@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-Saved = Tensor | Callable[[], Tensor]
-"""What stands for a saved tensor: itself, or a function that brings it back."""
+from pangu.layers.copy_stream import CopyStream, host_memory
+from pangu.layers.recompute import Saved
+
 SMALLEST = 4096
 """Bytes from which on memory is moved. A copy of less takes as long to start and frees next to nothing."""
-
-
-def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host that `device` can copy to and from while it computes; a flat tensor, not filled."""
-    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
-
-
-def address(tensor: Tensor) -> int:
-    """Of the memory that a tensor is a view of: the same for all its views, on the meta device too."""
-    return tensor.untyped_storage()._cdata
-
-
-class CopyStream:
-    """The stream of copies to and from the host; none on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def after_computation(self) -> AbstractContextManager[object]:
-        """What is done inside is queued here, behind all that has been queued to be computed so far."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        return self._stream
-
-    def record(self) -> torch.Event | None:
-        """For `wait`: all copies so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    @staticmethod
-    def wait(event: torch.Event | None) -> None:
-        """What is computed from now on waits for these copies; the host does not."""
-        if event is not None:
-            torch.accelerator.current_stream().wait_event(event)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from pangu.layers.offload import Offload, Saved, address
+if TYPE_CHECKING:
+    from pangu.layers.offload import Offload
 
+Saved = Tensor | Callable[[], Tensor]
+"""What stands for a saved tensor: itself, or a function that brings it back."""
 Result = TypeVar("Result")
+
+
+def address(tensor: Tensor) -> int:
+    """Of the memory that a tensor is a view of: the same for all its views, on the meta device too."""
+    return tensor.untyped_storage()._cdata
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:

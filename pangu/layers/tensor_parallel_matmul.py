@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
-from pangu.layers.weight_gradient_store import WeightGradientStore
+
+if TYPE_CHECKING:
+    from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALONE = TensorRegion()
 """One rank: nothing to communicate."""

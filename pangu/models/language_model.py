@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
-from pangu.layers.biases import Alibi, RelativeBias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys, hidden_dropout
 from pangu.layers.kernels import KERNELS, MaskAndBias, over_cache
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
-from pangu.layers.offload import Offload, address
-from pangu.layers.recompute import SavedTensors, checkpointed
+from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.layers.rotary import RotaryEmbedding
 from pangu.models.block import Block, ForwardContext, HiddenStates, Options
 from pangu.models.parameters import ModelPart, place_tensors
@@ -54,15 +52,6 @@ class TokenEmbedding(nn.Module):
         return self.dropout(words if self.position is None else words + self.position(context.positions), context.keys)
 
 
-def _make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias | None:
-    """What tells attention of positions, if its scores do."""
-    if config.positions == "alibi":
-        return Alibi(build, config.heads)
-    if config.positions == "relative":
-        return RelativeBias(build, "position_bias", config.furthest_relative)
-    return None
-
-
 class LanguageModel(nn.Module):
     """Embedding, layers and head, or those of them that some parts need.
 
@@ -78,7 +67,11 @@ class LanguageModel(nn.Module):
         self.config = config
         self.hooks = ModuleHooks()
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
-        self.position_bias = _make_bias(config, build)
+        self.position_bias = None
+        if config.positions in ("alibi", "relative"):
+            from pangu.layers.biases import make_bias
+
+            self.position_bias = make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(config, build.at(f"layers.{number}"), options, number == config.query_layer)
@@ -178,6 +171,8 @@ class LanguageModel(nn.Module):
         if config.positions == "rope":
             rotary = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
         if self.offload:
+            from pangu.layers.offload import Offload
+
             offload = Offload(device, {address(parameter) for parameter in self.parameters()})
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 

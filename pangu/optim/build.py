@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
-from pangu.optim.lamb import Lamb, start_moments
+from pangu.optim.moments import start_moments
 from pangu.topology.placement import Placement
 
 
@@ -40,12 +40,14 @@ def make_optimizer(
         {"params": full, "weight_decay": config.weight_decay},
         {"params": bare, "weight_decay": 0.0},
     ]
+    if isinstance(config, AdamConfig) and moments is None:
+        fused = all(tensor.device.type in ("cpu", "cuda") for _, tensor in tensors)
+        adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        start_moments(adam, None, fused)
+        return adam
+    from pangu.optim.lamb import Lamb
+
     if isinstance(config, AdamConfig):
-        if moments is None:
-            fused = all(tensor.device.type in ("cpu", "cuda") for _, tensor in tensors)
-            adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-            start_moments(adam, None, fused)
-            return adam
         groups = [{**group, "adapt": False} for group in groups]
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, moments=moments)
     groups[0]["adapt"], groups[1]["adapt"] = True, False
@@ -63,6 +65,6 @@ def make_optimizer(
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
     """By what weights are updated, in words."""
-    if isinstance(optimizer, Lamb):
-        return "multi-tensor operations"
-    return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"
+    if isinstance(optimizer, torch.optim.AdamW):
+        return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"
+    return "multi-tensor operations"

@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None, fused: bool) -> None:
-    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's own).
-    torch's `fused` AdamW wants the step count beside the tensor; others read it on the host."""
-    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-        optimizer.state[tensor] = {
-            "step": torch.zeros((), device=tensor.device if fused else "cpu"),
-            "exp_avg": torch.zeros_like(tensor, dtype=moments),
-            "exp_avg_sq": torch.zeros_like(tensor, dtype=moments),
-        }
+from pangu.optim.moments import start_moments
 
 
 class Lamb(torch.optim.Optimizer):

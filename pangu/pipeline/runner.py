@@ -6,18 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.collectives.point_to_point import Channels, Transfer
 from pangu.config.errors import LocalError
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.block import HiddenStates
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart
@@ -27,6 +25,10 @@ from pangu.pipeline.stages import hidden_state_shapes
 from pangu.pipeline.timeline import Event
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
+
+if TYPE_CHECKING:
+    from pangu.collectives.point_to_point import Channels, Transfer
+    from pangu.layers.weight_gradient_store import WeightGradientStore
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -99,8 +101,8 @@ class Runner:
     """Format of the hidden states between chunks."""
     region: TensorRank
     """This rank's place among those that share this stage's matrices."""
-    store: WeightGradientStore = field(default_factory=WeightGradientStore)
-    """The weight gradients of the model's linear layers that a schedule computes later."""
+    store: WeightGradientStore | None = None
+    """The weight gradients of the model's linear layers; None if the schedule does not split backward."""
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     events: list[Event] | None = None
     """Filled with what was done and when, if it is a list."""
@@ -119,7 +121,11 @@ class Runner:
     ) -> Runner:
         """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
         name = f"rank {mesh.rank}, stage {mesh.at.pipeline}"
-        channels = Channels(mesh, schedule.channels) if mesh.layout.pipeline > 1 else None
+        channels = None
+        if mesh.layout.pipeline > 1:
+            from pangu.collectives.point_to_point import Channels
+
+            channels = Channels(mesh, schedule.channels)
         return cls(model, parts, mesh.at.pipeline, name, channels, **fields)
 
     def run(
@@ -229,9 +235,11 @@ class Runner:
                     self.hooks.expect(action.chunk)
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
+                assert self.store is not None
                 with self.store.open(_key(action)):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
+                assert self.store is not None
                 self.store.flush(_key(action))
         if action.reduce:
             self.hooks.reduce(action.chunk)

@@ -32,7 +32,6 @@ from pangu.layers.kernels import attention_kernels
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.models.size import layer_matrices
-from pangu.planning.activations import layer_activations
 from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
@@ -180,6 +179,10 @@ def _common(lists: Sequence[list[str]], default: str) -> list[str]:
 def _affordable(config: RunConfig, kernels: list[str], device: torch.device) -> list[str]:
     """Without kernels that keep more than twice as much of a layer for backward as the preferred one does: what
     explicit scores save in time on long sequences is not worth their memory."""
+    if len(kernels) == 1:
+        return kernels
+    from pangu.planning.activations import layer_activations
+
     kind: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
 
     def saved_bytes(kernel: str) -> int:

@@ -17,7 +17,6 @@ from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernels import attention_kernels
-from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import Options, build_model
 from pangu.optim.build import make_optimizer
 from pangu.optim.loss_scale import LossScale
@@ -86,7 +85,11 @@ class Trainer:
         self.doing = "starting"
         """What this rank is at, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
-        store = WeightGradientStore() if schedule.splits_backward else None
+        store = None
+        if schedule.splits_backward:
+            from pangu.layers.weight_gradient_store import WeightGradientStore
+
+            store = WeightGradientStore()
         build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
@@ -102,7 +105,7 @@ class Trainer:
             schedule,
             dtype=DTYPES[config.precision.compute],
             region=TensorRegion.of(mesh),
-            store=store or WeightGradientStore(),
+            store=store,
             hooks=ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pangu.layers.offload import CopyStream
+from pangu.layers.copy_stream import CopyStream
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import Completion, Handle, start_all_gather
-from pangu.layers.offload import CopyStream
+from pangu.layers.copy_stream import CopyStream
 from pangu.models.language_model import ModuleHooks
 from pangu.topology.mesh import Algorithms
 from pangu.zero.flat_parameter import FlatParameter

@@ -23,6 +23,7 @@ from pangu.data.indexed import open_indexed
 from pangu.data.stdlib import Source, StdlibPaths, is_prepared, prepare_stdlib, validation_split
 from pangu.data.tokenizers import load_tokenizer
 from tests.data.conftest import library_files
+from tests.documents import document_lengths
 from tests.library import FRACTION, PACKING, VOCAB
 
 SMALL_VOCAB = 400
@@ -40,7 +41,7 @@ def documents(prefix: Path, paths: StdlibPaths) -> list[str]:
     """The texts of an indexed file."""
     opened = open_indexed(prefix)
     tokenizer = load_tokenizer(TokenizerConfig("sentencepiece", str(paths.tokenizer)))
-    parts = np.split(opened.tokens, np.cumsum(opened.document_lengths)[:-1])
+    parts = np.split(opened.tokens, np.cumsum(document_lengths(opened))[:-1])
     assert all(part[-1] == 9 and 9 not in part[:-1] for part in parts)
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pangu.layers import offload
-from pangu.layers.offload import Offload, address
-from pangu.layers.recompute import SavedTensors
+from pangu.layers.offload import Offload
+from pangu.layers.recompute import SavedTensors, address
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

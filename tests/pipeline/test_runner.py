@@ -74,7 +74,8 @@ class Recorder:
 
         def hook(gradient: Tensor) -> None:
             self.tensors["gradient", key] = gradient
-            kind = Kind.BACKWARD_INPUT if self.trainer.runner.store.is_open else Kind.BACKWARD
+            store = self.trainer.runner.store
+            kind = Kind.BACKWARD_INPUT if store is not None and store.is_open else Kind.BACKWARD
             self.actions.append(Action(kind, *key))
 
         if output.requires_grad:

@@ -16,6 +16,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.data.indexed import open_indexed
 from pangu.data.tokenizers import load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
+from tests.documents import document_lengths
 from tests.end_to_end.commands import called, kill_all, wait_until, workers
 from tests.spawn import repository
 
@@ -47,7 +48,7 @@ def texts(prefix: Path, folder: Path) -> list[str]:
     """The documents of an indexed file, which must each end with 9."""
     opened = open_indexed(prefix)
     tokenizer = load_tokenizer(TokenizerConfig("sentencepiece", str(folder / "tokenizer.model")))
-    parts = np.split(opened.tokens, np.cumsum(opened.document_lengths)[:-1])
+    parts = np.split(opened.tokens, np.cumsum(document_lengths(opened))[:-1])
     assert all(part[-1] == 9 for part in parts)
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 
@@ -78,7 +79,7 @@ def test_records_and_other_ends(folder: Path, tmp_path: Path) -> None:
     assert preprocess(folder, tmp_path / "seven", *inputs, "--eod", 7).returncode == 0
     assert preprocess(folder, tmp_path / "bare", *inputs, "--no-append-eod").returncode == 0
     seven, bare = open_indexed(tmp_path / "seven"), open_indexed(tmp_path / "bare")
-    assert (seven.tokens[np.cumsum(seven.document_lengths) - 1] == 7).all()
+    assert (seven.tokens[np.cumsum(document_lengths(seven)) - 1] == 7).all()
     assert seven.tokens[seven.tokens != 7].tolist() == bare.tokens.tolist()
 
 
