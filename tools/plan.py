@@ -1,6 +1,7 @@
 """Tells what a configuration asks for before it is started: of a pipeline what each stage holds, does and sends; with
 --sharding how every weight is cut over the tensor-parallel ranks and what those ranks send each other; with --dry-run
-what a step of the fullest device takes, sends and waits for, carried out without devices.
+what a step of the fullest device takes, sends and waits for, carried out without devices; with --search the fastest
+layouts of its model and batch on a cluster.
 
 Needs neither the devices of the run nor its data."""
 
@@ -17,14 +18,28 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.errors import exit_status
+from pangu.config.checks import find_problems
+from pangu.config.errors import ConfigError, UserError, exit_status, writing
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
+from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import Chosen, choose_layout
 from pangu.planning.report import describe, make_table
+from pangu.planning.search import MODEL_ERROR, search, space_of
+from pangu.planning.search_report import (
+    HEADS,
+    Outcome,
+    explain,
+    lines,
+    overrides_of,
+    page,
+    refusals,
+    run_words,
+    search_data,
+)
 from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
 from pangu.topology.layout import Layout
@@ -34,8 +49,11 @@ _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
   python tools/plan.py +config=pangu_13b parallel.sequence=true batch.micro_size=8 --sharding
   python tools/plan.py +config=pangu_13b --dry-run --json
+  python tools/plan.py +config=pangu_200b cluster=ascend910_2048 --search --explain
+  python tools/plan.py +config=gpt3_175b cluster=a100 cluster.devices=1024 --search --tokens 300e9 --html layouts.html
 
-The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for.
+The overrides are those of pretrain.py; where parallel.data is left out, one replica is planned for. A search keeps to
+the keys of a layout that are given on the command line, e.g. parallel.tensor=8, and tries all values of the others.
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -48,10 +66,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
     parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
-    parser.add_argument("--json", action="store_true", help="the dry run as data, and nothing else")
+    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many of them")
+    parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
+    parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and money for so many tokens")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--json", action="store_true", help="the dry run or the search as data, and nothing else")
     options = parser.parse_intermixed_args(arguments)
-    if options.json and not options.dry_run:
-        parser.error("--json goes with --dry-run")
+    if options.json and not (options.dry_run or options.search):
+        parser.error("--json goes with --dry-run or --search")
     return options
 
 
@@ -84,8 +107,88 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
     console.print(table)
 
 
+_FIXED = {
+    "parallel.tensor": "tensor",
+    "parallel.pipeline": "pipeline",
+    "parallel.virtual": "virtual",
+    "parallel.schedule": "schedule",
+    "parallel.sequence": "sequence",
+    "parallel.zero": "zero",
+    "batch.micro_size": "micro_size",
+    "memory.recompute": "recompute",
+}
+"""Keys that a search keeps to where they are given, and the fields of a plan."""
+
+
+def find_layouts(options: argparse.Namespace) -> Outcome:
+    """Search. Raises UserError, if there is nothing to search on, or nothing fits."""
+    config, problems = find_problems(planned(options.overrides))
+    if problems:
+        raise ConfigError(problems)
+    if config.cluster is None:
+        names = ", ".join(sorted(path.stem for path in (_CONFIGS / "cluster").glob("*.yaml") if path.stem != "none"))
+        raise UserError(f"--search needs a cluster: cluster=NAME works, where NAME is one of {names}")
+    if options.top < 1 or not (options.tokens is None or 0 < options.tokens < 1e20):
+        raise UserError(f"--top {options.top} --tokens {options.tokens}: must be above 0; --top 10 --tokens 300e9 work")
+    given = {word.partition("=")[0] for word in options.overrides}
+    layout = {
+        "virtual": config.parallel.virtual,
+        "schedule": config.parallel.schedule,
+        "tensor": config.parallel.tensor,
+        "pipeline": config.parallel.pipeline,
+        "sequence": config.parallel.sequence,
+        "zero": config.parallel.zero,
+        "micro_size": config.batch.micro_size,
+        "recompute": config.memory.recompute,
+    }
+    fixed = {name: layout[name] for key, name in _FIXED.items() if key in given}
+    space = space_of(config, cluster_in(config.cluster), fixed)
+    found = search(space, options.top)
+    if not found.best:
+        raise UserError(
+            f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
+            f"{refusals(found.refused)}; more devices, a larger batch or fewer fixed keys may work"
+        )
+    return Outcome(space, found, options.tokens)
+
+
+def print_layouts(options: argparse.Namespace) -> None:
+    """What --search asks for. Raises UserError."""
+    outcome = find_layouts(options)
+    if options.html is not None:
+        with writing(options.html):
+            options.html.write_text(page(outcome), encoding="utf-8")
+    if options.json:
+        print(
+            json.dumps(
+                {**search_data(outcome), "explain": list(explain(outcome)) if options.explain else None}, indent=2
+            )
+        )
+        return
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    found, cluster = outcome.found, outcome.space.cluster
+    table = make_table(*HEADS)
+    for line in lines(outcome):
+        table.add_row(*map(Text, line))
+    console.print(
+        f"{found.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(found.refused)}"
+    )
+    console.print(table)
+    console.print(f"=: within the model's error of {MODEL_ERROR:.0%}, which cannot tell it from the first")
+    if run := run_words(outcome):
+        console.print(run, highlight=False)
+    console.print(
+        f"the first: {' '.join(overrides_of(found.best[0].plan))}", markup=False, highlight=False, soft_wrap=True
+    )
+    for why in explain(outcome) if options.explain else ():
+        console.print(f"  {why}", markup=False, highlight=False, soft_wrap=True)
+
+
 def plan(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError."""
+    if options.search:
+        print_layouts(options)
+        return
     if options.json:
         print(json.dumps(plan_dry_run(planned(options.overrides)), indent=1))
         return

@@ -320,3 +320,5 @@ class RunConfig:
     dry_run: bool | Literal["all"]
     """Check the configuration, carry out a step of the fullest device without devices, print what it would hold and do,
     and stop. `all`: of each distinct role of a rank."""
+    cluster: dict[str, object] | None = None
+    """Devices that a plan is made for, see `config.cluster`; null: nothing is said of time."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import role_ranks, run_roles
 from pangu.metrics.text import size
+from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import choose_layout
 from pangu.planning.report import make_table
 from pangu.topology.layout import Layout
@@ -19,15 +20,6 @@ from pangu.topology.layout import Layout
 WIDTH = 200
 """Columns of tables where the output is not a terminal."""
 _GIB = 2**30
-
-
-class DeviceMemory(Protocol):
-    """`cluster.memory`."""
-
-    gib: float
-    context_gib: float
-    workspace_gib: float
-    communicator_gib: float
 
 
 def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +46,10 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
     """What the device needs for all that is no tensor as well, and what is left of it."""
-    cluster = getattr(config, "cluster", None)
-    if cluster is None:
+    if config.cluster is None:
         return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
-    memory: DeviceMemory = cluster.memory
+    cluster = cluster_in(config.cluster)
+    memory = cluster.memory
     beside = memory.context_gib + memory.workspace_gib + role["groups"] * memory.communicator_gib
     needed = role["peak"] + round(beside * _GIB)
     room = round(memory.gib * _GIB) - needed

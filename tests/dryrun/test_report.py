@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from pangu.config.errors import UserError
 from pangu.dryrun import report as reports
 from pangu.dryrun.roles import Worker, role_ranks
 from pangu.topology.layout import Layout
+from tests.configs import config
 from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 
@@ -72,9 +71,10 @@ def test_roles_are_the_corners_of_each_stage() -> None:
 
 @pytest.mark.parametrize(("gib", "fits", "words"), [(80.0, True, "fits on small"), (4.0, False, "does not fit")])
 def test_what_is_no_tensor_counts_as_well(gib: float, fits: bool, words: str) -> None:
-    memory = SimpleNamespace(gib=gib, context_gib=0.5, workspace_gib=0.25, communicator_gib=0.125)
-    config: Any = SimpleNamespace(cluster=SimpleNamespace(name="small", memory=memory))
-    found = reports._fit(config, {"peak": 4 * GIB, "groups": 2})
+    beside = {"gib": gib, "context_gib": 0.5, "workspace_gib": 0.25, "communicator_gib": 0.125}
+    memory = [f"cluster.memory.{name}={value}" for name, value in beside.items()]
+    small = config("cluster=a100", "cluster.name=small", *memory)
+    found = reports._fit(small, {"peak": 4 * GIB, "groups": 2})
     assert found == {
         "cluster": "small",
         "needed_bytes": 5 * GIB,

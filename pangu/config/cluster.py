@@ -1,0 +1,116 @@
+"""The devices that a run is planned for: what they compute, hold and send a second.
+
+A file of configs/cluster/ says of each figure where it is from; `tools/calibrate.py` writes one of the user's own
+machine. Training reads none of it: only what plans does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pangu.config.bounds import Bounds, Count, Filename, NotNegative, Positive
+
+Part = Annotated[float, Bounds(above=0, most=1)]
+"""What is reached of a peak."""
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """How fast a matrix product of some shape is: peak x `efficiency`, less what small and crooked shapes lose."""
+
+    tflops: Positive
+    """Peak rate in the 16-bit formats (dense), 10^12 operations a second."""
+    tflops_fp32: Positive
+    """Peak rate in fp32."""
+    efficiency: Part
+    """Share of the peak that large, well-shaped products reach."""
+    depth: NotNegative
+    """Length of the inner dimension that takes as long as starting and ending a tile: k is charged as k + `depth`."""
+    waves: NotNegative
+    """Waves of tiles lost to the last one, which is not full: w waves are charged as w + `waves`."""
+    alignment: NotNegative
+    """Share of time that a dimension of the weights adds that is not a multiple of 64 elements."""
+    unaligned: Annotated[float, Bounds(least=1)]
+    """Factor by which products are slower with a dimension that is no multiple of 8: tensor cores cannot load it."""
+    attention: Part
+    """Share of the peak that the products of fused attention kernels reach."""
+    units: Count
+    """Multiprocessors (cube cores): tiles of 128 x 128 computed at a time."""
+    measured: tuple[tuple[Positive, Positive, Positive, Positive], ...]
+    """Products that were timed: [rows, columns, inner dimension, share of the peak]. A shape near one of them takes its
+    share; others are computed from the numbers above, which were fitted to these."""
+
+
+@dataclass(frozen=True)
+class DeviceMemoryConfig:
+    """A device's own memory."""
+
+    gib: Positive
+    """GiB on a device."""
+    context_gib: NotNegative
+    """Of these the device's context (loaded kernels, driver)."""
+    workspace_gib: NotNegative
+    """Of these workspaces of libraries, and what the allocator cannot use."""
+    communicator_gib: NotNegative
+    """Of these the buffers of each group of processes that sends."""
+    fragmentation: NotNegative
+    """Part of the activations that comes on top: holes between blocks, copies for messages."""
+    gb_s: Positive
+    """Peak bandwidth, 10^9 bytes a second."""
+    efficiency: Part
+    """Share of the bandwidth that operations on whole tensors reach."""
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """A level of links: a message of n bytes takes latency_us + n / gb_s."""
+
+    latency_us: NotNegative
+    """Microseconds of a message however short."""
+    gb_s: Positive
+    """10^9 bytes a second that a device sends while it receives as many."""
+
+
+@dataclass(frozen=True)
+class PriceConfig:
+    """What a device uses up."""
+
+    watts: NotNegative
+    """Power of a device with its share of host, network and cooling."""
+    per_hour: NotNegative
+    """Money for a device and hour, in any currency; 0: not told."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Equal devices in nodes of equal size."""
+
+    name: Filename
+    """What reports call it."""
+    devices: Count
+    """Devices that a plan may use."""
+    node: Count
+    """Devices of a node, all joined by links of the fastest level."""
+    nics: Count
+    """Network interfaces of a node, which its devices share."""
+    matmul: MatmulConfig
+    """Matrix products."""
+    memory: DeviceMemoryConfig
+    """Device memory."""
+    inside: LinkConfig
+    """Links inside a node."""
+    between: LinkConfig
+    """Links between nodes, `gb_s` of one of the `nics`."""
+    launch_us: NotNegative
+    """Microseconds between two kernels that a host starts: what a step of tiny kernels takes of each."""
+    message_us: NotNegative
+    """Microseconds of the host for a message between pipeline stages."""
+    step_us: NotNegative
+    """Microseconds of a step that do not depend on its size: the host's part of the update, the loss read back."""
+    overlap: Annotated[float, Bounds(least=1)]
+    """Factor by which computing slows while communication runs beside it, and the other way round."""
+    host_gb_s: Positive
+    """10^9 bytes a second between a device and host memory, in each direction."""
+    price: PriceConfig
+    """Power and money."""

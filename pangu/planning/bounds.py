@@ -1,0 +1,110 @@
+"""What a layout takes and needs at least, thousands of times a second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pangu.planning.cost import ModuleTime, collective_seconds, in_flight, module_time
+from pangu.planning.published import REDUCES_EACH, Plan, Recompute, describe
+from pangu.planning.workload import Collective
+
+if TYPE_CHECKING:
+    from pangu.planning.search import Space
+
+
+class Pieces(NamedTuple):
+    """Seconds of a layer and of the head for one micro-batch, and bytes of a layer's activations."""
+
+    layer: ModuleTime
+    head: float
+    saved: float
+
+    @property
+    def whole(self) -> float:
+        """Seconds of a layer."""
+        return sum(map(sum, self.layer))
+
+
+class Bounds:
+    """What a layout takes and needs at least, from a few numbers of each size of tensor group and micro-batch."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._pieces: dict[tuple[int, int, bool, str], Pieces] = {}
+        self._links: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of a step without messages and the update."""
+        p, m, layers = plan.pipeline, plan.micro_batches, plan.layers
+        pieces = self._of(plan, plan.recompute)
+        each, longest = pieces.whole, max(layers) if plan.virtual == 1 else self._space.shape.layers / p
+        whole = each * self._space.shape.layers + pieces.head
+        stage = max(whole / p, longest * each, layers[-1] * each + pieces.head)
+        if plan.recomputed:
+            share = min(1.0, plan.recomputed / max(layers))
+            more = share * (self._of(plan, "full").whole - each)
+            whole, stage = whole + more * sum(layers) * 0.9, stage + more * longest * 0.9
+        forward, back, weight = (sum(phase) * self._space.shape.layers / p for phase in pieces.layer)
+        busy = m * stage + self._replicas(plan, m * stage, back + weight)
+        if plan.schedule == "1f1b":
+            return busy + whole - stage
+        if plan.schedule == "interleaved":
+            return busy + (whole - stage) / plan.virtual
+        return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.95
+
+    def _replicas(self, plan: Plan, busy: float, backward: float) -> float:
+        """Seconds that a stage waits for replicas at least."""
+        if plan.data == 1:
+            return 0.0
+        system, shape = self._space.system, self._space.shape
+        numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
+        shards = (plan.shards or plan.data) if plan.zero else 1
+        latency, per_byte = self._link(plan)
+        gradients, weights = (numbers * size * per_byte + latency for size in (system.gradient_bytes, 2))
+        host = numbers / shards * (system.gradient_bytes + 2) / (self._space.cluster.host_gb_s * 1e9)
+        host *= "optimizer" in plan.offload
+        hidden = system.hidden_data
+        if plan.zero == 3:
+            sent = plan.micro_batches * (gradients + weights * (1 if plan.recompute == "full" else 2)) - 3 * latency
+            return host + (1 - hidden) * sent + max(0.0, hidden * sent - busy)
+        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
+        sent = often * gradients + weights if plan.zero else 2 * gradients
+        return host + (1 - hidden) * sent + max(0.0, hidden * sent - 1.1 * backward)
+
+    def _link(self, plan: Plan) -> tuple[float, float]:
+        """Latency and seconds of a byte of a collective of the replicas that share states."""
+        key = (plan.tensor, plan.data, plan.shards)
+        if key not in self._links:
+            cluster = self._space.cluster
+            group = plan.layout.groups(cluster.node)["shard"]
+            latency, one = (
+                collective_seconds(Collective("all_gather", "shard", size), group, cluster) for size in (0.0, 1e9)
+            )
+            self._links[key] = latency, (one - latency) / 1e9
+        return self._links[key]
+
+    def gib(self, plan: Plan) -> float:
+        """GiB of the first stage: states of its layers, and their activations in flight."""
+        shape = self._space.shape
+        layers = min(plan.layers) * plan.virtual
+        numbers = layers * shape.layer_matrices / plan.tensor
+        shards = (plan.shards or plan.data) if plan.zero else 1
+        kept = 0 if "optimizer" in plan.offload else 12 / shards
+        gradients = self._space.system.gradient_bytes
+        whole = plan.zero < 2 or plan.schedule not in REDUCES_EACH
+        each = kept + 2 / (shards if plan.zero == 3 else 1) + gradients / (1 if whole else shards)
+        again = min(plan.recomputed * plan.virtual, layers)
+        flying = in_flight(plan.steps, 0) / plan.virtual
+        return (numbers * each + flying * (layers - again) * self._of(plan, plan.recompute).saved) / 2**30
+
+    def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
+        """The pieces of a layout."""
+        key = (plan.tensor, plan.micro_size, plan.sequence, recompute)
+        if key not in self._pieces:
+            space = self._space
+            alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
+            modules = describe(space.shape, space.system, alone).modules
+            groups = alone.layout.groups(space.cluster.node)
+            layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))
+            self._pieces[key] = Pieces(layer, sum(map(sum, head)), modules["layer"].saved_bytes)
+        return self._pieces[key]

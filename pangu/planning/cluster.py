@@ -1,0 +1,46 @@
+"""Reads the files of configs/cluster/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from pangu.config.build import read
+from pangu.config.cluster import ClusterConfig
+from pangu.config.errors import ConfigError, UserError
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """A cluster's file that has no defaults list.
+
+    Raises:
+        UserError: if it cannot be read; ConfigError if it is no cluster.
+    """
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: cannot be read as a cluster: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: is no cluster")
+    return cluster_in({str(key): value for key, value in values.items()}, "")
+
+
+def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:
+    """The cluster of a configuration's group `path`. Raises ConfigError for all that is wrong with it."""
+    cluster, problems = read(ClusterConfig, values, path)
+    if problems:
+        raise ConfigError(problems)
+    return cluster
+
+
+def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
+    """Clusters by the names of their files; those of another size are left out."""
+    return {
+        path.stem: load_cluster(path)
+        for path in sorted(folder.glob("*.yaml"))
+        if path.stem != "none" and "defaults:" not in path.read_text(encoding="utf-8")
+    }

@@ -1,0 +1,363 @@
+"""From what a rank does to how long it takes on a cluster: the time of a step and its terms.
+
+The model is additive and physical: products by their shape, other operations by their bytes, both at least as long as
+the host needs to start the kernels; collectives by latency and bandwidth of the level of links that their group spans.
+Every number of it is a key of `cluster`. Formulas: Narayanan et al. 2021, sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from pangu.config.cluster import ClusterConfig, LinkConfig
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.pipeline.simulate import Durations, simulate
+from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, StepWork, Work, Workload
+
+TILE = 128
+"""Rows and columns of the tiles that products are cut into."""
+
+
+class Group(NamedTuple):
+    """Ranks that communicate."""
+
+    size: int
+    inside: int
+    """Of these on each node."""
+
+
+class Layers(NamedTuple):
+    """Degrees of a layout, innermost first: neighbouring ranks form a tensor group."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    shards: int = 0
+    """Neighbouring replicas that share states; 0: all."""
+
+    def groups(self, node: int) -> dict[Axis, Group]:
+        """The group of each axis on nodes of `node` devices."""
+        replicas = self.context * self.data
+        strides: dict[Axis, tuple[int, int]] = {
+            "tensor": (1, self.tensor),
+            "context": (self.tensor, self.context),
+            "data": (self.tensor, replicas),
+            "shard": (self.tensor, self.shards or replicas),
+            "copies": (self.tensor * (self.shards or replicas), replicas // (self.shards or replicas)),
+            "pipeline": (self.tensor * self.context * self.data, self.pipeline),
+        }
+        groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
+        whole = groups["pipeline"].inside == self.pipeline
+        return {**groups, "ends": Group(min(2, self.pipeline), 2 if whole and self.pipeline > 1 else 1)}
+
+
+class Phase(NamedTuple):
+    """Seconds of a piece of work."""
+
+    compute: float
+    communication: float
+    """That computing does not hide."""
+
+
+class ModuleTime(NamedTuple):
+    """Seconds of a module for one micro-batch; what is computed again belongs to `backward_input`."""
+
+    forward: Phase
+    backward_input: Phase
+    backward_weight: Phase
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step and what they are made of, on the stage that has most to do."""
+
+    compute: float
+    """Computing of the micro-batches."""
+    tensor: float
+    """Waiting for collectives inside layers: tensor and context parallelism."""
+    pipeline: float
+    """Waiting for messages between stages."""
+    bubble: float
+    """Idle time of the schedule."""
+    data: float
+    """Waiting for replicas: gradients, parameters."""
+    update: float
+    """The optimizer, and what a step takes of the host."""
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return self.compute + self.tensor + self.pipeline + self.bubble + self.data + self.update
+
+    def slowed(self, factor: float) -> StepTime:
+        """With micro-batches that take `factor` times as long."""
+        return replace(self, compute=self.compute * factor, tensor=self.tensor * factor, bubble=self.bubble * factor)
+
+
+def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
+    """Time of a product without that of starting it.
+
+    Computing is charged whole tiles, the last wave of tiles and the ends of the inner dimension; reading and writing
+    the operands is a lower bound.
+    """
+    rate, memory = cluster.matmul, cluster.memory
+    if product.fused:
+        return product.flops / (rate.tflops * 1e12 * rate.attention)
+    tiles = math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE) * product.batch
+    lost = tiles * TILE * TILE / (product.rows * product.columns * product.batch)
+    lost *= (1 + rate.depth / product.depth) * (1 + rate.waves * rate.units / tiles)
+    if product.columns % 8 or product.depth % 8:
+        lost *= rate.unaligned
+    elif product.columns % 64 or product.depth % 64:
+        lost *= 1 + rate.alignment * (1 - math.gcd(product.columns, product.depth, 64) / 64)
+    computing = product.flops * lost / (rate.tflops * 1e12 * rate.efficiency)
+    moved = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
+    return max(computing, 2.0 * moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency))
+
+
+def collective_seconds(collective: Collective, group: Group, cluster: ClusterConfig) -> float:
+    """Time of a collective of a group: rings that use all interfaces of a node.
+
+    The devices of a node that belong to other groups of the same axis send at the same time, so a group has the share
+    of the interfaces that its own devices on the node are of all.
+    """
+    if group.size <= 1:
+        return 0.0
+    rounds = 2 if collective.kind == "all_reduce" else 1
+    inside = cluster.inside
+    share = 1.0 if collective.kind == "send" else (group.size - 1) / group.size
+    if group.inside >= group.size:
+        link = inside
+    else:
+        # devices x share of a node's interfaces, of which those of the group's neighbours use the rest
+        wire = cluster.between.gb_s * cluster.nics * group.inside / cluster.node
+        link = LinkConfig(cluster.between.latency_us, min(wire, inside.gb_s))
+    hops = 1 if collective.kind == "send" else rounds * math.ceil(math.log2(group.size))
+    seconds = hops * link.latency_us * 1e-6 + rounds * share * collective.bytes / (link.gb_s * 1e9)
+    return seconds * collective.calls
+
+
+def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
+    """Time of one piece of work."""
+    device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
+    device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    compute = max(device, work.launches * cluster.launch_us * 1e-6)
+    hidden = waited = 0.0
+    for collective in work.collectives:
+        seconds = collective_seconds(collective, groups[collective.axis], cluster)
+        hidden += seconds * collective.hidden
+        waited += seconds * (1 - collective.hidden)
+    return Phase(compute, waited + beside(compute, hidden, cluster))
+
+
+def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
+    """What communication that runs beside computing adds: what is longer, and the slowing of both."""
+    return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
+
+
+def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> ModuleTime:
+    """Time of a module."""
+    again = phase_seconds(module.recompute, groups, cluster)
+    back = phase_seconds(module.backward_input, groups, cluster)
+    return ModuleTime(
+        phase_seconds(module.forward, groups, cluster),
+        Phase(again.compute + back.compute, again.communication + back.communication),
+        phase_seconds(module.backward_weight, groups, cluster),
+    )
+
+
+class Chunk(NamedTuple):
+    """Seconds of a chunk of layers for one micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    communication: float
+    """Of all three the part that is no computing."""
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def chunk_times(workload: Workload, times: Mapping[str, ModuleTime]) -> list[Chunk]:
+    """Times of all chunks in model order."""
+    chunks = []
+    for counts in workload.chunks:
+        sums = [0.0, 0.0, 0.0, 0.0]
+        for kind, count in counts.items():
+            for place, phase in enumerate(times[kind]):
+                sums[place] += count * (phase.compute + phase.communication)
+                sums[3] += count * phase.communication
+        chunks.append(Chunk(*sums))
+    return chunks
+
+
+class Pipeline(NamedTuple):
+    """A schedule in numbers."""
+
+    schedule: str
+    stages: int
+    virtual: int
+    micro_batches: int
+
+    def of(self, chunk: int) -> int:
+        """Stage of a chunk."""
+        turn, place = divmod(chunk, self.stages)
+        backwards = turn % 2 and self.schedule in SCHEDULES and SCHEDULES[self.schedule].v_shape
+        return self.stages - 1 - place if backwards else place
+
+
+def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, exact: bool = True) -> tuple[float, int]:
+    """From the first computation of a step to the last, and the stage that computes longest.
+
+    1F1B, GPipe and interleaved schedules in closed form; of others the very actions are carried out if it is to be
+    `exact`, or else a form that is exact for equal stages is taken. `link` are the seconds of a message for which a
+    stage waits.
+    """
+    p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
+    stages = [0.0] * p
+    for number, chunk in enumerate(chunks):
+        stages[pipeline.of(number)] += chunk.total
+    longest = max(range(p), key=stages.__getitem__)
+    waiting = 2 * link * v if p > 1 else 0.0
+    if pipeline.schedule in ("1f1b", "gpipe") or p == 1:
+        return sum(stages) + (m - 1) * (stages[longest] + waiting) + 2 * (p - 1) * link, longest
+    if pipeline.schedule == "interleaved":
+        first = sum(stages) / v
+        return first + (m - 1 / v) * stages[longest] + (m - 1) * waiting + 2 * (p - 1) * link, longest
+    if pipeline.schedule in ("zb-1p", "zb-2p"):  # the paper's schedules for one and two times the memory of 1F1B
+        inputs = sum(chunk.forward + chunk.backward_input - chunk.backward_weight for chunk in chunks) / p
+        least = sum(chunk.forward + chunk.backward_input - 2 * chunk.backward_weight for chunk in chunks) / p
+        bubble = (p - 1) * max(0.0, inputs if pipeline.schedule == "zb-1p" else least)
+        return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
+    if not exact and pipeline.schedule in ("zb_h1", "zb_v"):
+        forward, back, weight = (sum(chunk[place] for chunk in chunks) / p for place in range(3))
+        late = back / 2 if m >= 2 * p else back - weight / 2
+        bubble = (p - 1) * max(0.0, forward + back - weight if pipeline.schedule == "zb_h1" else late)
+        return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
+    most = min(m, max(4 * p, 8))  # from then on each takes as long as the longest stage computes
+    schedule = _schedule(pipeline.schedule, p, v, most)
+    durations = Durations(
+        [chunk.forward for chunk in chunks],
+        [chunk.backward_input for chunk in chunks],
+        [chunk.backward_weight for chunk in chunks],
+        link,
+    )
+    makespan = simulate(schedule, durations, checked=True).makespan
+    return makespan + (m - most) * stages[longest] + m * waiting / max(1, v), longest
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Schedule:
+    return make_schedule(name, stages, virtual, micro_batches)
+
+
+def step_time(
+    workload: Workload,
+    pipeline: Pipeline,
+    layout: Layers,
+    cluster: ClusterConfig,
+    messages_hidden: float = 0.0,
+    exact: bool = True,
+) -> StepTime:
+    """Time of a step.
+
+    Args:
+        workload: what the ranks do.
+        pipeline: schedule, and how often they do it.
+        layout: which ranks form the groups.
+        cluster: on what.
+        messages_hidden: share of messages between stages that runs beside computing.
+        exact: irregular schedules are carried out (see `pipeline_seconds`).
+    """
+    groups = layout.groups(cluster.node)
+    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
+    chunks = chunk_times(workload, times)
+    message = Collective("send", "pipeline", workload.message_bytes)
+    link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
+    link += cluster.message_us * 1e-6
+    whole, longest = pipeline_seconds(pipeline, chunks, link, exact)
+    own = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
+    m = pipeline.micro_batches
+    tensor = m * sum(chunk.communication for chunk in own)
+    busy = m * sum(chunk.total for chunk in own)
+    waiting = 2 * link * pipeline.virtual * m if pipeline.stages > 1 else 0.0
+    waiting = min(waiting, whole - busy)
+    last = sum(chunk.backward_input + chunk.backward_weight for chunk in own)
+    ends = [_after(step, groups, cluster, last) for step in workload.steps]
+    data, update = max(ends, key=sum)
+    return StepTime(busy - tensor, tensor, waiting, whole - busy - waiting, data, update + cluster.step_us * 1e-6)
+
+
+def _after(
+    step: StepWork, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
+) -> tuple[float, float]:
+    """Seconds that a stage waits for replicas, beside a `backward` of so many, and those of its update."""
+    hidden = waited = 0.0
+    for collective in step.collectives:
+        seconds = collective_seconds(collective, groups[collective.axis], cluster)
+        hidden += seconds * collective.hidden
+        waited += seconds * (1 - collective.hidden)
+    waited += step.host_bytes / (cluster.host_gb_s * 1e9)
+    device = step.update_bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    return waited + beside(backward, hidden, cluster), max(device, step.launches * cluster.launch_us * 1e-6)
+
+
+def in_flight(pipeline: Pipeline, stage: int) -> float:
+    """Most forwards of chunks whose backward is to come on a stage (Narayanan et al. 2021, section 2.2)."""
+    p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
+    if pipeline.schedule in ("gpipe", "breadth_first"):
+        return m * v
+    if pipeline.schedule == "interleaved":
+        group = math.ceil(m / max(1, m // p))
+        return min(m * v, (v - 1) * group + 2 * (p - stage - 1) + 1)
+    if pipeline.schedule == "zb-2p":
+        return min(m, 2 * p - 2 * stage - 1 if p > 1 else 1)
+    if pipeline.schedule == "zb_v":
+        return min(2 * m, 2 * p)
+    return min(m, p - stage)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of a device."""
+
+    states: float
+    """Parameters, gradients, optimizer state."""
+    activations: float
+    """From forward to backward, and what a module works with."""
+    overhead: float
+    """Of the device and its libraries."""
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return self.states + self.activations + self.overhead
+
+
+def memory_of_stages(workload: Workload, pipeline: Pipeline, layout: Layers, cluster: ClusterConfig) -> list[Memory]:
+    """What each stage needs at its peak."""
+    gib, memory = 2.0**30, cluster.memory
+    groups = sum(size > 1 for size in layout[:4])
+    overhead = memory.context_gib + memory.workspace_gib + groups * memory.communicator_gib
+    chunks: list[list[Mapping[str, int]]] = [[] for _ in workload.steps]
+    for number, chunk in enumerate(workload.chunks):
+        chunks[pipeline.of(number)].append(chunk)
+    stages = []
+    for stage, (step, own) in enumerate(zip(workload.steps, chunks, strict=True)):
+        modules = [(workload.modules[kind], count) for chunk in own for kind, count in chunk.items()]
+        # the head's forward is followed by its backward: one of it is there at a time
+        repeated = sum(module.saved_bytes * count for module, count in modules if not module.at_once)
+        once = sum(module.saved_bytes * count for module, count in modules if module.at_once)
+        working = max((module.working_bytes for module, _ in modules), default=0.0)
+        held = in_flight(pipeline, stage) / pipeline.virtual * repeated + max(working, once)
+        stages.append(Memory(step.state_bytes / gib, held / gib, overhead + memory.fragmentation * held / gib))
+    return stages

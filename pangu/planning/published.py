@@ -1,0 +1,379 @@
+"""What the published systems do in a step: Megatron-LM and what came after it, from their papers' formulas.
+
+Korthikanti et al. 2022 (activations, table 2; sequence and tensor parallelism), Narayanan et al. 2021 (FLOPs,
+messages), Rajbhandari et al. 2020 (states). b: sequences of a micro-batch, s: tokens of one, h: hidden, a: heads,
+t: tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from pangu.planning.cost import Layers, Pipeline
+from pangu.planning.workload import Collective, Matmul, ModuleWork, StepWork, Work, Workload
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Shape(NamedTuple):
+    """A decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    gated: bool = False
+    tied: bool = True
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of a layer's matrices."""
+        kv = self.hidden // self.heads * self.kv_heads
+        return self.hidden * (2 * self.hidden + 2 * kv + (3 if self.gated else 2) * self.ffn)
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        words = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.layer_matrices + 13 * self.hidden) + words + self.sequence * self.hidden
+
+    def flops(self, sequences: float) -> float:
+        """Model FLOPs of a step: attention in full, nothing twice."""
+        layer = 2.0 * self.layer_matrices + 4.0 * self.sequence * self.hidden
+        return 3.0 * sequences * self.sequence * (self.layers * layer + 2.0 * self.vocab * self.hidden)
+
+
+@dataclass(frozen=True)
+class System:
+    """How a program carries out a layer."""
+
+    name: str
+    flash: bool
+    """Attention is one kernel that keeps no scores, and skips what is masked."""
+    dropout: bool
+    fused: bool
+    """Element-wise operations are joined into few kernels."""
+    launches: float
+    """Kernels of a layer's forward; backward starts twice as many."""
+    gradient_bytes: int
+    """Of a gradient that is summed and reduced."""
+    accumulation_bytes: float
+    """Read and written per weight and micro-batch to add its gradient to the sum."""
+    hidden_tensor: float = 0.0
+    """Share of tensor-parallel communication that runs beside products."""
+    hidden_backward: float = 0.0
+    """Of the backward's, beside the products of weight gradients."""
+    hidden_data: float = 0.0
+    """Share of the communication of replicas that runs beside backward."""
+    hidden_messages: float = 0.0
+    """Share of the messages between stages that runs beside computing."""
+
+
+MEGATRON_2021 = System("megatron", False, True, True, 22, 4, 8)
+"""Megatron-LM and Megatron-DeepSpeed of 2021 and 2022: fused softmax, nothing overlaps."""
+MEGATRON_2022 = replace(MEGATRON_2021, hidden_backward=1.0)
+"""Megatron-LM with sequence parallelism and selective recompute (Korthikanti et al. 2022, section 4.2.2)."""
+MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 0, 0.5, 0.5, 0.95, 1.0)
+"""Megatron-Core since 2023: flash attention, communication beside computing."""
+NANOTRON = System("nanotron", True, False, False, 30, 4, 12)
+"""nanotron of 2024."""
+PANGU = System("pangu", True, True, False, 30, 4, 12, 0.0, 0.0, 0.9)
+"""This program, until a dry run counts it: fused attention, element-wise operations one by one."""
+FSDP = System("fsdp", True, False, False, 24, 4, 8, 0.0, 0.0, 1.0)
+"""FSDP of PyTorch with flash attention."""
+
+
+class Plan(NamedTuple):
+    """How a model is spread and stepped."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    data: int
+    context: int
+    zero: int
+    sequence: bool
+    recompute: Recompute
+    micro_size: int
+    micro_batches: int
+    schedule: str
+    light_ends: bool = False
+    """The embedding and the head count as layers where the model is cut."""
+    layers: tuple[int, ...] = ()
+    """Of each chunk; (): as `light_ends` says."""
+    recomputed: int = 0
+    """With `recompute` = none, layers of each chunk that are computed again in full."""
+    shards: int = 0
+    """Replicas that share states; 0: all."""
+    offload: tuple[str, ...] = ()
+    """What waits in host memory: `optimizer`."""
+
+    @property
+    def layout(self) -> Layers:
+        """Its degrees."""
+        return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
+
+    @property
+    def steps(self) -> Pipeline:
+        """Its schedule."""
+        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
+
+
+def _attention(shape: Shape, system: System, b: int, length: int, heads: int, passes: float) -> tuple[Matmul, ...]:
+    """Products of scores and values; `passes` are 1 forward and 2 backward."""
+    size = shape.hidden // shape.heads
+    if system.flash:
+        # both products, causal: half; backward computes the scores again: 2.5 times forward
+        count = 0.5 * (2 if passes == 1 else 5)
+        return (Matmul(length, shape.sequence, size, b * heads, count, True),)
+    return (
+        Matmul(length, shape.sequence, size, b * heads, passes),
+        Matmul(length, size, shape.sequence, b * heads, passes),
+    )
+
+
+def _layer_bytes(shape: Shape, system: System, plan: Plan, tokens: float) -> tuple[float, float]:
+    """Bytes that operations of a layer which are no products move, forward and backward.
+
+    Counted per element of [tokens, hidden] in 16 bits: norms, bias-dropout-add, activation, transposes, and without
+    flash attention scale-mask-softmax and dropout of the scores.
+    """
+    h, t = shape.hidden, plan.tensor
+    shared = t if plan.sequence else 1
+    up = shape.ffn / h * (2 if shape.gated else 1)
+    residual = 11.0 if system.fused else 15.0
+    forward = residual / shared + (2 * shape.ffn / h + up + 4 + 2 * shape.kv_heads / shape.heads * 2) / t
+    backward = 1.9 * residual / shared + (2 * up + 2 * shape.ffn / h + 12) / t
+    scores = 0.0 if system.flash else shape.heads / t * shape.sequence / h * (6.5 if system.dropout else 4)
+    unit = 2.0 * tokens * h
+    return unit * (forward + scores), unit * (backward + scores * 1.6)
+
+
+def _saved(shape: Shape, system: System, plan: Plan, tokens: float) -> float:
+    """Activations of a layer for one micro-batch: Korthikanti et al. 2022, table 2, for any non-linearity."""
+    h, t, s = shape.hidden, plan.tensor, shape.sequence
+    shared = t if plan.sequence else 1
+    if plan.recompute == "full":
+        return 2 * tokens * h / shared
+    kv = shape.kv_heads / shape.heads
+    mlp = (6 if shape.gated else 4) * shape.ffn / h
+    replicated = 8 + (2 if system.dropout else 0)
+    saved = tokens * h * (replicated / shared + (4 + 4 * kv + mlp) / t)
+    if system.flash and plan.recompute == "selective":
+        return saved / 2  # torchtitan's selective-op: every other product's output is kept
+    if not system.flash and plan.recompute == "none":
+        saved += tokens * s * shape.heads / t * (5 if system.dropout else 4)
+    return saved
+
+
+def _communication(shape: Shape, system: System, plan: Plan, tokens: float) -> tuple[Collective, ...]:
+    """Of a layer's forward; backward sends the same."""
+    found: list[Collective] = []
+    whole = 2.0 * tokens * shape.hidden
+    if plan.tensor > 1 and plan.sequence:
+        found.append(Collective("all_gather", "tensor", whole, 2, system.hidden_tensor))
+        found.append(Collective("reduce_scatter", "tensor", whole, 2, system.hidden_tensor))
+    elif plan.tensor > 1:
+        found.append(Collective("all_reduce", "tensor", whole, 2, system.hidden_tensor))
+    if plan.context > 1:
+        keys = 4.0 * tokens * plan.context * shape.hidden * shape.kv_heads / shape.heads / plan.tensor
+        found.append(Collective("all_gather", "context", keys, 1, 0.9))
+    return tuple(found)
+
+
+@lru_cache(maxsize=100_000)
+def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
+    """A layer on one rank; only what matters of the plan may be set in it (see `_reduced`)."""
+    b, t, h = plan.micro_size, plan.tensor, shape.hidden
+    length = max(1, shape.sequence // plan.context)
+    tokens, heads = b * length, max(1, shape.heads // t)
+    kv = h // shape.heads * shape.kv_heads
+    up = shape.ffn * (2 if shape.gated else 1)
+    matrices = ((h, (h + 2 * kv) // t), (h // t, h), (h, up // t), (shape.ffn // t, h))
+    sends = _communication(shape, system, plan, tokens)
+    back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
+    parameters = shape.layer_matrices / t + 13 * h / t
+    sharded = plan.zero == 3 and plan.data > 1
+    gather = (Collective("all_gather", "shard", 2.0 * parameters, 1, system.hidden_data),) if sharded else ()
+    reduce = (
+        (Collective("reduce_scatter", "shard", 1.0 * system.gradient_bytes * parameters, 1, system.hidden_data),)
+        if sharded
+        else ()
+    )
+    bytes_forward, bytes_backward = _layer_bytes(shape, system, plan, tokens)
+    # Megatron's fused softmax takes scores of four heads at a time
+    launches = system.launches + (9 if not system.flash and b * heads % 4 else 0)
+    forward = Work(
+        tuple(Matmul(tokens, columns, depth) for depth, columns in matrices)
+        + _attention(shape, system, b, length, heads, 1),
+        bytes_forward,
+        launches + 2 * sum(send.calls for send in sends),
+        sends + gather,
+    )
+    # sequence parallelism gathers the inputs of products once more for the gradients of weights
+    more = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
+    again = forward if plan.recompute == "full" else Work()
+    if plan.recompute == "selective" and not system.flash:
+        scores = _attention(shape, system, b, length, heads, 1)
+        again = Work(scores, 13.0 * b * length * shape.sequence * heads, 4)
+    return ModuleWork(
+        forward,
+        Work(
+            tuple(Matmul(tokens, depth, columns) for depth, columns in matrices)
+            + _attention(shape, system, b, length, heads, 2),
+            bytes_backward,
+            2 * launches - 4 + 2 * sum(send.calls for send in sends),
+            back + more + (gather if plan.recompute != "full" else ()),
+        ),
+        Work(
+            tuple(Matmul(depth, columns, tokens) for depth, columns in matrices),
+            system.accumulation_bytes * parameters,
+            4,
+            reduce,
+        ),
+        again,
+        _saved(shape, system, plan, tokens),
+        _saved(shape, system, plan._replace(recompute="none"), tokens) if plan.recompute != "none" else 0.0,
+        parameters=parameters,
+    )
+
+
+@lru_cache(maxsize=100_000)
+def head_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
+    """Final norm, output matrix and loss on one rank: logits in 16 bits and in fp32."""
+    tokens = plan.micro_size * max(1, shape.sequence // plan.context)
+    columns = math.ceil(shape.vocab / (TILES * plan.tensor)) * TILES
+    h, logits = shape.hidden, 1.0 * tokens * columns
+    return ModuleWork(
+        Work((Matmul(tokens, columns, h),), logits * 22 + 8.0 * tokens * h, 14),
+        Work((Matmul(tokens, h, columns),), logits * 14 + 12.0 * tokens * h, 8),
+        Work((Matmul(h, columns, tokens),), system.accumulation_bytes * columns * h, 1),
+        Work(),
+        tokens * h * 4 + 10 * logits,
+        at_once=True,
+        parameters=columns * h,
+    )
+
+
+REDUCES_EACH = ("1f1b", "interleaved")
+"""Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
+TILES = 128
+"""Vocabularies are padded to a multiple of so many rows on each tensor-parallel rank."""
+
+
+def embedding_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
+    """The lookup of words and positions."""
+    tokens = plan.micro_size * max(1, shape.sequence // plan.context)
+    whole = 2.0 * tokens * shape.hidden
+    sends = (Collective("all_reduce", "tensor", whole),) if plan.tensor > 1 else ()
+    rows = math.ceil(shape.vocab / (TILES * plan.tensor)) * TILES + shape.sequence
+    return ModuleWork(
+        Work((), whole * 5, 6, sends),
+        Work((), whole * 6, 5),
+        Work(),
+        saved_bytes=1.0 * tokens * shape.hidden,
+        parameters=rows * shape.hidden,
+    )
+
+
+def cut(shape: Shape, plan: Plan) -> list[int]:
+    """Layers of each chunk: as even as can be, the larger ones first; with `light_ends` the embedding and the head
+    count as a layer each."""
+    if plan.layers:
+        return list(plan.layers)
+    chunks, more = plan.pipeline * plan.virtual, 2 if plan.light_ends and plan.pipeline > 1 else 0
+    each, rest = divmod(shape.layers + more, chunks)
+    counts = [each + (number < rest) for number in range(chunks)]
+    counts[0] -= more // 2
+    counts[-1] -= more // 2
+    return counts
+
+
+def _reduced(plan: Plan) -> Plan:
+    """The plan as far as a module's work depends on it."""
+    return plan._replace(
+        pipeline=1,
+        virtual=1,
+        micro_batches=1,
+        schedule="1f1b",
+        light_ends=False,
+        data=2 if plan.data > 1 else 1,
+        zero=3 if plan.zero == 3 else 0,
+        layers=(),
+        recomputed=0,
+        shards=0,
+        offload=(),
+    )
+
+
+@lru_cache(maxsize=10_000)
+def describe(shape: Shape, system: System, plan: Plan) -> Workload:
+    """The workload of a step."""
+    reduced = _reduced(plan)
+    modules = {
+        "embedding": embedding_work(shape, system, reduced),
+        "layer": layer_work(shape, system, reduced),
+        "head": head_work(shape, system, reduced),
+    }
+    if plan.recomputed:
+        modules["recomputed"] = layer_work(shape, system, reduced._replace(recompute="full"))
+    chunks = [Counter({"layer": count}) for count in cut(shape, plan)]
+    for chunk in chunks if plan.recomputed else ():
+        chunk["recomputed"] = min(chunk["layer"], plan.recomputed)
+        chunk["layer"] -= chunk["recomputed"]
+    chunks[0]["embedding"] += 1
+    chunks[-1]["head"] += 1
+    sums = [Counter[str]() for _ in range(plan.pipeline)]
+    for number, counts in enumerate(chunks):
+        sums[plan.steps.of(number)].update(counts)
+    tied = shape.tied and plan.pipeline == 1
+    steps = tuple(_step(modules, counts, shape, system, plan, tied) for counts in sums)
+    tokens = plan.micro_size * shape.sequence / plan.context
+    message = 2.0 * tokens * shape.hidden / plan.tensor  # tensor ranks send a part each: Narayanan et al. 2021, 4.1
+    sequences = plan.micro_size * plan.micro_batches * plan.data
+    return Workload(modules, tuple(chunks), steps, message, shape.flops(sequences))
+
+
+def _step(
+    modules: dict[str, ModuleWork], counts: Counter[str], shape: Shape, system: System, plan: Plan, tied: bool
+) -> StepWork:
+    """What a stage does once a step: gradients between replicas, the optimizer."""
+    numbers = sum(modules[kind].parameters * count for kind, count in counts.items())
+    if tied:
+        numbers -= modules["head"].parameters
+    replicas = plan.data * plan.context
+    shards = (plan.shards or replicas) if plan.zero else 1
+    # schedules that compute weight gradients late keep whole gradients
+    kept = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+    found: list[Collective] = []
+    if replicas > 1 and plan.zero in (0,):
+        found.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
+    elif shards > 1 and plan.zero < 3:
+        # whole gradients are there for one micro-batch only: each is reduced
+        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
+        found.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
+        found.append(Collective("all_gather", "shard", numbers * 2, 1, system.hidden_data))
+    if plan.zero and shards < replicas:
+        found.append(
+            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
+        )
+    if shape.tied and plan.pipeline > 1 and ("head" in counts or "embedding" in counts):
+        found.append(Collective("all_reduce", "ends", modules["head"].parameters * system.gradient_bytes))
+    gradients = system.gradient_bytes
+    state = (
+        numbers * (2 / (shards if plan.zero == 3 else 1))
+        + numbers * gradients / kept
+        + (0 if "optimizer" in plan.offload else numbers * 12 / shards)
+    )
+    # gradients there, weights back
+    host = numbers / shards * (gradients + 2) if "optimizer" in plan.offload else 0.0
+    update = numbers / shards * 34 + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
+    launches = 24.0 * (counts["layer"] + counts["recomputed"])
+    return StepWork(update, launches, tuple(found), host, state)

@@ -1,0 +1,265 @@
+"""Finds the fastest layouts of a model on a cluster that fit into its devices.
+
+All layouts are enumerated; those that memory or the configuration's own checks refuse are counted by the reason. The
+rest are costed in the order of a lower bound of their time (computing and the update alone), until no bound is below
+the worst of those that are wanted: branch and bound, so the best are the best of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pangu.config.cluster import ClusterConfig
+from pangu.config.layout_checks import layout_problems
+from pangu.config.model import ModelConfig
+from pangu.config.schema import RunConfig
+from pangu.models.size import head_flops, layer_flops
+from pangu.pipeline.balance import split_layers
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import Durations, simulate
+from pangu.pipeline.timeline import Timeline
+from pangu.planning.bounds import Bounds
+from pangu.planning.cost import Memory, StepTime, chunk_times, memory_of_stages, module_time, step_time
+from pangu.planning.published import PANGU, Plan, Recompute, Shape, System, describe
+
+MODEL_ERROR = 0.05
+"""Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
+TOO_LARGE = "does not fit into a device's memory"
+MICRO_SIZES = (1, 2, 4, 8, 16, 32)
+VIRTUAL = (2, 3, 4, 6, 8)
+SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
+"""Schedules that are tried: the others need more memory for the same time."""
+
+
+class Candidate(NamedTuple):
+    """A layout and what it comes to."""
+
+    plan: Plan
+    time: StepTime
+    memory: tuple[Memory, ...]
+    """Of each stage."""
+
+    @property
+    def fullest(self) -> float:
+        """GiB of the fullest stage."""
+        return max(stage.total for stage in self.memory)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search comes to."""
+
+    best: list[Candidate]
+    """Fastest first."""
+    front: list[Candidate]
+    """Layouts that are faster than all that need less memory, of those that were costed."""
+    refused: Counter[str]
+    """Why layouts cannot be, and how many there are."""
+    layouts: int
+    """That the checks accept."""
+    costed: int
+    """Of these; the others do not fit, or cannot be among the best."""
+
+
+class Space(NamedTuple):
+    """What is searched."""
+
+    shape: Shape
+    system: System
+    cluster: ClusterConfig
+    config: RunConfig
+    fixed: Mapping[str, Any]
+    """Fields of a plan that are given."""
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """A model's shape; the query layer counts as a layer."""
+    kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
+    gated = model.activation == "swiglu"
+    numbers = (model.layers, model.hidden, model.heads, kv_heads, model.ffn_size, model.vocab, model.sequence)
+    return Shape(*numbers, gated, model.tied_head)
+
+
+def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
+    """The space of a configuration's model and batch on a cluster."""
+    system = replace(PANGU, dropout=config.model.dropout > 0)
+    return Space(shape_of(config.model), system, cluster, config, fixed)
+
+
+def search(space: Space, top: int = 10) -> Found:
+    """The `top` fastest layouts that fit."""
+    refused: Counter[str] = Counter()
+    bounds = Bounds(space)
+    plans = sorted(
+        ((bounds.seconds(plan), number, plan) for number, plan in enumerate(enumerate_plans(space, refused)))
+    )
+    room = space.cluster.memory.gib
+    costed: list[Candidate] = []
+    worst = math.inf
+    for bound, _, plan in plans:
+        if bound > worst:
+            break
+        if bounds.gib(plan) > room:
+            refused[TOO_LARGE] += 1
+            continue
+        workload = describe(space.shape, space.system, plan)
+        memory = tuple(memory_of_stages(workload, plan.steps, plan.layout, space.cluster))
+        if max(stage.total for stage in memory) > room:
+            refused[TOO_LARGE] += 1
+            continue
+        costed.append(Candidate(plan, time_of(space, plan), memory))
+        if len(costed) >= top:
+            worst = sorted(one.time.total for one in costed)[top - 1]
+    costed.sort(key=_preference)
+    return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
+
+
+def _preference(one: Candidate) -> tuple[float, ...]:
+    """Faster first; of equals the simpler."""
+    plan = one.plan
+    simplicity = (plan.recompute == "full", plan.recomputed, plan.tensor, plan.pipeline, plan.virtual, plan.zero)
+    return (one.time.total, *map(float, simplicity))
+
+
+def time_of(space: Space, plan: Plan) -> StepTime:
+    """The time of a layout."""
+    workload = describe(space.shape, space.system, plan)
+    hidden = space.system.hidden_messages
+    return step_time(workload, plan.steps, plan.layout, space.cluster, hidden, exact=False)
+
+
+def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
+    """Of layouts ordered by time those that need less memory than all faster ones."""
+    front: list[Candidate] = []
+    for one in costed:
+        if not front or one.fullest < front[-1].fullest:
+            front.append(one)
+    return front
+
+
+def ties(best: Sequence[Candidate]) -> int:
+    """How many of the first cannot be told from the fastest."""
+    return sum(one.time.total <= best[0].time.total * (1 + MODEL_ERROR) for one in best)
+
+
+def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
+    """All layouts that the configuration's checks accept; why others are not goes into `refused`."""
+    world, fixed = space.cluster.devices, space.fixed
+    for tensor in _options(fixed, "tensor", _divisors(min(world, space.cluster.node))):
+        for pipeline in _options(fixed, "pipeline", _divisors(world // tensor)):
+            data = world // (tensor * pipeline)
+            for sequence in _options(fixed, "sequence", (False, True)):
+                base = Plan(tensor, pipeline, 1, data, 1, 0, sequence, "none", 1, 1, "1f1b")
+                for micro_size in _options(fixed, "micro_size", MICRO_SIZES):
+                    plan = base._replace(micro_size=micro_size)
+                    reason = problem_of(space, plan)
+                    if reason:
+                        refused[reason] += 1
+                    else:
+                        times = space.config.batch.global_size // (micro_size * data)
+                        yield from _scheduled(space, plan._replace(micro_batches=times), refused)
+
+
+def problem_of(space: Space, plan: Plan) -> str:
+    """What the configuration's own checks say against a layout; empty: nothing."""
+    problems = layout_problems(configured(space, plan), space.cluster.devices)
+    return f"{problems[0].key}: {problems[0].rule}" if problems else ""
+
+
+def configured(space: Space, plan: Plan) -> RunConfig:
+    """The configuration with this layout."""
+    config = space.config
+    parallel_values: dict[str, Any] = {
+        "tensor": plan.tensor,
+        "pipeline": plan.pipeline,
+        "virtual": plan.virtual,
+        "schedule": plan.schedule,
+        "data": plan.data,
+        "sequence": plan.sequence,
+        "zero": plan.zero,
+        "zero_group": plan.shards or None,
+        "layers": None,
+    }
+    parallel = replace(config.parallel, **parallel_values)
+    batch = replace(config.batch, micro_size=plan.micro_size)
+    memory_values: dict[str, Any] = {"recompute": plan.recomputed or plan.recompute, "offload": plan.offload}
+    memory = replace(config.memory, **memory_values)
+    return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)
+
+
+def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
+    """A layout with every schedule and number of chunks."""
+    for schedule in _options(space.fixed, "schedule", SCHEDULED if plan.pipeline > 1 else ("1f1b",)):
+        least, most = SCHEDULES[schedule].virtual
+        chunks = [v for v in (1, *VIRTUAL) if v >= least and (most is None or v <= most)]
+        for virtual in _options(space.fixed, "virtual", chunks):
+            if plan.pipeline * virtual > space.shape.layers:
+                refused["parallel.pipeline x parallel.virtual: each chunk needs at least one layer"] += 1
+                continue
+            layers = layers_of(space.config.model, plan.pipeline * virtual)
+            yield from _saving(space, plan._replace(schedule=schedule, virtual=virtual, layers=layers))
+
+
+@lru_cache(maxsize=1000)
+def layers_of(model: ModelConfig, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk, as the trainer cuts them."""
+    costs = [layer_flops(model)] * model.layers
+    costs[-1] += head_flops(model)
+    return tuple(len(part) for part in split_layers(model.layers, chunks, costs=costs))
+
+
+def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
+    """A layout with all that saves memory: ZeRO, recompute, offload."""
+    zeros = [(0, 0)] if plan.data == 1 else [(1, 0), (2, 0), (3, 0)]
+    node = max(1, space.cluster.node // plan.tensor)
+    if 1 < node < plan.data and plan.data % node == 0:
+        zeros += [(1, node), (3, node)]
+    most = max(plan.layers)
+    recomputes: list[tuple[Recompute, int]] = [("none", 0), ("full", 0)]
+    recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]
+    for zero, shards in zeros:
+        if space.fixed.get("zero", zero) != zero:
+            continue
+        for recompute, recomputed in recomputes:
+            if space.fixed.get("recompute", recompute) != recompute:
+                continue
+            for offload in _options(space.fixed, "offload", ((), ("optimizer",))):
+                yield plan._replace(
+                    zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
+                )
+
+
+def with_schedule(space: Space, plan: Plan) -> Plan | None:
+    """The plan with the layers of its chunks; None if its schedule does not go with them."""
+    least, most = SCHEDULES[plan.schedule].virtual
+    fits = plan.virtual >= least and (most is None or plan.virtual <= most)
+    if not fits or plan.pipeline * plan.virtual > space.shape.layers:
+        return None
+    return plan._replace(layers=layers_of(space.config.model, plan.pipeline * plan.virtual))
+
+
+def simulated(space: Space, plan: Plan) -> Timeline:
+    """What each stage does when in a step of the plan; of long steps the first micro-batches."""
+    workload = describe(space.shape, space.system, plan)
+    groups = plan.layout.groups(space.cluster.node)
+    times = {kind: module_time(module, groups, space.cluster) for kind, module in workload.modules.items()}
+    chunks = chunk_times(workload, times)
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))
+    forward, back, weight = ([chunk[place] for chunk in chunks] for place in range(3))
+    durations = Durations(forward, back, weight)
+    return simulate(schedule, durations, checked=True)
+
+
+def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:
+    """What may be, or what is given."""
+    return (fixed[name],) if name in fixed else options
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,265 @@
+"""What a search comes to, for people and programs."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pangu.planning.cost import memory_of_stages
+from pangu.planning.published import Plan, describe
+from pangu.planning.search import (
+    MODEL_ERROR,
+    SCHEDULED,
+    TOO_LARGE,
+    Candidate,
+    Found,
+    Space,
+    problem_of,
+    ties,
+    time_of,
+    with_schedule,
+)
+
+TERMS = ("compute", "tensor", "pipeline", "bubble", "data", "update")
+COLOURS = ("#4878d0", "#ee854a", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
+
+
+class Outcome(NamedTuple):
+    """A search and what it was of."""
+
+    space: Space
+    found: Found
+    tokens: float | None
+    """Of the whole run."""
+
+
+def overrides_of(plan: Plan) -> list[str]:
+    """The keys of a layout as pretrain.py takes them."""
+    keys = {
+        "parallel.tensor": plan.tensor,
+        "parallel.pipeline": plan.pipeline,
+        "parallel.virtual": plan.virtual,
+        "parallel.schedule": plan.schedule,
+        "parallel.data": plan.data,
+        "parallel.sequence": str(plan.sequence).lower(),
+        "parallel.zero": plan.zero,
+        "parallel.zero_group": plan.shards or "null",
+        "batch.micro_size": plan.micro_size,
+        "memory.recompute": plan.recomputed or plan.recompute,
+        "memory.offload": f"[{','.join(plan.offload)}]",
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
+    """A layout in numbers."""
+    space, cluster = outcome.space, outcome.space.cluster
+    seconds = one.time.total
+    tokens = space.config.batch.global_size * space.shape.sequence
+    flops = space.shape.flops(space.config.batch.global_size)
+    data: dict[str, Any] = {
+        "overrides": overrides_of(one.plan),
+        "step_time_s": seconds,
+        "terms_s": vars(one.time).copy(),
+        "memory_gib": [stage.total for stage in one.memory],
+        "tokens_per_s": tokens / seconds,
+        "mfu": flops / (seconds * cluster.devices * cluster.matmul.tflops * 1e12),
+    }
+    if outcome.tokens is not None:
+        hours = outcome.tokens / tokens * seconds / 3600
+        data["days"] = hours / 24
+        data["energy_mwh"] = hours * cluster.devices * cluster.price.watts / 1e6
+        data["cost"] = hours * cluster.devices * cluster.price.per_hour or None
+    return data
+
+
+def search_data(outcome: Outcome) -> dict[str, Any]:
+    """All of a search as data."""
+    found, cluster = outcome.found, outcome.space.cluster
+    return {
+        "cluster": cluster.name,
+        "devices": cluster.devices,
+        "device_memory_gib": cluster.memory.gib,
+        "layouts": found.layouts,
+        "costed": found.costed,
+        "refused": dict(found.refused),
+        "model_error": MODEL_ERROR,
+        "ties": ties(found.best) if found.best else 0,
+        "best": [as_data(outcome, one) for one in found.best],
+        "front": [as_data(outcome, one) for one in found.front],
+    }
+
+
+def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
+    """Rows of a table: what distinguishes the layouts, times and memory."""
+    tied = ties(outcome.found.best)
+    for number, one in enumerate(outcome.found.best):
+        data, plan = as_data(outcome, one), one.plan
+        saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
+        yield (
+            f"{number + 1}{' =' if 0 < number < tied else ''}",
+            f"{plan.tensor}{' seq' if plan.sequence else ''}",
+            f"{plan.pipeline}",
+            f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
+            f"{plan.data}",
+            f"{plan.zero}{f' of {plan.shards}' if plan.shards else ''}",
+            f"{plan.micro_size}",
+            saved + "".join(f", {part} offloaded" for part in plan.offload),
+            f"{one.time.total:.3f} s",
+            " ".join(f"{getattr(one.time, term):.2f}" for term in TERMS),
+            f"{one.fullest:.1f} GiB",
+            f"{data['tokens_per_s']:,.0f}",
+            f"{data['mfu']:.1%}",
+        )
+
+
+HEADS = (
+    "", "tensor", "pipeline", "schedule", "data", "ZeRO", "micro", "recompute", "step", " + ".join(TERMS), "memory",
+    "tokens/s", "MFU",
+)  # fmt: skip
+
+
+def run_words(outcome: Outcome) -> str:
+    """How long the fastest takes for the tokens of the run, and what it uses up."""
+    data = as_data(outcome, outcome.found.best[0])
+    if outcome.tokens is None:
+        return ""
+    cost = "" if data["cost"] is None else f", {data['cost']:,.0f} of money"
+    return f"{outcome.tokens:.3g} tokens take {data['days']:,.1f} days and {data['energy_mwh']:,.0f} MWh{cost}"
+
+
+def explain(outcome: Outcome) -> Iterator[str]:
+    """Why the neighbours of the fastest layout are not it."""
+    space, best = outcome.space, outcome.found.best[0]
+    for name, plan in neighbours(best.plan):
+        made = with_schedule(space, plan)
+        reason = problem_of(space, plan) if made is not None else "the schedule does not go with these stages"
+        if made is None or reason:
+            yield f"{name}: cannot be: {reason}"
+            continue
+        workload = describe(space.shape, space.system, made)
+        stages = memory_of_stages(workload, made.steps, made.layout, space.cluster)
+        fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+        if stages[fullest].total > space.cluster.memory.gib:
+            need = f"stage {fullest} needs {stages[fullest].total:.1f} GiB of {space.cluster.memory.gib:.1f}"
+            yield f"{name}: {TOO_LARGE}: {need}"
+            continue
+        time = time_of(space, made)
+        changes = {term: getattr(time, term) - getattr(best.time, term) for term in TERMS}
+        term = max(changes, key=lambda name: abs(changes[name]))
+        yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
+
+
+def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Layouts that differ in one thing, with the same devices and batch."""
+    batch = plan.micro_size * plan.micro_batches * plan.data
+    changes: list[tuple[str, dict[str, Any]]] = []
+    for name, value in (("tensor", plan.tensor), ("pipeline", plan.pipeline)):
+        if plan.data > 1:
+            changes.append((f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}))
+        if value > 1:
+            changes.append((f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}))
+    changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in (plan.micro_size * 2,)]
+    changes += [(f"ZeRO {zero}", {"zero": zero, "shards": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
+    changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
+    other = "none" if plan.recompute == "full" else "full"
+    changes.append((f"recompute {other}", {"recompute": other, "recomputed": 0}))
+    if plan.pipeline > 1:
+        virtuals = {"interleaved": 2, "zb_v": 2}
+        changes += [
+            (name, {"schedule": name, "virtual": virtuals.get(name, 1)}) for name in SCHEDULED if name != plan.schedule
+        ]
+    for name, values in changes:
+        other_plan = plan._replace(**values)
+        each = other_plan.micro_size * other_plan.data
+        yield name, other_plan._replace(micro_batches=max(1, batch // each), layers=())
+
+
+def page(outcome: Outcome) -> str:
+    """A page that needs nothing else: memory per stage, terms of the time, the stages' times, memory against time."""
+    best = outcome.found.best
+    cluster, cells = outcome.space.cluster, list(lines(outcome))
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head in HEADS)
+    legend = " ".join(f'<b style="color:{c}">{term}</b>' for term, c in zip(TERMS, COLOURS, strict=True))
+    parts = [
+        f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
+        f"<table><tr>{heads}</tr>{rows}</table>",
+        f"<h2>Terms of the time</h2><p>{legend}</p>" + _terms(best),
+        "<h2>Memory of each stage of the fastest, GiB</h2>" + _stages(best[0], cluster.memory.gib),
+        "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
+        "<h2>Memory against time</h2>" + _front(outcome.found.front, cluster.memory.gib),
+    ]
+    style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
+    return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
+
+
+def _svg(width: float, height: float, shapes: Sequence[str]) -> str:
+    return f'<svg width="{width:.0f}" height="{height:.0f}">{"".join(shapes)}</svg>'
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, says: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}"'
+    return f'<rect {place} fill="{colour}"><title>{html.escape(says)}</title></rect>'
+
+
+def _terms(best: Sequence[Candidate]) -> str:
+    scale = 900 / max(one.time.total for one in best)
+    shapes = []
+    for row, one in enumerate(best):
+        x = 0.0
+        for term, colour in zip(TERMS, COLOURS, strict=True):
+            seconds = getattr(one.time, term)
+            shapes.append(_box(x, 22 * row, seconds * scale, 18, colour, f"{row + 1}: {term} {seconds:.3f} s"))
+            x += seconds * scale
+    return _svg(900, 22 * len(best), shapes)
+
+
+def _stages(one: Candidate, room: float) -> str:
+    width, shapes = 900 / len(one.memory), []
+    for stage, memory in enumerate(one.memory):
+        y = 200.0
+        for name, colour in zip(("states", "activations", "overhead"), COLOURS, strict=False):
+            height = getattr(memory, name) / room * 200
+            y -= height
+            says = f"stage {stage}: {name} {getattr(memory, name):.1f} of {room:.1f} GiB"
+            shapes.append(_box(stage * width, y, width - 2, height, colour, says))
+    return _svg(900, 200, shapes)
+
+
+def _timeline(outcome: Outcome) -> str:
+    from pangu.planning.search import simulated
+
+    timeline = simulated(outcome.space, outcome.found.best[0].plan)
+    scale, height = 900 / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
+    kinds: dict[str, str] = {}
+    shapes = []
+    for stage, events in enumerate(timeline.computing):
+        for event in events:
+            colour = kinds.setdefault(event.action.kind.name, COLOURS[len(kinds) % len(COLOURS)])
+            says = f"stage {stage}: {event.action}"
+            width = (event.stop - event.start) * scale
+            shapes.append(_box(event.start * scale, stage * height, width, height - 1, colour, says))
+    legend = " ".join(f'<b style="color:{colour}">{name.lower()}</b>' for name, colour in kinds.items())
+    return f"<p>{legend}</p>" + _svg(900, height * len(timeline.computing), shapes)
+
+
+def _front(front: Sequence[Candidate], room: float) -> str:
+    slowest = max(one.time.total for one in front)
+    shapes = [
+        f'<circle cx="{one.time.total / slowest * 880:.1f}" cy="{300 - one.fullest / room * 290:.1f}" r="5" '
+        f'fill="{COLOURS[0]}"><title>{one.time.total:.3f} s, {one.fullest:.1f} GiB: '
+        f"{html.escape(' '.join(overrides_of(one.plan)))}</title></circle>"
+        for one in front
+    ]
+    return _svg(900, 300, shapes)
+
+
+def refusals(refused: Mapping[str, int], most: int = 5) -> str:
+    """The commonest reasons against layouts."""
+    kinds: dict[str, int] = {}
+    for reason, count in refused.items():
+        kinds[reason.partition(" = ")[0]] = kinds.get(reason.partition(" = ")[0], 0) + count
+    ordered = sorted(kinds.items(), key=lambda entry: -entry[1])[:most]
+    return "; ".join(f"{count:,} {reason}" for reason, count in ordered)

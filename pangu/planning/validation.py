@@ -1,0 +1,332 @@
+"""How far predictions are from published measurements, by source."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from pangu.config.cluster import ClusterConfig
+from pangu.planning.cost import StepTime, memory_of_stages, step_time
+from pangu.planning.fit import Factors, fit, scaled
+from pangu.planning.measurements import Row
+from pangu.planning.published import Plan, describe
+
+MOST_ROWS = 150
+"""Of a scope that are fitted to."""
+MOST_OF_SHAPE = 0.5
+"""Logarithm of the largest factor of a layer's shape."""
+LEAST_OF_SHAPE = 2
+"""Rows of a layer's shape from which on it has an efficiency of its own."""
+FOLDS = 5
+MODELS_AT_MOST = 40
+"""Rows up to which one model after the other is left out, rather than a fifth of the rows."""
+FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
+"""Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
+FAULTY = ("BigScience",)
+"""Sources that do not speak for others: on that cluster PCIe and NUMA settings were wrong for half of the runs."""
+LEAST_ROWS = 4
+"""Of a scope that has coefficients of its own; one with fewer is predicted as one that was never seen."""
+MANY_DEVICES = 64
+"""Of a source that speaks for others."""
+ROWS_IN_POOL = 12
+"""Of each source."""
+DISAGREEMENT = 0.1
+"""Logarithm of a source's median time over those of all others."""
+LEAST_SWEEP = 3
+"""Rows of a sweep that say something of an order."""
+
+
+class Scope(NamedTuple):
+    """Rows that have one set of coefficients: a source's measurements on one kind of device."""
+
+    source: str
+    device: str
+    format: str
+
+    @classmethod
+    def of(cls, row: Row) -> Scope:
+        """Of a row."""
+        return cls(row.source, row.device, row.format)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted to some rows."""
+
+    times: Factors = field(default_factory=dict)
+    """Of figures of the cluster that times depend on."""
+    memory: Factors = field(default_factory=dict)
+    """Of those that memory depends on."""
+    shapes: Factors = field(default_factory=dict)
+    """Layer's shape -> its time over that from the figures, where several rows tell of it."""
+
+
+class Coefficients(NamedTuple):
+    """Fitted factors, and of what."""
+
+    scope: Scope
+    """With the source `*`: for sources that were never seen."""
+    program: str
+    """For a source `*`: the program it is of; otherwise empty."""
+    fitted: Fitted
+    rows: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row, and what the model says of it."""
+
+    row: Row
+    time: StepTime
+    memory: float
+    """GiB of the fullest stage."""
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Of the time: predicted over measured, less 1."""
+        assert self.row.seconds is not None
+        return self.time.total / self.row.seconds - 1
+
+
+def cluster_of(row: Row, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig | None:
+    """What is known of a row's cluster: its device's file, the format of its products and the network it tells of."""
+    found = clusters.get(row.family.lower())
+    if found is None:
+        return None
+    rate = FORMAT_RATES[row.format]
+    if row.format != "bf16":
+        # less of a higher peak is reached
+        matmul = replace(found.matmul, tflops=found.matmul.tflops * rate, efficiency=found.matmul.efficiency * 0.9)
+        found = replace(found, matmul=matmul)
+    if row.network is not None:
+        each = found.between.gb_s * row.network / (_NOMINAL.get(found.name, found.between.gb_s) * found.nics)
+        found = replace(found, between=replace(found.between, gb_s=each))
+    if "40G" in row.device:
+        found = replace(found, memory=replace(found.memory, gib=39.4))
+    return replace(found, node=row.node, devices=row.devices)
+
+
+_NOMINAL = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "v100": 12.5}
+"""GB/s that an interface of a file is sold as, of which `between.gb_s` is what is reached."""
+
+
+def shape_of(row: Row, plan: Plan) -> str:
+    """What the kernels of a layer see."""
+    shape = row.shape
+    numbers = (shape.hidden, shape.heads, shape.ffn, shape.sequence // plan.context, plan.micro_size, plan.tensor)
+    return " ".join(map(str, (*numbers, plan.recompute)))
+
+
+def predict_time(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> StepTime:
+    """The time of a row with one of its layouts."""
+    workload = describe(row.shape, row.system, plan)
+    known = scaled(cluster, fitted.times)
+    time = step_time(workload, plan.steps, plan.layout, known, row.system.hidden_messages)
+    factor = fitted.shapes.get(shape_of(row, plan)) if fitted.shapes else None
+    return time if factor is None else time.slowed(factor)
+
+
+def predict_memory(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> float:
+    """GiB of the fullest stage."""
+    known = scaled(cluster, fitted.memory)
+    stages = memory_of_stages(describe(row.shape, row.system, plan), plan.steps, plan.layout, known)
+    return max(stage.total for stage in stages)
+
+
+def predict(row: Row, cluster: ClusterConfig, fitted: Fitted) -> Prediction:
+    """What the model says of a row; of several layouts that it may mean, of the fastest that fits."""
+    options = []
+    for plan in row.plans:
+        memory = predict_memory(row, plan, cluster, fitted)
+        time = predict_time(row, plan, cluster, fitted)
+        options.append(Prediction(row, time, memory, memory <= cluster.memory.gib))
+    return min(options, key=lambda option: (not option.fits, option.time.total))
+
+
+def time_errors(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> list[float]:
+    """Logarithms of predicted over measured times."""
+    return [
+        math.log(min(predict_time(row, plan, cluster, fitted).total for plan in row.plans) / (row.seconds or 1))
+        for row, cluster in pairs
+    ]
+
+
+def fit_rows(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> Fitted:
+    """Coefficients fitted to at most `MOST_ROWS` of the rows."""
+    known = [(row, cluster) for row in rows if (cluster := cluster_of(row, clusters)) is not None]
+    timed = _spread([pair for pair in known if pair[0].seconds])
+    filled = _spread([pair for pair in known if pair[0].memory])
+
+    def times(factors: Factors) -> list[float]:
+        return [math.log1p(predict(row, cluster, Fitted(factors)).error) for row, cluster in timed]
+
+    def memories(factors: Factors) -> list[float]:
+        return [
+            math.log(predict(row, cluster, Fitted(memory=factors)).memory / (row.memory or 1))
+            for row, cluster in filled
+        ]
+
+    figures: Factors = fit(times) if timed else {}
+    residuals: dict[str, list[float]] = defaultdict(list)
+    for (row, _), error in zip(timed, time_errors(timed, Fitted(figures)), strict=True):
+        if len(row.plans) == 1:
+            residuals[shape_of(row, row.plans[0])].append(-error)
+    shapes = {
+        # as if one more row had no residual
+        shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(found) * len(found) / (len(found) + 1))))
+        for shape, found in residuals.items()
+        if len(found) >= LEAST_OF_SHAPE
+    }
+    memory: Factors = fit(memories, ("memory.workspace_gib", "memory.fragmentation")) if filled else {}
+    return Fitted(figures, memory, shapes)
+
+
+def _spread(pairs: list[Any]) -> list[Any]:
+    """`MOST_ROWS` of the pairs, from all over."""
+    return [pairs[number * len(pairs) // MOST_ROWS] for number in range(MOST_ROWS)] if len(pairs) > MOST_ROWS else pairs
+
+
+def folds_of(rows: Sequence[Row]) -> list[set[int]]:
+    """Places of the rows that are left out together: those of a model, or a fifth of them."""
+    models = sorted({row.model for row in rows})
+    if len(rows) <= MODELS_AT_MOST and len(models) > 1:
+        return [{place for place, row in enumerate(rows) if row.model == model} for model in models]
+    return [set(range(first, len(rows), FOLDS)) for first in range(min(FOLDS, len(rows)))]
+
+
+def cross_validated(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> list[Prediction]:
+    """Predictions of the rows of a scope, each with coefficients that were fitted without it."""
+    predictions: dict[int, Prediction] = {}
+    for fold in folds_of(rows):
+        rest = [row for place, row in enumerate(rows) if place not in fold]
+        fitted = fit_rows(rest, clusters)
+        for place in fold:
+            cluster = cluster_of(rows[place], clusters)
+            if cluster is not None:
+                predictions[place] = predict(rows[place], cluster, fitted)
+    return [predictions[place] for place in sorted(predictions)]
+
+
+def pooled(scopes: Mapping[Scope, Sequence[Row]], clusters: Mapping[str, ClusterConfig]) -> list[Coefficients]:
+    """Coefficients for sources that were never seen, of each family of devices, format and program.
+
+    Sources of runs on many devices count alike. Those that differ from the others by more than `DISAGREEMENT` are left
+    out, the worst first: something of their hardware or program is not told.
+    """
+    groups: dict[tuple[str, str, str], dict[Scope, list[Row]]] = defaultdict(dict)
+    for scope, rows in scopes.items():
+        timed = [row for row in rows if row.seconds and not row.out_of_memory]
+        if not timed or any(word in scope.source for word in FAULTY):
+            continue
+        row = timed[0]
+        if max(row.devices for row in timed) >= MANY_DEVICES and cluster_of(row, clusters):
+            step = max(1, len(timed) // ROWS_IN_POOL)
+            groups[row.family, row.format, row.system.name][scope] = timed[::step][:ROWS_IN_POOL]
+    found = []
+    for (family, format_, program), members in groups.items():
+        while True:
+            rows = [row for own in members.values() for row in own]
+            fitted = fit_rows(rows, clusters)
+            bias = {scope: median(_residuals(own, clusters, fitted)) for scope, own in members.items()}
+            worst = max(bias, key=lambda scope: abs(bias[scope]))
+            if len(members) < 3 or abs(bias[worst]) <= DISAGREEMENT:
+                break
+            del members[worst]
+        found.append(Coefficients(Scope("*", family, format_), program, fitted, len(rows)))
+    return found
+
+
+def _residuals(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fitted: Fitted) -> list[float]:
+    known = [(row, cluster) for row in rows if (cluster := cluster_of(row, clusters)) is not None]
+    return time_errors(known, fitted)
+
+
+def coefficients_for(row: Row, fits: Sequence[Coefficients]) -> Coefficients | None:
+    """The coefficients of a row's scope; else of its source on the same family of devices; else those of its device
+    and program, of its device."""
+    for matches in (
+        lambda one: one.scope == Scope.of(row),
+        lambda one: one.scope.source == row.source and one.scope.device.split("-")[0] == row.family
+        and one.scope.format == row.format,
+        lambda one: one.scope[1:] == (row.family, row.format) and one.program == row.system.name and _any(one),
+        lambda one: one.scope[1:] == (row.family, row.format) and _any(one),
+    ):  # fmt: skip
+        found = [one for one in fits if matches(one)]
+        if found:
+            return max(found, key=lambda one: one.rows)
+    return None
+
+
+def _any(one: Coefficients) -> bool:
+    return one.scope.source == "*"
+
+
+def predict_rows(
+    rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fits: Sequence[Coefficients]
+) -> list[Prediction]:
+    """Predictions of the rows whose devices are known."""
+    predictions = []
+    for row in rows:
+        cluster = cluster_of(row, clusters)
+        if cluster is not None:
+            found = coefficients_for(row, fits)
+            predictions.append(predict(row, cluster, found.fitted if found is not None else Fitted()))
+    return predictions
+
+
+def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Errors of a source's rows, as fractions; None where no row says anything of it."""
+    timed = [one for one in predictions if one.row.seconds and not one.row.out_of_memory]
+    errors = [abs(one.error) for one in timed]
+    memories = [abs(one.memory / one.row.memory - 1) for one in predictions if one.row.memory]
+    failed = [one for one in predictions if one.row.out_of_memory]
+    taus, slowdowns = [], []
+    for sweep in sweeps_of(timed):
+        tau = kendall_tau([one.time.total for one in sweep], [one.row.seconds or 0.0 for one in sweep])
+        if tau is not None:
+            taus.append(tau)
+        picked = min(sweep, key=lambda one: one.time.total).row.seconds or 0.0
+        slowdowns.append(picked / min(one.row.seconds or math.inf for one in sweep) - 1)
+    return {
+        "rows": len(timed),
+        "time_mean_error": fmean(errors) if errors else None,
+        "time_median_error": median(errors) if errors else None,
+        "time_worst_error": max(errors) if errors else None,
+        "time_bias": fmean(one.error for one in timed) if timed else None,
+        "memory_rows": len(memories),
+        "memory_mean_error": fmean(memories) if memories else None,
+        "sweeps": len(slowdowns),
+        "tau": fmean(taus) if taus else None,
+        "pick_slowdown": fmean(slowdowns) if slowdowns else None,
+        "pick_worst_slowdown": max(slowdowns) if slowdowns else None,
+        "out_of_memory_rows": len(failed),
+        "out_of_memory_told": sum(not one.fits for one in failed),
+        "out_of_memory_false": sum(not one.fits for one in timed),
+    }
+
+
+def sweeps_of(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Measurements that differ in the layout only, `LEAST_SWEEP` or more."""
+    groups: dict[tuple[object, ...], list[Prediction]] = defaultdict(list)
+    for one in predictions:
+        groups[one.row.sweep].append(one)
+    return [group for group in groups.values() if len(group) >= LEAST_SWEEP]
+
+
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """Kendall's rank correlation (tau-b); None if all of a kind are equal."""
+    concordant = ties_a = ties_b = pairs = 0
+    for i in range(len(predicted)):
+        for j in range(i):
+            a, b = predicted[i] - predicted[j], measured[i] - measured[j]
+            pairs += 1
+            ties_a += a == 0
+            ties_b += b == 0
+            concordant += (a * b > 0) - (a * b < 0)
+    scale = math.sqrt((pairs - ties_a) * (pairs - ties_b))
+    return concordant / scale if scale else None

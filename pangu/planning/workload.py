@@ -1,0 +1,107 @@
+"""What one rank does in a step, as plain data that says nothing of how fast a device is.
+
+`published` makes it from formulas, a dry run from the operations of a real step; `cost` makes seconds and bytes of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Axis = Literal["tensor", "context", "data", "shard", "copies", "pipeline", "ends"]
+"""Along which axis of the mesh a group's ranks lie. `shard`: replicas that share states; `copies`: those that hold the
+same share; `ends`: the first and the last stage."""
+
+
+class Matmul(NamedTuple):
+    """Equal matrix products: [rows, depth] x [depth, columns]."""
+
+    rows: int
+    columns: int
+    depth: int
+    batch: int = 1
+    """Products in one kernel."""
+    calls: float = 1
+    """Kernels."""
+    fused: bool = False
+    """Part of a fused attention kernel, which writes no scores."""
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, a multiplication and an addition each."""
+        return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
+
+
+class Collective(NamedTuple):
+    """Equal collectives of one group."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    axis: Axis
+    bytes: float
+    """Of the whole buffer: what the group holds together after an all-gather, each rank before a reduction."""
+    calls: float = 1
+    hidden: float = 0.0
+    """Share that can run beside computing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done in one go, e.g. the forward of one layer for one micro-batch."""
+
+    matmuls: tuple[Matmul, ...] = ()
+    bytes: float = 0.0
+    """Read and written by operations that are no matrix products."""
+    launches: float = 0.0
+    """Kernels, those of the products included."""
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """A module of the model (embedding, layer, head) on one rank."""
+
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+    recompute: Work = Work()
+    """What backward computes again before it begins."""
+    saved_bytes: float = 0.0
+    """Activations that are kept from forward to backward for one micro-batch."""
+    working_bytes: float = 0.0
+    """Most that is there besides while it is computed."""
+    at_once: bool = False
+    """Backward follows forward: the activations of one micro-batch are there at a time (the head's)."""
+    parameters: float = 0.0
+    """Numbers that this rank holds of its weights before any sharding over replicas."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a stage does once a step besides the micro-batches."""
+
+    update_bytes: float = 0.0
+    """Read and written by the optimizer."""
+    launches: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    host_bytes: float = 0.0
+    """Sent to and from host memory, beside nothing else."""
+    state_bytes: float = 0.0
+    """Parameters, gradients and optimizer state."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of all stages."""
+
+    modules: Mapping[str, ModuleWork]
+    """By kind, e.g. `embedding`, `layer`, `recomputed`, `head`."""
+    chunks: tuple[Mapping[str, int], ...]
+    """Chunk in model order -> how many modules of each kind it has."""
+    steps: tuple[StepWork, ...]
+    """Of each stage."""
+    message_bytes: float
+    """What a stage sends to the next one in a micro-batch."""
+    model_flops: float
+    """Of the whole step on all devices, without what is computed again."""

@@ -1,0 +1,139 @@
+"""The cost model against what can be computed by hand, the simulator and published layer times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pangu.config.cluster import ClusterConfig
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import Durations, simulate
+from pangu.planning.cluster import load_cluster, load_clusters
+from pangu.planning.cost import (
+    Chunk,
+    Group,
+    Layers,
+    Pipeline,
+    collective_seconds,
+    in_flight,
+    matmul_seconds,
+    memory_of_stages,
+    module_time,
+    pipeline_seconds,
+    step_time,
+)
+from pangu.planning.published import MEGATRON_2021, MEGATRON_2022, Plan, Shape, describe, layer_work
+from pangu.planning.workload import Collective, Matmul
+from tests.spawn import repository
+
+A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
+GPT_22B = Shape(48, 6144, 64, 64, 24576, 51200, 2048)
+PLAN = Plan(8, 1, 1, 1, 1, 0, False, "none", 4, 1, "1f1b")
+
+
+def perfect() -> ClusterConfig:
+    """A device that loses nothing."""
+    matmul = replace(A100.matmul, efficiency=1.0, depth=0.0, waves=0.0, alignment=0.0)
+    inside = replace(A100.inside, latency_us=0.0, gb_s=100.0)
+    return replace(A100, matmul=matmul, inside=inside, memory=replace(A100.memory, efficiency=1.0))
+
+
+def test_a_large_product_runs_at_the_peak_and_a_thin_one_at_the_bandwidth() -> None:
+    assert matmul_seconds(Matmul(8192, 8192, 8192), perfect()) == pytest.approx(2 * 8192**3 / 312e12)
+    assert matmul_seconds(Matmul(8192, 128, 128), perfect()) == pytest.approx(2 * (8192 * 128 * 2 + 128 * 128) / 2039e9)
+
+
+def test_crooked_shapes_are_slower() -> None:
+    straight, odd = Matmul(4096, 1792, 4096), Matmul(4096, 1800, 4096)
+    assert matmul_seconds(odd, A100) > matmul_seconds(straight, A100)
+    unaligned = matmul_seconds(Matmul(2048, 2048, 108, 96), A100)
+    assert unaligned > 5 * matmul_seconds(Matmul(2048, 2048, 112, 96), A100)
+
+
+@pytest.mark.parametrize(("kind", "times"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])
+def test_a_ring_sends_its_share(kind: str, times: int) -> None:
+    collective = Collective(kind, "tensor", 8e9)  # type: ignore[arg-type]
+    assert collective_seconds(collective, Group(4, 4), perfect()) == pytest.approx(times * 0.75 * 8e9 / 100e9)
+    assert collective_seconds(collective, Group(1, 1), perfect()) == 0
+
+
+def test_groups_share_the_interfaces_of_a_node() -> None:
+    groups = Layers(tensor=4, context=1, data=8, pipeline=2).groups(node=8)
+    assert groups["tensor"] == (4, 4)
+    assert groups["data"] == (8, 2)
+    assert groups["pipeline"] == (2, 1)
+    wide, narrow = (
+        collective_seconds(Collective("all_reduce", "data", 8e9), Group(8, inside), A100) for inside in (2, 1)
+    )
+    assert narrow == pytest.approx(2 * wide, rel=0.01)
+
+
+def test_layers_take_as_long_as_was_published() -> None:
+    # Korthikanti et al. 2022, table 4: a layer of the 22B model, milliseconds
+    def milliseconds(sequence: bool, recompute: str) -> tuple[float, float]:
+        plan = PLAN._replace(sequence=sequence, recompute=recompute)  # type: ignore[arg-type]
+        times = module_time(layer_work(GPT_22B, MEGATRON_2022, plan), plan.layout.groups(8), A100)
+        return 1e3 * sum(times.forward), 1e3 * (sum(times.backward_input) + sum(times.backward_weight))
+
+    assert milliseconds(False, "none") == pytest.approx((7.7, 11.9), rel=0.1)
+    assert milliseconds(True, "none") == pytest.approx((7.2, 11.8), rel=0.1)
+    assert milliseconds(False, "full") == pytest.approx((7.7, 19.5), rel=0.1)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 8), (4, 16)])
+def test_closed_forms_are_what_the_simulator_finds(
+    schedule: str, virtual: int, stages: int, micro_batches: int
+) -> None:
+    if stages == 1:
+        schedule, virtual = "1f1b", 1
+    pipeline = Pipeline(schedule, stages, virtual, micro_batches)
+    chunks = [Chunk(1.0, 1.0, 1.0, 0.0)] * (stages * virtual)
+    exact = simulate(make_schedule(schedule, stages, virtual, micro_batches), Durations()).makespan
+    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_irregular_schedules_are_carried_out(schedule: str) -> None:
+    virtual = 2 if schedule == "zb_v" else 1
+    pipeline = Pipeline(schedule, 4, virtual, 8)
+    chunks = [Chunk(1.0, 1.0, 1.0, 0.0)] * (4 * virtual)
+    exact = simulate(make_schedule(schedule, 4, virtual, 8), Durations()).makespan
+    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
+def test_activations_in_flight_are_what_the_simulator_finds(schedule: str, virtual: int) -> None:
+    schedule_ = make_schedule(schedule, 4, virtual, 8)
+    peaks = simulate(schedule_, Durations()).peak_live(0.0 if schedule == "zb_h1" else 1.0)
+    pipeline = Pipeline(schedule, 4, virtual, 8)
+    assert [in_flight(pipeline, stage) for stage in range(4)] == pytest.approx(peaks)
+
+
+def test_terms_add_up_and_more_links_help() -> None:
+    plan = Plan(8, 2, 1, 4, 1, 1, False, "full", 1, 16, "1f1b")
+    workload = describe(GPT_22B, MEGATRON_2021, plan)
+    time = step_time(workload, plan.steps, plan.layout, A100)
+    assert time.total == pytest.approx(sum(vars(time).values()))
+    assert min(vars(time).values()) >= 0
+    faster = replace(A100, inside=replace(A100.inside, gb_s=460.0))
+    assert step_time(workload, plan.steps, plan.layout, faster).tensor < time.tensor
+
+
+def test_memory_is_what_the_papers_formulas_say() -> None:
+    # 2 + 4 + 12 bytes a parameter, all on one device; 34 sbh + 5 a s^2 b a layer over 8 ranks (table 2)
+    workload = describe(GPT_22B, MEGATRON_2021, PLAN)
+    (memory,) = memory_of_stages(workload, PLAN.steps, PLAN.layout, A100)
+    assert memory.states == pytest.approx(18 * GPT_22B.parameters / 8 / 2**30, rel=0.02)
+    s, b, h, a = 2048, 4, 6144, 64
+    layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
+    assert workload.modules["layer"].saved_bytes == pytest.approx(layer)
+
+
+def test_every_shipped_cluster_loads() -> None:
+    clusters = load_clusters(repository() / "configs" / "cluster")
+    assert {"a100", "h100", "h200", "ascend910"} <= set(clusters)
+    assert all(cluster.name == name for name, cluster in clusters.items())

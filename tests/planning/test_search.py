@@ -1,0 +1,125 @@
+"""The search of layouts: nothing is better than what it finds, and what it finds can be run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+
+import pytest
+
+from pangu.config.layout_checks import layout_problems
+from pangu.planning.cluster import load_cluster
+from pangu.planning.cost import memory_of_stages, step_time
+from pangu.planning.published import describe
+from pangu.planning.search import Space, configured, enumerate_plans, search, space_of, time_of
+from tests.configs import config
+from tests.spawn import repository
+from tools.plan import main
+
+A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
+SMALL = ("+config=pangu_2_6b", "batch.global_size=32")
+
+
+def space(devices: int, *overrides: str, gib: float = 79.2) -> Space:
+    """A configuration's space on some devices."""
+    cluster = replace(A100, devices=devices, memory=replace(A100.memory, gib=gib))
+    return space_of(config(*overrides), cluster, {})
+
+
+@pytest.mark.parametrize(("devices", "gib"), [(1, 79.2), (4, 20.0), (8, 79.2), (16, 12.0)])
+def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
+    where = space(devices, *SMALL, gib=gib)
+    times = []
+    for plan in enumerate_plans(where, Counter()):
+        stages = memory_of_stages(describe(where.shape, where.system, plan), plan.steps, plan.layout, where.cluster)
+        if max(stage.total for stage in stages) <= gib:
+            times.append(time_of(where, plan).total)
+    found = search(where, top=5)
+    assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
+
+
+def test_what_is_found_passes_the_checks_and_fits() -> None:
+    where = space(64, "+config=pangu_13b", "batch.global_size=512")
+    found = search(where)
+    assert len(found.best) == 10
+    for one in found.best:
+        assert not layout_problems(configured(where, one.plan), 64)
+        assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
+        assert one.fullest <= 79.2
+        assert sum(one.plan.layers) == where.shape.layers
+
+
+def test_estimates_of_irregular_schedules_are_what_the_simulator_finds() -> None:
+    where = space(64, "+config=pangu_13b", "batch.global_size=512")
+    for schedule in ("zb_h1", "zb_v"):
+        (best, *_) = search(where._replace(fixed={"schedule": schedule, "pipeline": 4}), top=1).best
+        workload = describe(where.shape, where.system, best.plan)
+        exact = step_time(workload, best.plan.steps, best.plan.layout, where.cluster)
+        assert best.time.total == pytest.approx(exact.total, rel=0.03)
+
+
+def test_layouts_of_200b_on_2048_devices_are_searched_within_a_second() -> None:
+    where = space(2048, "+config=pangu_200b")
+    search(space(8, *SMALL))  # what is imported late
+    begin = process_time()
+    found = search(where)
+    assert found.best
+    # a second on a machine of its own; this one may be busy
+    assert process_time() - begin < 3
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Status and output of tools/plan.py."""
+    status = main(list(arguments))
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+PLAN = ("+config=pangu_13b", "cluster=a100", "cluster.devices=64", "batch.global_size=512", "--search")
+
+
+def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    status, out, _ = run(capsys, *PLAN, "--explain", "--tokens", "300e9", "--html", str(page))
+    assert status == 0
+    for words in ("layouts on 64 x a100", "the first: parallel.tensor=", "days and", "recompute full: "):
+        assert words in out
+    written = page.read_text(encoding="utf-8")
+    assert written.count("<svg") == 4
+    assert "http" not in written
+
+
+def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *PLAN, "parallel.tensor=8", "--json", "--top", "3")
+    assert status == 0
+    told = json.loads(out)
+    assert len(told["best"]) == 3
+    for one in told["best"]:
+        assert "parallel.tensor=8" in one["overrides"]
+        assert one["step_time_s"] == pytest.approx(sum(one["terms_s"].values()))
+        assert max(one["memory_gib"]) <= told["device_memory_gib"]
+        # what it prints is what pretrain.py takes
+        assert config("+config=pangu_13b", "batch.global_size=512", *one["overrides"]).parallel.tensor == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("+config=pangu_13b", "--search"), "needs a cluster: cluster=NAME works"),
+        ((*PLAN, "cluster.memory.gib=1"), "no layout of 64 devices of 1 GiB can be"),
+        ((*PLAN, "cluster.memory.gib=-1"), "cluster.memory.gib"),
+        ((*PLAN, "--top", "0"), "must be above 0"),
+        ((*PLAN, "--tokens", "nan"), "must be above 0"),
+        ((*PLAN, "--html", "/nowhere/page.html"), "/nowhere/page.html"),
+    ],
+)
+def test_impossible_requests_end_in_one_message(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(capsys, *arguments)
+    assert status != 0
+    assert says in error
+    assert "Traceback" not in error

@@ -1,0 +1,136 @@
+"""tools/validate_planner.py: a small table of published rows, and the whole one where it is at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pangu.planning.measurements import read_rows
+from pangu.planning.validation import kendall_tau
+from tests.spawn import repository
+from tools.validate_planner import main
+
+TABLE = repository().parent / "shared" / "reference" / "tables" / "measurements.csv"
+EXCERPT = (Path(__file__).parent / "measurements.csv").read_text(encoding="utf-8")
+"""Rows of Narayanan et al. 2021, table 1, and of vTrain's data of several nodes."""
+HEADER = EXCERPT.splitlines()[0]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """The excerpt as a file."""
+    path = tmp_path / "rows.csv"
+    path.write_text(EXCERPT, encoding="utf-8")
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, dict[str, dict[str, float]]]:
+    """What --json prints."""
+    assert main([*map(str, arguments), "--json"]) == 0
+    loaded: dict[str, dict[str, dict[str, float]]] = json.loads(capsys.readouterr().out)
+    return loaded
+
+
+def test_unseen_sources_are_predicted_by_the_shipped_coefficients(
+    table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = report(capsys, "--table", table)["sources"]
+    assert set(sources) == {"SC21", "vTrain"}
+    assert sources["SC21"]["rows"] == 3
+    assert sources["SC21"]["time_mean_error"] <= 0.05
+    assert sources["vTrain"]["rows"] == 3
+    assert sources["vTrain"]["time_worst_error"] <= 0.1
+    assert sources["vTrain"]["tau"] == 1.0
+    assert sources["vTrain"]["pick_slowdown"] == 0.0
+    assert sources["vTrain"]["out_of_memory_rows"] == 1
+
+
+def test_fitted_sources_are_cross_validated_and_predict_the_others(
+    table: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = tmp_path / "fit.json"
+    sources = report(capsys, "--table", table, "--fit", "vtrain", "--write", written)["sources"]
+    assert 0 < sources["SC21"]["time_mean_error"] <= 0.1
+    assert 0 < sources["vTrain"]["time_mean_error"] <= 0.15
+    again = report(capsys, "--table", table, "--coefficients", written)["sources"]
+    assert again["SC21"]["time_mean_error"] == pytest.approx(sources["SC21"]["time_mean_error"], rel=0.01)
+    assert again["vTrain"]["time_mean_error"] < sources["vTrain"]["time_mean_error"]
+
+
+def test_markdown_and_tables_name_all_sources(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--markdown", "--table"):
+        assert main(["--table", str(table), *([option] if option == "--markdown" else [])]) == 0
+        printed = capsys.readouterr().out
+        assert "SC21" in printed
+        assert "vTrain" in printed
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "no table of measurements"),
+        ("a,b\n1,2\n", "there is no column source"),
+        (HEADER, "no row can be used"),
+        (HEADER + "\nx,,,48,8192,64,,,51200,2048,,Abacus,8,8,8,1,,1,,,,,,8,1.0,,,,,", "no file of configs/cluster"),
+        (HEADER + "\nx,,,many,8192,64,,,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1.0,,,,,", "layers is no number"),
+        (HEADER + '\n"x', "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_hostile_tables_end_in_one_message(
+    content: str | bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["--table", str(path)]) != 0
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("x,,,48,8192,63,,,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1.0,,,,,", "hidden is no multiple of heads"),
+        ("x,,,48,8192,64,,,51200,2048,,A100,8,8,8,1,,2,,,,,,8,1.0,,,,,", "is not the number of devices"),
+        ("x,,,4,8192,64,,,51200,2048,,A100,8,8,1,8,,1,,,,,,8,1.0,,,,,", "more stages than layers"),
+        ("x,,,48,8192,64,,,51200,2048,,A100,8,8,8,1,,1,,,,,,-8,1.0,,,,,", "global_batch is not above 0"),
+        ("x,,,48,8192,64,,,51200,2048,,A100,8.5,8,8,1,,1,,,,,,8,1.0,,,,,", "gpus is no whole number"),
+        ("x", "is not told"),
+    ],
+)
+def test_rows_that_make_no_sense_are_counted(row: str, reason: str, table: Path) -> None:
+    table.write_text(f"{EXCERPT}{row}\n", encoding="utf-8")
+    rows, skipped = read_rows(table)
+    assert len(rows) == 7
+    assert sum(skipped.values()) == 1
+    assert reason in next(iter(skipped))
+
+
+def test_words_that_name_no_source_are_refused(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--table", str(table), "--fit", "nobody"]) != 0
+    assert "names no source" in capsys.readouterr().err
+    assert main(["--table", str(table), "--write", "x.json"]) != 0
+    assert "--write needs --fit" in capsys.readouterr().err
+
+
+def test_kendalls_tau() -> None:
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 1], [1, 2]) is None
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the table of measurements is not here")
+def test_the_shipped_coefficients_reach_their_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(capsys, "--table", TABLE)
+    sources, devices = told["sources"], told["devices"]
+    assert sources["arXiv:2104.04473 (Megatron SC21)"]["time_worst_error"] <= 0.05
+    assert devices["NVIDIA/dgxc-benchmarking v25.04.02 (MIT), H100-80G bf16"]["time_mean_error"] <= 0.02
+    assert devices["VIA-Research/vTrain data/ (MIT), A100 bf16"]["time_mean_error"] <= 0.05
+    assert devices["VIA-Research/vTrain data/ (MIT), A100 bf16"]["tau"] >= 0.85
+    assert devices["VIA-Research/vTrain data/ (MIT), A100 bf16"]["pick_slowdown"] <= 0.02
