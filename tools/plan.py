@@ -180,8 +180,8 @@ def print_layouts(options: argparse.Namespace) -> None:
     console.print(
         f"the first: {' '.join(overrides_of(found.best[0].plan))}", markup=False, highlight=False, soft_wrap=True
     )
-    for why in explain(outcome) if options.explain else ():
-        console.print(f"  {why}", markup=False, highlight=False, soft_wrap=True)
+    for reason in explain(outcome) if options.explain else ():
+        console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def plan(options: argparse.Namespace) -> None:
