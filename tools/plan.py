@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for pretrain.py, e.g. +config=pangu_13b")
     parser.add_argument("--sharding", action="store_true", help="how each weight is cut, and which collective runs")
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
+    parser.add_argument("--modules", action="store_true", help="what each kind of module does, counted, as data")
     parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many of them")
     parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
@@ -188,6 +190,12 @@ def plan(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError."""
     if options.search:
         print_layouts(options)
+        return
+    if options.modules:
+        from pangu.dryrun.profile import profile_modules
+
+        modules = profile_modules(planned(options.overrides))
+        print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))
         return
     if options.json:
         print(json.dumps(plan_dry_run(planned(options.overrides)), indent=1))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -79,6 +79,14 @@ def _operator(function: OpOverload) -> _Operator:
     return _Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
 
 
+class Span(NamedTuple):
+    """Live bytes at the beginning of an action, at most, and at its end."""
+
+    start: int
+    peak: int
+    end: int
+
+
 class Audit(TorchDispatchMode):
     """Counts what is done to the tensors of one device within the block."""
 
@@ -93,10 +101,12 @@ class Audit(TorchDispatchMode):
             vocab: words of which this rank has logits.
         """
         super().__init__()
-        self.counts: dict[int | None, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        """Micro-batch, None for what is done once a step -> what was counted -> how often, or how much of it."""
-        self.action: object = None
-        """What the schedule has the rank do."""
+        self.counts: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+        """Action, None for what is done once a step -> what was counted -> how often, or how much of it."""
+        self.action: Any = None
+        """What the schedule has the rank do; None: nothing, it begins or ends a step."""
+        self.spans: dict[Any, Span] = {}
+        """Action -> the memory meanwhile."""
         self.staying = 0
         """Bytes that the second micro-batch leaves behind until the step ends."""
         self.findings: Counter[str] = Counter()
@@ -134,11 +144,10 @@ class Audit(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    def at(self, action: Any, micro: int | None) -> None:
-        """From now on an action of the schedule is carried out, of a micro-batch or of none."""
-        self.action, self._micro = action, micro
-
-    _micro: int | None = None
+    def of_micro_batch(self, micro: int) -> Counter[tuple[Any, ...]]:
+        """What was counted for one micro-batch."""
+        counted = (counts for action, counts in self.counts.items() if action is not None and action.micro == micro)
+        return sum(counted, Counter())
 
     def place(self) -> str:
         """The innermost line of the package that is being run, or the operation of backward."""
@@ -179,7 +188,7 @@ class Audit(TorchDispatchMode):
             if storage._cdata not in self.memory:
                 place = self.place()
                 where = place if self.action is None else f"{place}, {self.action}"
-                self.memory.add(storage, self._kind(tensor, place), where, self._micro)
+                self.memory.add(storage, self._kind(tensor, place), where, self.action and self.action.micro)
                 self.detector.allocate(storage._cdata, self._stream())
         elif pinned:
             self.pinned.add(storage, "activations", "")
@@ -311,7 +320,7 @@ class Audit(TorchDispatchMode):
         self.detector.order(self.detector.clock(stream), HOST)
 
     def _count(self, *key: Any, by: int = 1) -> None:
-        self.counts[self._micro][key] += by
+        self.counts[self.action][key] += by
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

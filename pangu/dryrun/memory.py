@@ -39,7 +39,10 @@ class Memory:
         self.peak = 0
         self.peak_place = ""
         """Who made the allocation that led to it."""
-        self._total = 0
+        self.total = 0
+        """Live bytes of all kinds."""
+        self.high = 0
+        """Most of them since somebody set this."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._live
@@ -83,7 +86,8 @@ class Memory:
 
     def _grow(self, kind: str, change: int, place: str) -> None:
         self.bytes[kind] += change
-        self._total += change
-        if self._total > self.peak:
-            self.peak, self.peak_place = self._total, place
+        self.total += change
+        self.high = max(self.high, self.total)
+        if self.total > self.peak:
+            self.peak, self.peak_place = self.total, place
             self.peak_bytes = {name: self.bytes[name] for name in KINDS}

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import role_ranks, run_roles
+from pangu.dryrun.roles import role_ranks, run_jobs
 from pangu.metrics.text import size
 from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import choose_layout
@@ -37,7 +37,7 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
-    roles = run_roles(values, role_ranks(layout, config.dry_run == "all"))
+    roles = run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")])
     for role in roles:
         role |= _fit(config, role)
     fullest = max(roles, key=lambda role: role["needed_bytes"])

@@ -25,32 +25,28 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_roles(values: Mapping[str, Any], ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """What `Worker.report` says of each rank.
-
-    Args:
-        values: the composed configuration as plain dictionaries.
-        ranks: any of its layout.
+def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
+    """What `Worker.report` says of each composed configuration and rank.
 
     Raises:
         UserError: if a rank cannot be carried out.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting: SimpleQueue[Worker] = SimpleQueue()
-    workers = [Worker() for _ in range(min(cores, len(ranks)))]
+    workers = [Worker() for _ in range(min(cores, len(jobs)))]
     for worker in workers:
         waiting.put(worker)
 
-    def report(rank: int) -> dict[str, Any]:
+    def report(job: tuple[Mapping[str, Any], int]) -> dict[str, Any]:
         worker = waiting.get()
         try:
-            return worker.report(values, rank)
+            return worker.report(*job)
         finally:
             waiting.put(worker)
 
     try:
         with ThreadPoolExecutor(len(workers)) as pool:
-            return list(pool.map(report, ranks))
+            return list(pool.map(report, jobs))
     finally:
         for worker in workers:
             worker.end()
@@ -105,14 +101,15 @@ def serve() -> None:
     from pangu.planning.layouts import choose_layout
 
     torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
         values, rank, options = json.loads(line)
         try:
             chosen = choose_layout(values, 1)
-            report = asdict(dry_run(chosen, rank, None if isinstance(fake, str) else fake, **options))
-            answer: dict[str, Any] = {**report, "device": fake if isinstance(fake, str) else None}
+            report = asdict(dry_run(chosen, rank, device, None if isinstance(fake, str) else fake, **options))
+            answer: dict[str, Any] = {**report, "device": fake if device.type == "cpu" else None}
         except Exception as error:
             answer = {"error": str(error)}
         answers.write(f"{json.dumps(answer)}\n")

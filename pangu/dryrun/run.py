@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -19,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pangu.config.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.dryrun.audit import Audit
+from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
 from pangu.layers import initial
+from pangu.pipeline.actions import COMPUTE, Action
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.layouts import Chosen
@@ -61,6 +62,9 @@ class RankReport:
     flops: int = 0
     products: list[dict[str, Any]] = field(default_factory=list)
     """Products of matrices and fused attention: operator, shapes, format, how often."""
+    phases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`, `memory_bound_bytes`,
+    `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
     host_syncs: dict[str, int] = field(default_factory=dict)
     """File and line -> how often in a step the host waits for a value of the device."""
     blocking_copies: dict[str, int] = field(default_factory=dict)
@@ -77,13 +81,21 @@ class _FakeTensors(FakeTensorMode):
     avoid_device_init = True
 
 
-def dry_run(chosen: Chosen, rank: int, fake: FakeDevice | None, steps: int = 1, whole: bool = False) -> RankReport:
+def dry_run(
+    chosen: Chosen,
+    rank: int,
+    device: torch.device,
+    fake: FakeDevice | None = None,
+    steps: int = 1,
+    whole: bool = False,
+) -> RankReport:
     """Carry out steps of one rank, and report of the last one.
 
     Args:
         chosen: the run.
         rank: any of its layout.
-        fake: the device; None: tensors are said to be a CPU's.
+        device: that tensors are said to be on.
+        fake: what tells its streams apart; None: they are one.
         steps: how many.
         whole: all micro-batches are carried out; otherwise as many as it takes until they repeat.
     """
@@ -93,7 +105,6 @@ def dry_run(chosen: Chosen, rank: int, fake: FakeDevice | None, steps: int = 1, 
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
     with _on_fake_tensors(rank, layout.world):
-        device = torch.device("cpu") if fake is None else torch.device("cuda", 0)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
@@ -211,10 +222,21 @@ class _Told(tuple[Any, ...]):
 
     def __iter__(self) -> Iterator[Any]:
         for action in super().__iter__():
-            self.audit.at(action, action.micro)
+            memory, start = self.audit.memory, self.audit.memory.total
+            self.audit.action, memory.high = action, start
             yield action
+            self.audit.spans[action] = Span(start, memory.high, memory.total)
         self.audit.staying = self.audit.memory.of_micro_batch(1)
-        self.audit.at(None, None)
+        self.audit.action = None
+
+
+class _Move(NamedTuple):
+    """What is done for a micro-batch before the schedule begins."""
+
+    micro: int
+
+    def __str__(self) -> str:
+        return f"moving micro-batch {self.micro} to the device"
 
 
 def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
@@ -227,9 +249,9 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
     move, micro = Batch.to, iter(range(len(batches)))
 
     def moved(batch: Batch, device: torch.device) -> Batch:
-        audit.at("moving the batch", next(micro))
+        audit.action = _Move(next(micro))
         result = move(batch, device)
-        audit.at(None, None)
+        audit.action = None
         return result
 
     with patch.object(trainer, "stages", told_stages), patch.object(Batch, "to", moved):
@@ -251,22 +273,13 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
     counts: Counter[tuple[Any, ...]] = Counter()
     for counted in audit.counts.values():
         counts.update(counted)
-    missing = total - len([micro for micro in audit.counts if micro is not None])
-    for key, amount in audit.counts[1].items() if missing else ():
+    missing = total - len({action.micro for action in audit.counts if action and action.micro is not None})
+    for key, amount in audit.of_micro_batch(1).items() if missing else ():
         counts[key] += missing * amount
     # a micro-batch and its loss stay until the step ends
     beside = missing * audit.staying
     audit.memory.peak += beside
     audit.memory.peak_bytes["activations"] += beside
-    collectives: dict[str, dict[str, dict[str, int]]] = {}
-    for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
-        if what in ("calls", "bytes"):
-            collectives.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
-    products = [
-        {"operator": key[1], "shapes": key[2], "format": key[3], "calls": amount}
-        for key, amount in counts.items()
-        if key[0] == "product"
-    ]
     at = mesh.at
     return RankReport(
         mesh.rank,
@@ -278,14 +291,46 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         audit.memory.peak_bytes,
         lasting,
         len(audit.used_groups),
-        collectives,
+        _collectives(counts),
         counts["launches",],
         counts["memory_bound_bytes",],
         counts["copy_bytes",],
         counts["flops",],
-        products,
+        _products(counts),
+        _phases(audit),
         {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
         {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
         dict(audit.findings),
         dict(audit.detector.races),
     )
+
+
+def _collectives(counts: Counter[tuple[Any, ...]]) -> dict[str, dict[str, dict[str, int]]]:
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
+        if what in ("calls", "bytes"):
+            found.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
+    return found
+
+
+def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [
+        {"operator": key[1], "shapes": key[2], "format": key[3], "calls": amount}
+        for key, amount in counts.items()
+        if key[0] == "product"
+    ]
+
+
+def _phases(audit: Audit) -> dict[str, dict[str, Any]]:
+    """Of the second micro-batch; of a stage's first chunk."""
+    return {
+        str(action.kind): {
+            "launches": counts["launches",],
+            "memory_bound_bytes": counts["memory_bound_bytes",],
+            "products": _products(counts),
+            "collectives": _collectives(counts),
+            **audit.spans[action]._asdict(),
+        }
+        for action, counts in reversed(audit.counts.items())
+        if isinstance(action, Action) and action.kind in COMPUTE and action.micro == 1
+    }

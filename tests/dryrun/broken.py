@@ -58,7 +58,7 @@ BROKEN = {
 
 def report(layout: str) -> Any:
     assert not isinstance(FAKE, str), FAKE
-    return dry_run(choose_layout(values(layout), 1), 0, FAKE, steps=2)
+    return dry_run(choose_layout(values(layout), 1), 0, torch.device("cuda", 0), FAKE, steps=2)
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def test_collectives_are_those_of_a_real_run(pool: Pool, layout: str) -> None:
     """Processes that send with gloo; products and launches agree as well."""
     chosen = choose_layout(values(layout, KERNEL), 1)
     for rank, real in enumerate(pool.run(chosen.layout.world, carried_out, layout)):
-        told = dry_run(chosen, rank, None, whole=True)
+        told = dry_run(chosen, rank, torch.device("cpu"), whole=True)
         assert told.collectives
         assert told.collectives == real.collectives
         assert (told.launches, told.memory_bound_bytes, told.flops) == (
@@ -64,7 +64,7 @@ def test_collectives_are_those_of_a_real_run(pool: Pool, layout: str) -> None:
 def test_memory_is_that_of_a_real_run(layout: str) -> None:
     """0.1 %; where nothing is sent, so that no thread of gloo holds a buffer for a moment longer."""
     real = carried_out(0, 1, layout)
-    told = dry_run(choose_layout(values(layout, KERNEL), 1), 0, None, whole=True)
+    told = dry_run(choose_layout(values(layout, KERNEL), 1), 0, torch.device("cpu"), whole=True)
     assert told.peak == pytest.approx(real.peak, rel=1e-3)
     assert told.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-3)
     assert told.products == real.products

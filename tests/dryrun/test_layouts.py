@@ -60,11 +60,24 @@ def test_a_step_with_few_micro_batches_tells_of_all() -> None:
             chosen = values(layout)
             for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
                 short, whole = (process.report(chosen, rank, whole=whole) for whole in (False, True))
-                assert all(report.pop("peak_place") for report in (short, whole))
+                # live bytes of a phase: fewer micro-batches are on the device
+                assert all(report.pop("peak_place") and report.pop("phases") for report in (short, whole))
                 # the losses are added up at the end, in one operation over all micro-batches
                 moved = short.pop("memory_bound_bytes")
                 assert moved == pytest.approx(whole.pop("memory_bound_bytes"), rel=1e-3)
                 assert short == whole, layout
+
+
+def test_phases_are_those_of_a_micro_batch() -> None:
+    """One micro-batch more costs a forward and a backward more; what forward leaves is what backward gives back."""
+    with worker() as process:
+        fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
+    forward, backward = (more["phases"][kind] for kind in "FB")
+    for count in ("launches", "flops"):
+        assert more[count] > fewer[count] > 0
+    assert more["launches"] - fewer["launches"] == forward["launches"] + backward["launches"]
+    assert forward["end"] - forward["start"] == pytest.approx(backward["start"] - backward["end"], abs=2048)
+    assert forward["peak"] >= forward["end"]
 
 
 def test_a_missing_wait_is_found() -> None:

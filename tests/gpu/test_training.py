@@ -7,12 +7,14 @@ import torch
 
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
+from pangu.dryrun.run import dry_run, micro_batches
 from pangu.metrics.devices import peak_memory_gib
+from pangu.planning.layouts import choose_layout
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from tests.configs import tiny
+from tests.configs import composed, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,3 +71,24 @@ def test_peak_memory_is_measured() -> None:
     device = choose_device("auto", Launch())
     losses(device)
     assert 0 < peak_memory_gib(device) < 80
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_dry_run_takes_what_the_allocator_gives(recompute: str) -> None:
+    """1 %: the peak of a step's tensors, of a model whose tensors are large beside what the allocator rounds up."""
+    words = (
+        "precision=bf16",
+        "model.hidden=512",
+        "model.sequence=512",
+        "model.layers=4",
+        f"memory.recompute={recompute}",
+    )
+    words += ("data=synthetic", "validation.every=0", "model.dropout=0", "model.attention_dropout=0")
+    chosen = choose_layout({**composed(*words), "dry_run": True}, 1)
+    told = dry_run(chosen, 0, choose_device("auto", Launch()), whole=True)
+    trainer = Trainer(chosen.config, Mesh(Layout(), 0, choose_device("auto", Launch())), chosen.stages)
+    batches = micro_batches(chosen.config, chosen.layout)
+    trainer.train_step(batches)
+    torch.accelerator.reset_peak_memory_stats()
+    trainer.train_step(batches)
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(told.peak, rel=0.01)
