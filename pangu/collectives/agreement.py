@@ -1,4 +1,4 @@
-"""Errors over ranks: what one process fails at, all of them learn, so that nobody waits for one that gave up."""
+"""Errors over ranks: all processes learn what one fails at, so that none waits for one that gave up."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pangu.topology.mesh import Mesh, is_silence
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 1.0
-"""Processes at long work tell each other that often that they are there; oftener if `parallel.timeout_s` is short."""
+"""Seconds between the heartbeats of processes at long work; less if `parallel.timeout_s` is short."""
 
 
 class StuckError(UserError):
-    """The work of some process makes no progress. All processes know it."""
+    """The work of some process makes no progress. Raised on all processes."""
 
 
 @contextmanager
 def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
-    """Turn a collective that fails within the block into a LocalError that names this rank, what `where` says then, and
-    the ranks that did not take part, as far as that can be told."""
+    """Turn a collective that fails within the block into a LocalError with this rank, the text of `where` and the
+    silent ranks, as far as they are known."""
     try:
         yield
     except RuntimeError as error:
@@ -43,14 +43,8 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
 
 
 def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
-    """Run `action` on the processes where `here` is true; all return when all have finished.
-
-    Returns:
-        On every process what `action` returned on each, in rank order; None where it did not run.
-
-    Raises:
-        UserError: on every process, with the first message, if `action` raised one on any.
-    """
+    """Run `action` on the processes where `here` is true; all return when all have finished, with the results of all
+    ranks in order (None where it did not run). A UserError on any rank is raised on every one."""
     result, message = None, None
     if here:
         try:
@@ -67,14 +61,13 @@ def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
 def agree_on_long_work(
     mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, here: bool
 ) -> list[T | None]:
-    """As `agree`, of work that may take longer than `parallel.timeout_s` but has to make progress within it. The action
-    runs in a thread, so that the processes can tell each other all the while that they are there.
+    """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
+    in a thread, so that processes can exchange heartbeats.
 
     Args:
         mesh: of a group that nothing else uses meanwhile, see `Mesh.background`.
         doing: the work in words, e.g. "writing".
-        action: gets a function to call each time that it has made progress.
-        here: as in `agree`.
+        action: gets a function to call whenever it has made progress.
 
     Raises:
         StuckError: on every process, naming the ranks whose action makes no progress in time.
@@ -113,7 +106,6 @@ def agree_on_long_work(
 
 
 def complete(future: Future[T], action: Callable[[], T]) -> None:
-    """Run `action`, and enter what it returns or raises as the result of `future`."""
     try:
         future.set_result(action())
     except BaseException as error:

@@ -13,7 +13,7 @@ from pangu.topology.mesh import Algorithms
 
 
 class CollectiveShape(NamedTuple):
-    """What a group gathers, or sums and scatters, or both, again and again."""
+    """A collective that a group repeats: all-gather, reduce-scatter or both."""
 
     group: dist.ProcessGroup
     numel: int
@@ -24,13 +24,13 @@ class CollectiveShape(NamedTuple):
 
 
 def gather_algorithms(group: dist.ProcessGroup) -> list[str]:
-    """Algorithms to gather, the preferred one first. An accelerator keeps its backend's own."""
+    """Algorithms of the all-gather, the preferred one first."""
     return ["exchange", "own"] if dist.get_backend(group) == "gloo" else ["own"]
 
 
 def scatter_algorithms(group: dist.ProcessGroup) -> list[str]:
-    """Algorithms to reduce and scatter, the preferred one first. All add up in the order of the ranks: where an element
-    stands in a message must not change its sum. gloo's own adds up in that of its ring; for two ranks that is the same.
+    """Algorithms of the reduce-scatter, the preferred one first. All add up in the order of the ranks: an element's
+    offset in a message must not change its sum. gloo's own adds up in ring order, which is the same for two ranks only.
     """
     if dist.get_backend(group) != "gloo":
         return ["own"]
@@ -38,13 +38,13 @@ def scatter_algorithms(group: dist.ProcessGroup) -> list[str]:
 
 
 def gather_trial(shape: CollectiveShape, algorithm: str) -> Callable[[], object]:
-    """Gathers once, on a CPU."""
+    """One all-gather, on a CPU."""
     whole, part = torch.zeros(shape.numel, dtype=shape.dtype), _part(shape)
     return lambda: start_all_gather(whole, part, shape.group, Algorithms(gather=algorithm)).wait()
 
 
 def scatter_trial(shape: CollectiveShape, algorithm: str) -> Callable[[], object]:
-    """Reduces and scatters once, on a CPU."""
+    """One reduce-scatter, on a CPU."""
     whole, part = torch.zeros(shape.numel, dtype=shape.dtype), _part(shape)
     return lambda: start_reduce_scatter(part, whole, shape.group, Algorithms(scatter=algorithm)).wait()
 

@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: sent and received without waiting, one process group for each channel."""
+"""Messages between pipeline stages: asynchronous, one process group for each channel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pangu.topology.mesh import Mesh
 
 
 class _WatchedSend:
-    """A gloo send. It is never known as completed before somebody waits for it: a thread of its own does."""
+    """A gloo send. gloo reports none as completed before somebody waits for it, so a thread does."""
 
     def __init__(self, work: dist.Work) -> None:
         self._result: Future[None] = Future()
@@ -37,18 +37,17 @@ class _WatchedSend:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors on their way. They must stay alive, and must not be changed, until it is done."""
+    """Tensors being sent or received. They must stay alive and unchanged until it is done."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work | _WatchedSend, ...]
 
     @property
     def is_done(self) -> bool:
-        """True if waiting would not take time."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, sent or received. Raises RuntimeError if the other side is gone or does not answer in time."""
+        """The tensors. Raises RuntimeError if the other side is gone or does not answer in time."""
         for work in self.works:
             work.wait()
         return self.tensors
@@ -84,7 +83,7 @@ class Channels:
         return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
-        """Begin to receive tensors of the given shapes from stage `peer`."""
+        """Begin to receive tensors from stage `peer`."""
         group = self._groups[kind, peer < self._stage]
         empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
         works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=peer)) is not None]

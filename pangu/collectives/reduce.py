@@ -1,4 +1,4 @@
-"""Plain (not differentiable) collectives. A group of None is a group of one process: nothing happens."""
+"""Plain (not differentiable) collectives. A group of None is one process: nothing happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pangu.topology.mesh import Algorithms, Mesh
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `tensor` in place over `group` and return it."""
+    """Reduce `tensor` in place and return it."""
     if group is not None:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
@@ -29,21 +29,19 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """A handle whose waiting is a function."""
+    """A handle whose `wait` is a function."""
 
     wait: Callable[[], Any] = lambda: None
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Begin to sum `tensor` in place over `group`."""
+    """Begin to sum `tensor` in place."""
     return Completion() if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
-    """Begin to join the ranks' flat parts in `whole`, of which `part` may be a view.
-
-    gloo's own algorithm goes round a ring; to exchange takes one step and a copy of the part for each rank.
-    """
+    """Begin to all-gather the flat shards `part`, which may be a view of `whole`. gloo's own algorithm goes round a
+    ring; an exchange takes one step and a copy of the shard for each rank."""
     if group is None:
         return Completion()
     if algorithms.gather == "exchange":
@@ -55,12 +53,9 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | Non
 def start_reduce_scatter(
     part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
 ) -> Handle:
-    """Begin to sum the flat `whole` over the ranks, of which this rank's share goes to `part`, which may be a view of
-    it.
-
-    gloo's own algorithm reduces everything everywhere. Parts that are exchanged are added here, in the order of the
-    ranks, which gives the same sum wherever an element stands in a message.
-    """
+    """Begin to sum the flat `whole` over the ranks; this rank's share goes to `part`, which may be a view of it. gloo's
+    own algorithm reduces everything everywhere. An exchange adds up in the order of the ranks, which gives the same sum
+    wherever an element stands in a message."""
     if group is None:
         return Completion()
     if algorithms.scatter == "own":
@@ -93,19 +88,19 @@ def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, alg
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:
-    """A function of torch.distributed under the name it has from torch 2.13 on, or under the one it had before."""
+    """A function of torch.distributed by its name from torch 2.13 on, or by the name before."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 
 def sum_of(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Sum of one number over `group`, in double precision."""
+    """Sum of one number over `group`, in fp64."""
     if group is None:
         return value
     return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), group))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """`value` of every rank of `group`, in rank order. For small messages between phases, never inside a step."""
+    """`value` of every rank, in rank order. For small messages between phases, never inside a step."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -114,12 +109,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def largest_of(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Elementwise maximum of numbers over all ranks, the same on each."""
+    """Elementwise maximum over all ranks."""
     if not values:
         return []
     return largest(torch.tensor(values, dtype=torch.float64, device=mesh.device), mesh.group("world")).tolist()
 
 
 def largest(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Elementwise maximum of `tensor` over `group`, in place."""
+    """Elementwise maximum over `group`, in place."""
     return all_reduce(tensor, group, dist.ReduceOp.MAX)

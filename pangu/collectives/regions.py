@@ -1,7 +1,7 @@
 """Conjugate collectives of tensor and sequence parallelism: what one does in forward its partner does in backward.
 
 Shoeybi et al. 2019, section 3 (copy and reduce); Korthikanti et al. 2022, section 4.2 (gather and reduce-scatter). All
-functions are the identity on a region of one rank. Sequences lie along dimension 0.
+are the identity on one rank. Sequences lie along dimension 0.
 """
 
 from __future__ import annotations
@@ -22,32 +22,28 @@ from pangu.topology.placement import TensorRank
 
 @dataclass(frozen=True)
 class TensorRegion(TensorRank):
-    """The ranks that share every matrix, and this rank's place among them."""
+    """A tensor-parallel group and this rank's place in it."""
 
     group: dist.ProcessGroup | None = None
     chunks: int = 1
-    """Parts that a matmul is cut into, to hide the communication of one behind the computation of another;
-    fewer where the sequence is shorter."""
+    """Chunks of a matmul, which hide the communication of one behind the computation of another; fewer where the
+    sequence is shorter."""
     algorithms: Algorithms = field(default_factory=Algorithms)
-    """How the sequence is gathered and summed."""
 
     @classmethod
     def of(cls, mesh: Mesh, chunks: int = 1) -> TensorRegion:
-        """The region of a live mesh."""
         at, layout = mesh.at, mesh.layout
         return cls(at.tensor, layout.tensor, layout.sequence, mesh.group("tensor"), chunks, mesh.algorithms)
 
     def local_sequence(self, x: Tensor) -> Tensor:
-        """The part of `x` [sequence, ...] that this rank holds under sequence parallelism; all of it otherwise. Not
-        differentiable: for ids."""
+        """This rank's part of `x` [sequence, ...] under sequence parallelism; all of it otherwise. Not differentiable:
+        for ids."""
         return x.chunk(self.size)[self.rank] if self.slices_sequence else x
 
 
 def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
-    """Begin to join the ranks' [sequence / size, ...] to [sequence, ...]; `x` itself without sequence parallelism.
-
-    Returns a function that waits for the result.
-    """
+    """Begin to all-gather [sequence / size, ...] to [sequence, ...], and return a function that waits for it; `x`
+    itself without sequence parallelism."""
     if not region.slices_sequence:
         return lambda: x
     whole = x.new_empty((x.shape[0] * region.size, *x.shape[1:]))
@@ -56,8 +52,8 @@ def start_gather(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
 
 
 def start_sum(x: Tensor, region: TensorRegion) -> Callable[[], Tensor]:
-    """Begin to sum a contiguous [sequence, ...] over the ranks: in place, or, under sequence parallelism, only this
-    rank's slice [sequence / size, ...] of the sum. Returns a function that waits for the result."""
+    """Begin to sum a contiguous [sequence, ...] over the ranks, and return a function that waits for it: in place or,
+    under sequence parallelism, this rank's slice [sequence / size, ...] of the sum."""
     if not region.slices_sequence:
         handle, total = start_all_reduce(x, region.group), x
     else:
@@ -75,7 +71,7 @@ def _result(tensor: Tensor, handle: Handle) -> Callable[[], Tensor]:
 
 
 def _gather(x: Tensor, region: TensorRegion) -> Tensor:
-    """The gathered sequence, or, without sequence parallelism, a view (a function's result is not its input)."""
+    """The gathered sequence; without sequence parallelism a view (an autograd function's output is not its input)."""
     return start_gather(x, region)() if region.slices_sequence else x.view_as(x)
 
 
@@ -98,7 +94,7 @@ class _Enter(Function):
 
 
 class _Leave(Function):
-    """Forward: sum the ranks' parts, or reduce-scatter them. Backward: copy, or gather the sequence."""
+    """Forward: all-reduce, or reduce-scatter. Backward: copy, or gather the sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
@@ -111,23 +107,19 @@ class _Leave(Function):
 
 
 def enter(x: Tensor, region: TensorRegion) -> Tensor:
-    """Into a part of the model where ranks compute different things from the same input.
-
-    [sequence / size, ...] -> [sequence, ...] under sequence parallelism; otherwise the shape stays.
-    """
+    """Into a region where ranks compute different things from the same input: [sequence / size, ...] -> [sequence, ...]
+    under sequence parallelism; otherwise the shape stays."""
     return x if region.size == 1 else _Enter.apply(x, region)
 
 
 def leave(x: Tensor, region: TensorRegion) -> Tensor:
-    """Out of it: the ranks' parts are summed.
-
-    [sequence, ...] -> [sequence / size, ...] under sequence parallelism; otherwise the shape stays.
-    """
+    """Out of it, summing over the ranks: [sequence, ...] -> [sequence / size, ...] under sequence parallelism;
+    otherwise the shape stays."""
     return x if region.size == 1 else _Leave.apply(x, region)
 
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:
-    """Join the ranks' [..., width / size] to [..., width]. Not differentiable: for results."""
+    """[..., width / size] -> [..., width]. Not differentiable: for results."""
     if region.size == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(region.size)]

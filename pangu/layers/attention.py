@@ -11,16 +11,14 @@ from pangu.layers.recompute import checkpointed
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ / sqrt(head size) + bias) v, by the kernel of a forward. Has no parameters.
-
-    Heads are independent, so a tensor-parallel rank computes its own ones and nothing is communicated.
-    """
+    """softmax(q kᵀ / sqrt(head size) + bias) v, by the kernel of a forward. Has no parameters. Heads are independent: a
+    tensor-parallel rank computes its share and nothing is communicated."""
 
     def __init__(
         self, build: Builder, dropout_probability: float, recompute: bool = False, residual_scores: bool = False
     ) -> None:
-        """`recompute`: keep queries, keys and values only and compute the rest again in backward (Korthikanti et al.
-        2022, section 5). `residual_scores`: return the scores, for the layer above."""
+        """`recompute`: save queries, keys and values only (Korthikanti et al. 2022, section 5). `residual_scores`:
+        return the scores, for the layer above."""
         super().__init__()
         self.recompute, self.residual_scores = recompute, residual_scores
         shared = 1 if build.region.size > 1 else None
@@ -29,7 +27,7 @@ class AttentionCore(nn.Module):
     def forward(
         self, qkv: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results as of `Kernel`; scores are returned only if they are passed on."""
+        """As of `Kernel`; scores are returned only if the next layer adds them."""
         output, scores = checkpointed(kernel, qkv, self.dropout, keys, below, on=self.recompute)
         assert scores is not None or not self.residual_scores
         return output, scores if self.residual_scores else None
@@ -49,17 +47,14 @@ class KVCache:
     """Keys and values of the tokens of one micro-batch so far, by attention layer."""
 
     def __init__(self, room: int) -> None:
-        """`room`: most tokens of a sequence."""
+        """`room`: maximum number of tokens."""
         self._room = room
         self._layers: dict[nn.Module, list[Tensor]] = {}
         """Keys and values [batch, heads, room, head size]."""
 
     def append(self, layer: nn.Module, qkv: QKV, first: int) -> QKV:
-        """Keep the keys and values of the tokens from place `first` on; what was kept from there on is replaced.
-
-        Returns:
-            Their queries, with the keys and values of all tokens up to the last of them.
-        """
+        """Store the keys and values of tokens `first`, `first` + 1, ..., replacing later ones; returns their queries
+        with the keys and values of all tokens up to the last of them."""
         batch, heads, length, size = qkv.key.shape
         if layer not in self._layers:
             self._layers[layer] = [x.new_empty(batch, heads, self._room, size) for x in (qkv.key, qkv.value)]

@@ -1,7 +1,5 @@
-"""Positions as a bias that is added to the attention scores and depends on the head and the distance of two tokens.
-
-Distances are counted in tokens. Inside a document that is the difference of the positions, wherever they begin.
-"""
+"""Position biases of the attention scores, functions of head and distance. Distances are counted in tokens; inside a
+document that is the difference of the positions."""
 
 from __future__ import annotations
 
@@ -18,22 +16,22 @@ from pangu.layers.builder import Builder
 
 @dataclass(frozen=True)
 class Bias:
-    """The bias of one forward over a micro-batch, shared by all layers."""
+    """The bias of one micro-batch, shared by all layers."""
 
     by_distance: Tensor
-    """[sequence, heads / ranks], what is added to the score of a key so many tokens back; fp32 (fp64 in fp64)."""
+    """[sequence, heads / ranks], the bias of a key by its distance; fp32 (fp64 in fp64)."""
     slopes: Tensor | None = None
     """fp32 [heads / ranks], where the bias is -slope x distance."""
 
     def dense(self, first: int = 0) -> Tensor:
-        """[heads / ranks, sequence - first, sequence], rows are queries, from `first` on; what stands above the
-        diagonal is for no one."""
+        """[heads / ranks, sequence - first, sequence]: rows are queries from `first` on; above the diagonal it is
+        meaningless."""
         places = torch.arange(self.by_distance.shape[0], device=self.by_distance.device)
         distances = (places[first:, None] - places).abs()
         return F.embedding(distances, self.by_distance).permute(2, 0, 1)
 
     def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """One score and its bias: as FlexAttention calls it."""
+        """One score plus its bias, in FlexAttention's signature."""
         return score + self.by_distance[(query - key).abs(), head]
 
 
@@ -49,7 +47,6 @@ class Alibi(nn.Module):
     """Attention with linear biases (Press et al. 2022, section 3): -slope x distance. Has no parameters."""
 
     def __init__(self, build: Builder, heads: int) -> None:
-        """`heads`: query heads on all ranks."""
         super().__init__()
         start, stop = build.region.bounds(heads)
         self.slopes = alibi_slopes(heads)[start:stop]
@@ -63,11 +60,9 @@ class Alibi(nn.Module):
 
 
 def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:
-    """int64 [length], the bucket of each distance 0, 1, ... (Raffel et al. 2020, section 2.1, released code, causal).
-
-    The first half of the buckets holds one distance each; the others grow in proportion to the distance, and the last
-    one takes all from `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike.
-    """
+    """int64 [length], the bucket of each distance 0, 1, ... (Raffel et al. 2020, section 2.1, released code, causal):
+    half of the buckets hold one distance each, the others grow in proportion to it, the last one holds all from
+    `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike."""
     exact = buckets // 2
     distances = torch.arange(length)
     share = (distances.clamp(min=1).float() / exact).log() / math.log(furthest / exact)
@@ -77,25 +72,22 @@ def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:
 
 class RelativeBias(nn.Module):
     """A learned bias for each head and bucket of distances, one table for all layers (Raffel et al. 2020, section 2.1).
-
-    Heads are dealt to the ranks, so each has the whole gradient of its columns.
-    """
+    Heads are sharded over the ranks, so each has the whole gradient of its columns."""
 
     def __init__(self, build: Builder, name: str, furthest: int) -> None:
-        """From distance `furthest` on all share the last bucket."""
+        """All distances from `furthest` on share the last bucket."""
         super().__init__()
         self.furthest = furthest
         self.weight = build.parameter(f"{name}.weight")
         self.buckets = len(self.weight)
 
     def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
-        """The bias between `length` tokens of a model of format `dtype`."""
+        """As `Alibi.forward`."""
         bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
         return Bias(F.embedding(bucket, self.weight.to(torch.promote_types(dtype, torch.float32))))
 
 
 def make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias:
-    """The one that `model.positions` names, at the root of the model."""
     if config.positions == "alibi":
         return Alibi(build, config.heads)
     return RelativeBias(build, "position_bias", config.furthest_relative)

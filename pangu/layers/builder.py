@@ -1,8 +1,5 @@
-"""Makes parameters: a module names one, and the placement table knows its shape.
-
-Models are built on the meta device, where nothing takes memory; the flat parameters of `pangu.zero` give the parameters
-their storage and their first values afterwards.
-"""
+"""Makes parameters of the shapes in the placement table, on the meta device, without memory; the flat parameters of
+`pangu.zero` give them storage and initial values."""
 
 from __future__ import annotations
 
@@ -24,29 +21,29 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Builder:
-    """The table of what is built, the path that is being built, e.g. `layers.3.attention`, and for whom."""
+    """The placement table, the path of the module being built, e.g. `layers.3.attention`, and the tensor-parallel
+    group."""
 
     table: PlacementTable = field(default_factory=PlacementTable)
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
-    """The ranks that share the matrices. Layers read it; models only pass it on."""
+    """Layers read it; models only pass it on."""
     store: WeightGradientStore | None = None
-    """Takes the gradients of matrices while it is open."""
+    """Takes weight gradients while it is open."""
 
     def at(self, name: object) -> Builder:
-        """The same table, one step further down."""
+        """The builder of a submodule."""
         return replace(self, path=self._below(str(name)))
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of this name below the current path, as `named_parameters` will give it."""
+        """The parameter of this name below the path, as `named_parameters` will give it."""
         return nn.Parameter(torch.empty(self.table.shapes[self._below(name)], device="meta"))
 
     def optional(self, name: str) -> nn.Parameter | None:
-        """The same; None if the table has none."""
         return self.parameter(name) if self._below(name) in self.table.shapes else None
 
     def placements(self, name: str) -> list[Placement]:
-        """The logical tensors that a parameter holds."""
+        """The logical tensors in a parameter."""
         return self.table.stored_in(self._below(name))
 
     def _below(self, name: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host that `device` can copy to and from while it computes; a flat tensor, not filled."""
+    """An uninitialized flat tensor on the host that `device` can copy to and from while it computes."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
@@ -21,18 +21,18 @@ class CopyStream:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def after_computation(self) -> AbstractContextManager[object]:
-        """What is done inside is queued here, behind all that has been queued to be computed so far."""
+        """Within the block, work is queued on this stream, after all computation queued so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.accelerator.current_stream())
         return self._stream
 
     def record(self) -> torch.Event | None:
-        """For `wait`: all copies so far."""
+        """An event after all copies so far, for `wait`."""
         return None if self._stream is None else self._stream.record_event()
 
     @staticmethod
     def wait(event: torch.Event | None) -> None:
-        """What is computed from now on waits for these copies; the host does not."""
+        """Computation queued from now on waits for these copies; the host does not."""
         if event is not None:
             torch.accelerator.current_stream().wait_event(event)

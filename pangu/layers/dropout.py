@@ -13,7 +13,7 @@ from pangu.topology.random import random_key
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """What the masks of one micro-batch depend on."""
+    """Keys of the masks of one micro-batch."""
 
     seed: int
     step: int
@@ -21,24 +21,18 @@ class DropoutKeys:
     """Global index of each row of the micro-batch."""
 
     def seed_kernel(self, place: str) -> None:
-        """Seed torch's default generators for a fused kernel that draws its own mask.
-
-        Such a mask is the same in every recompute and after a resume, but it depends on how samples are grouped into
-        micro-batches and heads dealt to ranks: a fused kernel draws one mask for all its rows.
-        """
+        """Seed torch's default generators for a fused kernel. It draws one mask for all its rows, which recompute and
+        resume repeat but which depends on the micro-batch size and on how heads are sharded."""
         torch.manual_seed(random_key(self.seed, self.step, place, *self.samples))
 
 
 class Dropout(nn.Module):
-    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014).
-
-    A rank that holds a part of a tensor draws the mask of the whole and takes its part, so that the mask does not
-    depend on the number of ranks.
-    """
+    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014). A
+    rank with a shard of a tensor draws the mask of the whole, so masks do not depend on the number of ranks."""
 
     def __init__(self, build: Builder, probability: float, name: str, batch_dim: int, shared_dim: int | None) -> None:
-        """`name` is unique in the model together with the path of `build`. `batch_dim` runs over the samples of a
-        micro-batch; `shared_dim` is dealt to the tensor-parallel ranks (None: every rank holds all of the input)."""
+        """`name` is unique below the path of `build`. `batch_dim` runs over the samples; `shared_dim` is sharded over
+        the tensor-parallel ranks (None: replicated)."""
         super().__init__()
         self.probability = probability
         self.place = build.at(name).path
@@ -47,21 +41,21 @@ class Dropout(nn.Module):
         self.region = build.region
 
     def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        """Any shape -> the same. `keys` is None in evaluation, where nothing is dropped."""
+        """Any shape -> the same. `keys` is None in evaluation: no dropout."""
         if keys is None or self.probability == 0.0:
             return x
         dropped = torch.stack([self._mask(x, keys, sample) for sample in keys.samples], self.batch_dim)
         return x.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.probability))
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
-        """The probability, for a fused kernel that drops by itself, whose generator is seeded; 0 without keys."""
+        """The probability for a fused kernel, whose generator it seeds; 0 without keys."""
         if keys is None or self.probability == 0.0:
             return 0.0
         keys.seed_kernel(f"{self.place}, rank {self.region.rank}")
         return self.probability
 
     def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:
-        """Which elements of one sample are dropped."""
+        """True for the dropped elements of one sample."""
         shape = list(x.shape)
         if self.shared_dim is not None:
             shape[self.shared_dim] *= self.region.size
@@ -75,5 +69,5 @@ class Dropout(nn.Module):
 
 
 def hidden_dropout(build: Builder, probability: float, name: str) -> Dropout:
-    """Dropout of hidden states [sequence, batch, hidden], of which a rank may hold a slice of the sequence."""
+    """Dropout of hidden states [sequence (/ ranks with sequence parallelism), batch, hidden]."""
     return Dropout(build, probability, name, batch_dim=1, shared_dim=0 if build.region.slices_sequence else None)

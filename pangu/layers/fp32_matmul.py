@@ -1,4 +1,4 @@
-"""How the processor computes fp32 matmuls: which precisions are exact in fact, and how long each takes."""
+"""The precisions of fp32 matmuls: which ones are exact on this processor, and a trial of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXACT = 1e-4
 
 
 def work_limit(device: torch.device) -> int:
-    """Multiplications of a pass that is timed: a millisecond's work or so, which another process seldom interrupts."""
+    """Multiplications of a trial: about a millisecond, which another process seldom interrupts."""
     return 2**23 * torch.get_num_threads() if device.type == "cpu" else 2**33
 
 
@@ -30,8 +30,8 @@ class Matmul:
     """How often a micro-batch computes it."""
 
     def cut(self, limit: int) -> tuple[Matmul, float]:
-        """A smaller matmul of at most `limit` multiplications, as good as cubic, and how many of it this one and its
-        repetitions are."""
+        """A smaller, more cubic matmul of at most `limit` multiplications, and how many of it make up this one with its
+        repeats."""
         sizes = [self.rows, self.inputs, self.outputs]
         while sizes[0] * sizes[1] * sizes[2] > limit:
             longest = sizes.index(max(sizes))
@@ -43,7 +43,7 @@ class Matmul:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Within the block fp32 matmuls have this value of `torch.set_float32_matmul_precision`."""
+    """Sets `torch.set_float32_matmul_precision` within the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -53,11 +53,10 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The values of `torch.set_float32_matmul_precision` among which `auto` chooses; another request is the only one.
+    """The values of `torch.set_float32_matmul_precision` that `auto` chooses among; another request is the only one.
 
-    `medium` allows bf16 inside a matmul. A CPU without matrix tiles does not make use of it, but torch then calls
-    oneDNN instead of MKL: the one is faster here and the other there. So it is tried out: it is a candidate if
-    matmuls stay true fp32 with it.
+    `medium` allows bf16 inside a matmul. A CPU without matrix tiles does not use it, but torch then calls oneDNN
+    instead of MKL, and either may be faster: `medium` is a candidate if matmuls stay true fp32 with it.
     """
     if requested != "auto":
         return [requested]
@@ -69,20 +68,20 @@ def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) 
 
 
 def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Forward and both halves of backward of a linear layer, on numbers of its own."""
+    """Forward and backward of a linear layer on random numbers."""
     rows, inputs, outputs = matmul.rows, matmul.inputs, matmul.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
     return lambda: (F.linear(x, weight), grad @ weight, grad.t() @ x)
 
 
 def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Tensors of normal numbers, drawn by a generator of their own: the run's must not notice."""
+    """Normal numbers from a separate generator, so that the run's generator stays as it is."""
     source = torch.Generator(device).manual_seed(0)
     return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
 def _matmul_error() -> float:
-    """Largest error of a linear layer's matmuls, forward and backward, relative to the root of the inner size."""
+    """Largest error of a linear layer's forward and backward, relative to the root of the inner size."""
     x, weight, grad = random(torch.device("cpu"), torch.float32, *[(512, 512)] * 3)
 
     def error(left: Tensor, right: Tensor) -> float:

@@ -14,11 +14,8 @@ TILE = 128
 
 
 def initial_block(placement: Placement, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """The block [start, stop) x [start, stop) of a matrix's first values.
-
-    Returns:
-        fp32 on the CPU; equal bit for bit to that part of the whole tensor. A vector is a matrix of one column.
-    """
+    """The block rows x columns (each [start, stop)) of a matrix's initial values; fp32 on the CPU, equal bit for bit to
+    that part of the whole tensor. A vector is a matrix of one column."""
     shape = (rows[1] - rows[0], columns[1] - columns[0])
     if placement.std is None:
         return torch.full(shape, placement.constant)
@@ -37,7 +34,7 @@ def initial_block(placement: Placement, seed: int, rows: tuple[int, int], column
 
 @torch.no_grad()
 def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
-    """Write first values into `tensor`, a rectangle of a logical tensor on any device and in any float format, whose
+    """Write initial values into `tensor`, a rectangle of a logical tensor on any device and in any float format, whose
     first element has the global index `offsets` (None: this rank's slice)."""
     matrix = tensor.view(tensor.shape[0], -1)
     first_row, first_column = (*(offsets or placement.offsets), 0)[:2]
@@ -49,7 +46,7 @@ def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ..
 
 
 def replace_parameter(model: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:
-    """Make `tensor` the storage of the parameter called `name` (dotted) and return the new parameter."""
+    """Replace the parameter of this (dotted) name by one with the storage of `tensor`, and return it."""
     owner = model.get_submodule(name.rpartition(".")[0])
     parameter = nn.Parameter(tensor)
     setattr(owner, name.rpartition(".")[2], parameter)

@@ -1,4 +1,4 @@
-"""Passes of the attention kernels on a run's own shapes, to be timed."""
+"""Trials of the attention kernels on a run's shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pangu.topology.placement import PlacementTable
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernel of a rank is given in one layer."""
+    """Input of one layer's attention on a rank."""
 
     rows: int
     """Sequences."""
@@ -26,19 +26,18 @@ class AttentionShape:
     sequence: int
     head_size: int
     documents: bool = False
-    """The mask parts documents."""
+    """The mask separates documents."""
     window: int | None = None
     biased: bool = False
-    """Scores have a bias of their distance."""
 
     @property
     def work(self) -> int:
-        """Multiplications of the scores' product."""
+        """Multiplications of q kᵀ."""
         return self.rows * self.heads * self.sequence**2 * self.head_size
 
     def cut(self, limit: int) -> tuple[AttentionShape, float]:
-        """A smaller pass of at most `limit` multiplications and how many of it this one is: fewer sequences, then fewer
-        heads, and shorter sequences only where one head is too much."""
+        """A smaller shape of at most `limit` multiplications and how many of it make up this one: fewer sequences, then
+        fewer heads, and shorter sequences only where one head is too much."""
         smaller = self
         while smaller.work > limit and smaller.sequence > 1:
             if smaller.rows > 1:
@@ -53,7 +52,7 @@ class AttentionShape:
 def attention_trial(
     kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, backward: bool = True
 ) -> Callable[[], object]:
-    """Forward, and backward unless it is not asked for, of one layer's attention, on numbers of its own."""
+    """Forward, and backward if asked for, of one layer's attention on random numbers."""
     length, size = shape.sequence, shape.head_size
     widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))

@@ -32,17 +32,15 @@ class QKV(NamedTuple):
     """[batch, heads, sequence, head size]."""
     key: Tensor
     """The same, or fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023), or a longer
-    sequence, of which the queries are the end."""
+    sequence, which ends with the queries; `value` likewise."""
     value: Tensor
-    """As `key`."""
 
     @property
     def is_grouped(self) -> bool:
-        """True if several query heads share a key head."""
         return self.query.shape[1] != self.key.shape[1]
 
     def ungrouped(self) -> QKV:
-        """The same with keys and values repeated, so that every query head has its own."""
+        """With keys and values repeated for every query head."""
         repeats = self.query.shape[1] // self.key.shape[1]
         if repeats == 1:
             return self
@@ -56,19 +54,19 @@ class MaskAndBias:
     mask: AttentionMask
     bias: Bias | None
     length: int
-    """Of the sequence: the number of keys."""
+    """Number of keys."""
     dtype: torch.dtype
-    """Format of queries, keys and values."""
+    """Of queries, keys and values."""
     device: torch.device
     first: int = 0
-    """Place of the first query in the sequence. Above 0, the keys before it come from a KV cache."""
+    """Position of the first query; the keys before it come from a KV cache."""
 
     def dense_mask(self) -> Tensor:
-        """bool [batch or 1, 1, queries, sequence]: what the mask allows."""
+        """bool [batch or 1, 1, queries, sequence], true where the query sees the key."""
         return self.mask.dense(self.length, self.device, self.first)
 
     def dense_bias(self, dtype: torch.dtype) -> Tensor:
-        """[batch or 1, heads / ranks or 1, queries, sequence]: the bias, and -inf where the mask forbids."""
+        """[batch or 1, heads / ranks or 1, queries, sequence]: the bias, -inf where the mask forbids."""
         bias = torch.zeros((), device=self.device) if self.bias is None else self.bias.dense(self.first)
         return torch.where(self.dense_mask(), bias.to(dtype), -math.inf)
 
@@ -83,16 +81,11 @@ class Kernel(Protocol):
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            qkv: queries, keys and values.
-            dropout: of the probabilities.
-            keys: of its masks; None drops nothing.
-            below: [batch, heads, queries, keys], scores of the layer below, which are added; None: nothing. Only
-                a kernel with the ability `scores` is given any.
+        """Attention [the shape of `query`] and the scores before bias and mask; None from a kernel that never stores
+        them.
 
-        Returns:
-            The shape of `query`, and the scores before bias and mask; None from a kernel that never holds them.
+        `dropout` of the probabilities, with `keys` (None: no dropout). `below`: scores [batch, heads, queries, keys] of
+        the layer below, which are added; only a kernel with the ability `scores` gets any.
         """
 
 
@@ -139,10 +132,8 @@ class Sdpa:
 
 
 class Flex:
-    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids.
-
-    It cannot drop probabilities, and on a CPU it has no backward pass.
-    """
+    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids. Without dropout, and on a
+    CPU without backward."""
 
     def __init__(self, terms: MaskAndBias) -> None:
         mask, length = terms.mask, terms.length
@@ -166,7 +157,7 @@ def _flex(compiled: bool) -> Callable[..., Any]:
 
 
 class FlashAttn:
-    """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of their own lengths."""
+    """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of different lengths."""
 
     def __init__(self, terms: MaskAndBias) -> None:
         self.package = _flash_attn()
@@ -209,18 +200,18 @@ KERNELS: dict[str, type[Kernel]] = {
     "flex": Flex,
     "flash_attn": FlashAttn,
 }
-"""By the values of `model.attention`; what each can do stands in `pangu.config.attention`."""
+"""By the values of `model.attention`; `pangu.config.attention` says what each can do."""
 
 
 def over_cache(kernel: type[Kernel]) -> type[Kernel]:
-    """The kernel of queries whose keys lie in a cache: `sdpa` for one that wants as many queries as keys."""
+    """The kernel for queries whose keys lie in a cache: `sdpa` in place of one that needs as many queries as keys."""
     return kernel if kernel is Reference else Sdpa
 
 
 def attention_kernels(model: ModelConfig, precision: str, device: torch.device) -> list[str]:
-    """The kernels among which `model.attention=auto` chooses, in the order of preference; another request is the only
-    one. All of them give the same result to rounding, so where probabilities are dropped there is no choice: each draws
-    its own masks. On a CPU it is then the one whose masks do not depend on the layout, on an accelerator the fused one.
+    """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
+    They give the same result to rounding, but each draws different dropout masks: with dropout the only candidate is,
+    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one.
 
     Raises:
         UserError: if the requested kernel cannot train this model on this device.

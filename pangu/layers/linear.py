@@ -1,6 +1,6 @@
-"""Parallel linear layers, embeddings and norms, whose shapes and cuts the placement table says.
+"""Parallel linear layers, embeddings and norms, of the shapes and cuts in the placement table.
 
-On a region of one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored as [outputs, inputs]:
+On one rank they are the ordinary layers. On two ranks, y = x Wᵀ with W stored as [outputs, inputs]:
 
 >>> import torch
 >>> x = torch.tensor([1, 2, 3, 4, 5, 6])
@@ -8,14 +8,14 @@ On a region of one rank they are the ordinary layers. On two ranks, y = x Wᵀ w
 >>> (x @ W.t()).tolist()
 [9, 12, 14, 7]
 
-Column parallel: every rank takes the whole x and has some of the outputs. It is the columns of A in Y = XA that are cut
-(Shoeybi et al. 2019, section 3), hence the rows of W. Nothing is sent in forward.
+Column parallel: every rank has the whole x and some of the outputs. The columns of A in Y = XA are cut (Shoeybi et al.
+2019, section 3), hence the rows of W. Forward sends nothing.
 
 >>> [(x @ rows.t()).tolist() for rows in W.chunk(2, dim=0)]
 [[9, 12], [14, 7]]
 
-Row parallel: every rank takes some of the inputs and has a part of every output; the parts are summed by an all-reduce
-(by a reduce-scatter with sequence parallelism). The rows of A are cut, hence the columns of W.
+Row parallel: every rank has some of the inputs and a part of every output; the parts are summed by an all-reduce (a
+reduce-scatter with sequence parallelism). The rows of A are cut, hence the columns of W.
 
 >>> y0, y1 = (part @ columns.t() for part, columns in zip(x.chunk(2), W.chunk(2, dim=1)))
 >>> y0.tolist(), y1.tolist(), (y0 + y1).tolist()
@@ -36,7 +36,7 @@ class _Parallel(nn.Module):
     """A matrix, with its bias if the table has one, that the tensor-parallel ranks share along `dim`."""
 
     def __init__(self, build: Builder, name: str, dim: int) -> None:
-        """`build` stands at the parent of this layer, whose attribute `name` holds it; the ranks must divide `dim`."""
+        """`build` stands at the parent, whose attribute `name` holds this layer; the ranks must divide `dim`."""
         super().__init__()
         self.placements = build.placements(f"{name}.weight")
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
@@ -45,11 +45,11 @@ class _Parallel(nn.Module):
 
 
 class ColumnParallelLinear(_Parallel):
-    """y = x Wᵀ + b with the *outputs* dealt to the ranks, for one or several logical projections of the same input."""
+    """y = x Wᵀ + b with the *outputs* sharded, for one or several logical projections of the same input."""
 
     def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
         """`from_table`: the input comes from a `PositionEmbedding` of all positions. Nothing is communicated: every
-        rank looks its input up, and the parts of the table's gradient are summed once per step."""
+        rank looks its input up, and the table's gradients are summed once per step."""
         super().__init__(build, name, dim=0)
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
@@ -61,7 +61,7 @@ class ColumnParallelLinear(_Parallel):
 
 
 class RowParallelLinear(_Parallel):
-    """y = x Wᵀ + b with the *inputs* dealt to the ranks; the partial sums are added up, the bias once, afterwards."""
+    """y = x Wᵀ + b with the *inputs* sharded; the partial sums are added up, then the bias once."""
 
     def __init__(self, build: Builder, name: str) -> None:
         super().__init__(build, name, dim=1)
@@ -72,10 +72,8 @@ class RowParallelLinear(_Parallel):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of word vectors with its rows dealt to the ranks; each looks up its own words, and results are summed.
-
-    Rows are dealt in equal shares; where the ranks do not divide them, the last share ends in padding.
-    """
+    """A table of word vectors with its rows sharded; each rank looks up its words, and results are summed. Shares are
+    equal; where the ranks do not divide the rows, the last share ends in padding."""
 
     def __init__(self, build: Builder, name: str) -> None:
         super().__init__()
@@ -94,11 +92,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A table of position vectors, held whole by every rank."""
+    """A table of position vectors, replicated on every rank."""
 
     def __init__(self, build: Builder, name: str, whole: bool = False) -> None:
-        """`whole`: every rank looks up all positions and uses the vectors for its own part of the heads; without it
-        each looks up the positions of its slice of the sequence."""
+        """`whole`: every rank looks up all positions, for its heads; otherwise those of its slice of the sequence."""
         super().__init__()
         self.region = TensorRegion() if whole else build.region
         self.weight = build.parameter(f"{name}.weight")
@@ -112,13 +109,12 @@ class LayerNorm(nn.Module):
     """Layer norm (Ba et al. 2016) with biased variance; statistics are fp32 whatever the input's format."""
 
     def __init__(self, build: Builder, name: str, eps: float, of_heads: bool = False) -> None:
-        """`eps` stands inside the root; `of_heads`: it norms heads, of which a tensor-parallel rank has its own."""
+        """`eps` stands inside the root; `of_heads`: it norms heads, which are sharded over tensor-parallel ranks."""
         super().__init__()
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.eps, self.of_heads = eps, of_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -126,7 +122,6 @@ class RMSNorm(LayerNorm):
     """x / sqrt(mean(x²) + eps) times a gain (Zhang & Sennrich 2019, equation 4), without bias; fp32 statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

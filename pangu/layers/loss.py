@@ -1,4 +1,4 @@
-"""The head and the loss, over a vocabulary that is dealt to the tensor-parallel ranks."""
+"""The head and the loss, over a vocabulary that is sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 
 
 class _VocabParallelLoss(Function):
-    """Cross-entropy that never gathers the logits (Shoeybi et al. 2019, section 3).
-
-    Three numbers per token are exchanged: the largest logit, the sum of exponentials and the label's logit. Logits are
-    kept in their own format; both passes widen a few rows at a time, so that on a CPU these stay in its cache.
-    """
+    """Cross-entropy that never gathers the logits (Shoeybi et al. 2019, section 3): three numbers per token are
+    reduced, the largest logit, the sum of exponentials and the label's logit. Logits stay in their format; both passes
+    widen a few rows at a time, so that on a CPU these stay in its cache."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, region: TensorRegion, vocab: int) -> Tensor:
-        """logits [tokens, vocab / ranks], labels [tokens] -> losses [tokens], in fp32 (fp64 for fp64 logits).
-
-        Backward overwrites the logits with their gradient: nobody else may read them.
-        """
+        """logits [tokens, vocab / ranks], labels [tokens] -> losses [tokens], in fp32 (fp64 for fp64 logits). Backward
+        overwrites the logits with their gradient: nobody else may read them."""
         start, stop = region.bounds(vocab)
         elsewhere = ((labels < start) | (labels >= stop))[:, None]
         index = (labels - start)[:, None].masked_fill(elsewhere, 0)
@@ -60,36 +56,30 @@ class _VocabParallelLoss(Function):
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:
-    """A copy in fp32 (fp64 for fp64) in which the padding, from column `width` on, has no probability."""
+    """A copy in fp32 (fp64 for fp64) with -inf in the padding, from column `width` on."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     wide[:, width:] = -torch.inf
     return wide
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each tensor, then the next ones.
-
-    On a CPU 2 MiB of fp32 logits, which a cache holds; elsewhere 256 MiB, which are worth a kernel's launch.
-    """
+    """The tensors split into blocks of a few rows: on a CPU 2 MiB of fp32 logits, which fit a cache; elsewhere 256 MiB,
+    which are worth a kernel's launch."""
     rows = block_rows(logits.shape[-1], logits.device.type)
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 
 def block_rows(width: int, device: str) -> int:
-    """Tokens whose `width` logits are widened at a time."""
+    """Rows of a block of logits of this width."""
     return max(1, (2**19 if device == "cpu" else 2**26) // width)
 
 
 class Head(nn.Module):
-    """The output matrix, without bias, and the loss.
-
-    A tied head (Press & Wolf 2017) has no matrix of its own and is handed the word embedding.
-    """
+    """The output matrix, without bias, and the loss. A tied head (Press & Wolf 2017) uses the word embedding."""
 
     def __init__(self, build: Builder, vocab: int, chunk: int | None) -> None:
-        """`vocab`: number of words, without padding. `chunk`: tokens whose logits exist at a time; they are computed
-        again in backward, so that those of all tokens never exist together. None computes all at once and keeps their
-        probabilities."""
+        """`vocab`: number of words, without padding. `chunk`: tokens whose logits exist at a time, recomputed in
+        backward; None: all at once, without recompute."""
         super().__init__()
         self.region = build.region
         self.store = build.store
@@ -116,14 +106,9 @@ class Head(nn.Module):
         return torch.stack(losses).sum()
 
     def token_losses(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Negative log-likelihood of each label that counts, and whether greedy decoding would take another word.
-
-        For evaluation, without gradients. Arguments as for `loss`.
-
-        Returns:
-            Losses, in fp32 (fp64 for fp64 states), and misses, 1 for another word; both [batch, sequence], 0 where the
-            weight is 0, and the same on every rank.
-        """
+        """Losses (fp32; fp64 for fp64 states) and misses (1 where greedy decoding takes another word than the label),
+        both [batch, sequence], 0 where the weight is 0, the same on every rank. Arguments as for `loss`; for
+        evaluation, without gradients."""
         tokens, flat_labels = enter(hidden, self.region).flatten(0, 1), labels.t().flatten()
         wide = torch.promote_types(tokens.dtype, torch.float32)
         results = torch.zeros(2, len(tokens), dtype=wide, device=tokens.device)
@@ -136,11 +121,8 @@ class Head(nn.Module):
         return losses, misses
 
     def logits(self, hidden: Tensor, table: Tensor, places: slice = slice(None)) -> Tensor:
-        """Scores [places, batch, vocab] of every word, the same on every rank, at some places of the sequence; `hidden`
-        and `table` as in `loss`.
-
-        Not differentiable over several ranks: for evaluation.
-        """
+        """Logits [places, batch, vocab] at some places of the sequence, the same on every rank; `hidden` and `table` as
+        in `loss`. Not differentiable over several ranks: for evaluation."""
         return gather_last(F.linear(enter(hidden, self.region)[places], table), self.region)[..., : self.vocab]
 
     def _likeliest(self, logits: Tensor) -> Tensor:
@@ -151,7 +133,7 @@ class Head(nn.Module):
         return -largest(-(word + start).masked_fill(top < highest, self.vocab), self.region.group)
 
     def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Sum of weighted losses of some tokens: tokens [n, width], labels and weights [n]."""
+        """Sum of the weighted losses of [n, width] tokens; labels and weights [n]."""
         # the states are whole already
         logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
         losses = _VocabParallelLoss.apply(logits, labels, self.region, self.vocab)

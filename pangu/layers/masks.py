@@ -11,22 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A query sees the keys at or before it that lie in its own document and in the window that ends with it."""
+    """A query sees the keys at or before it in its document and in the window that ends with it."""
 
     documents: Tensor | None = None
-    """int64 [batch, sequence], number of the document that each token belongs to; a document is one run of neighbours.
-    None: all one."""
+    """int64 [batch, sequence], the document of each token, a run of neighbours; None: one document."""
     window: int | None = None
-    """Number of keys in the window (Beltagy et al. 2020, section 3.1, to one side); None: all."""
+    """Keys in the window (Beltagy et al. 2020, section 3.1, to one side); None: all."""
 
     @property
     def is_plain_causal(self) -> bool:
-        """True if nothing but the order of tokens decides."""
         return self.documents is None and self.window is None
 
     def rule(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
-        """A function (row of the batch, head, number of the query, number of the key) -> whether it is seen, of int64
-        tensors that broadcast; all heads see the same. FlexAttention calls this a `mask_mod`."""
+        """FlexAttention's `mask_mod`: (row, head, query, key), int64 tensors that broadcast -> whether the key is seen;
+        the same for all heads."""
 
         def sees(batch: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
             seen = key <= query
@@ -40,15 +38,15 @@ class AttentionMask:
 
     def dense(self, length: int, device: torch.device, first: int = 0) -> Tensor:
         """bool [batch or 1, 1, sequence - first, sequence], true where row (query) sees column (key). Queries begin at
-        the place `first`."""
+        `first`."""
         rows = 1 if self.documents is None else self.documents.shape[0]
         batch = torch.arange(rows, device=device)[:, None, None, None]
         places = torch.arange(length, device=device)
         return self.rule()(batch, None, places[first:, None], places).expand(rows, 1, length - first, length)
 
     def segments(self) -> tuple[Tensor, int] | None:
-        """Documents as bounds in the flattened batch, int32 [documents + 1] from 0 to batch x sequence, and the length
-        of the longest; no document goes on in the next row. None if all is one document."""
+        """Bounds of the documents in the flattened batch, int32 [documents + 1] from 0 to batch x sequence, and the
+        length of the longest; none spans two rows. None: one document."""
         if self.documents is None:
             return None
         begins = torch.ones_like(self.documents, dtype=torch.bool)

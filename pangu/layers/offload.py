@@ -12,12 +12,12 @@ from pangu.layers.copy_stream import CopyStream, host_memory
 from pangu.layers.recompute import Saved
 
 SMALLEST = 4096
-"""Bytes from which on memory is moved. A copy of less takes as long to start and frees next to nothing."""
+"""Bytes from which on memory is moved: a smaller copy takes as long to start and frees next to nothing."""
 
 
 @dataclass
 class _Block:
-    """Some memory of the device as bytes, and its copy in (pinned) host memory."""
+    """Device memory as bytes, and its copy in (pinned) host memory."""
 
     device: Tensor | None
     host: Tensor
@@ -25,23 +25,21 @@ class _Block:
 
 @dataclass
 class _Layer:
-    """The memory that one layer has saved."""
-
     before: _Layer | None
     copied: torch.Event | None = None
     """Its copies to the host."""
     returned: torch.Event | None = None
     """Its copies back."""
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
-    """By address and version: while the layer runs nothing is given back, so an address means the same memory."""
+    """By address and version: nothing is freed while the layer runs, so an address is unique."""
 
 
 class Offload:
     """Moves the tensors that the layers of one forward save to the host and back, a layer ahead of their backward.
 
-    Copies run beside the computation, on a stream of their own. The memory of a layer is given back when the next layer
-    has been computed, which is the time that its copies have; the last layer, whose backward comes first, keeps its
-    own. On a CPU the host is the device: the same copies are made, in order.
+    Copies run beside the computation, on a separate stream. A layer's memory is freed when the next layer has been
+    computed, which is the time for its copies; the last layer, whose backward comes first, stays. On a CPU the host is
+    the device: the same copies are made, in order.
     """
 
     # compute   forward 1 | forward 2 | forward 3 | backward 3 | backward 2 | backward 1
@@ -49,13 +47,13 @@ class Offload:
     # freed                           | 1         | 2          |
 
     def __init__(self, device: torch.device, resident: Collection[int]) -> None:
-        """`resident`: addresses of memory that stays on the `device` anyway, that of the parameters."""
+        """`resident`: addresses of memory that stays on the device anyway, that of the parameters."""
         self._resident = resident
         self._stream = CopyStream(device)
         self._layer = _Layer(None)
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Begin to copy the memory that `tensor` is a view of; the views that a layer saves share one copy."""
+        """Begin to copy the storage of `tensor`; the views that a layer saves share one copy."""
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or storage._cdata in self._resident:
             return tensor
@@ -80,7 +78,7 @@ class Offload:
         return unpack
 
     def end_layer(self) -> None:
-        """The forward of a layer is over; what is saved from here on is the next one's."""
+        """End of a layer's forward."""
         self._layer.copied = self._stream.record()
         if (before := self._layer.before) is not None:
             self._stream.wait(before.copied)

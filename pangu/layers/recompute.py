@@ -1,4 +1,4 @@
-"""Recompute: keep the inputs of a computation only and do it again in backward (Chen et al. 2016)."""
+"""Recompute: save only the inputs of a computation, and repeat it in backward (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from pangu.layers.offload import Offload
 
 Saved = Tensor | Callable[[], Tensor]
-"""What stands for a saved tensor: itself, or a function that brings it back."""
+"""A saved tensor, or a function that brings it back."""
 Result = TypeVar("Result")
 
 
 def address(tensor: Tensor) -> int:
-    """Of the memory that a tensor is a view of: the same for all its views, on the meta device too."""
+    """Address of the storage, the same for all views of it; on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 
 def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = True) -> Result:
-    """`compute(*arguments)`, keeping nothing but its inputs for backward if `on`.
-
-    The second computation ends with the last tensor that backward needs, so a matmul at the end is not repeated.
-    Dropout needs no saved generator state: its masks are a function of keys (see `dropout`).
-    """
+    """`compute(*arguments)`, of which, if `on`, only the inputs are saved for backward. The recompute ends with the
+    last tensor that backward needs, so a final matmul is not repeated. Dropout needs no generator state: its masks are
+    functions of keys."""
     if not on:
         return compute(*arguments)
     # a checkpoint saves the tensors among its arguments where hooks see it; those inside tuples it only holds
@@ -44,18 +42,17 @@ def checkpointed(compute: Callable[..., Result], *arguments: Any, on: bool = Tru
 
 
 class SavedTensors:
-    """What becomes of the tensors that the layers of one forward save for backward: they are kept, computed again or
-    moved to host memory. Hooks see whatever autograd saves, so no layer has to be written for it."""
+    """Keeps, recomputes or offloads the tensors that the layers of one forward save for backward. Hooks see whatever
+    autograd saves, so layers need no code for it."""
 
     def __init__(self, offload: Offload | None = None) -> None:
-        """`offload` moves what is not computed again; None: it is kept."""
+        """`offload` moves what is not recomputed; None: it stays."""
         self._offload = offload
         self._recomputed: dict[int, Callable[[], Tensor]] = {}
-        """By the address of a tensor, what computes it."""
+        """Address of a tensor -> the function that recomputes it."""
 
     @contextmanager
     def layer(self) -> Iterator[None]:
-        """The forward of one layer."""
         with nullcontext() if self._offload is None else saved_tensors_hooks(self._pack, _unpack):
             yield
         if self._offload is not None:
@@ -65,12 +62,9 @@ class SavedTensors:
     def discarding(
         self, output: Tensor, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True
     ) -> Iterator[None]:
-        """Inside, whoever saves `output` = `compute(source)` saves `source` in its place, and `output` is computed
-        again when its backward begins.
-
-        Unlike a checkpoint around both, that never repeats the consumer or what it sends. It saves memory where
-        `source` is kept anyway, as it is for the backward of a norm.
-        """
+        """Within the block, whoever saves `output` = `compute(source)` saves `source` instead, and `output` is
+        recomputed when its backward begins. Unlike a checkpoint around both, this never repeats the consumer or its
+        communication. It saves memory where `source` is saved anyway, as for the backward of a norm."""
         if not (on and torch.is_grad_enabled()):
             yield
             return

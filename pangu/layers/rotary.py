@@ -11,11 +11,9 @@ from pangu.config.model import RopeScaling
 
 
 class RotaryEmbedding:
-    """The turn of every position: made once for a micro-batch, applied in every layer.
-
-    Element i is paired with i + size / 2, as in GPT-NeoX and transformers' Llama; the paper pairs neighbours, which is
-    the same up to the order of the rows of the query and key matrices.
-    """
+    """Cosines and sines of a micro-batch, applied in every layer. Element i is paired with i + size / 2, as in GPT-NeoX
+    and transformers' Llama; the paper pairs neighbours, which is the same up to the order of the rows of the query and
+    key matrices."""
 
     def __init__(
         self, positions: Tensor, size: int, base: float, dtype: torch.dtype, scaling: RopeScaling | None = None
@@ -38,12 +36,10 @@ class RotaryEmbedding:
 
 
 def slowed(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Radians per token of each pair, as Llama 3.1 slows them (its released code, `apply_scaling`).
-
-    A pair with few turns in the texts of pretraining has not met all its angles there: it turns `factor` times slower
-    and stays among those that it has met. One with many turns keeps telling neighbours apart. Between the two the
-    frequency is interpolated in the number of turns.
-    """
+    """Radians per token of each pair, as Llama 3.1 slows them (its released code, `apply_scaling`). A pair with few
+    turns in the texts of pretraining has not met all its angles there: it turns `factor` times slower, within the
+    angles it has met. One with many turns keeps its frequency. Between the two the frequency is interpolated in the
+    number of turns."""
     turns = scaling.original_sequence * frequencies / (2 * math.pi)
     fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, fast.clamp(0, 1))

@@ -1,4 +1,4 @@
-"""Matmuls with the matrices of a model, their communication hidden behind them, and lookups in its tables.
+"""Tensor-parallel matmuls, with their communication hidden behind them, and lookups in tables.
 
 Communication overlaps in two ways. Matmuls are cut along the sequence into `region.chunks` chunks: one is gathered or
 summed while another is computed. And in backward of a column-parallel one the gather of x runs behind the matmul for
@@ -7,9 +7,8 @@ x's gradient, and the sum of that gradient (of its last chunk) behind the matmul
     communication   | gather x            | sum dx, chunk 1 | sum dx, chunk 2 |
     computation     | dx of chunk 1 | dx of chunk 2 | dW = dyᵀ x      |
 
-A matmul is two nodes of the graph: the first saves what backward needs and does backward, the second computes the
-value. A recompute (see `recompute`) ends where the last tensor is saved, and so before a matmul whose value nobody asks
-for a second time.
+A matmul is two nodes of the graph: the first saves the tensors and does backward, the second computes the value. A
+recompute ends where the last tensor is saved, and so before a matmul whose value is not needed again.
 """
 
 from __future__ import annotations
@@ -35,18 +34,14 @@ ALONE = TensorRegion()
 def column_parallel_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
+    """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3): [sequence, ..., outputs /
+    ranks].
 
     Args:
-        x: [sequence (/ ranks with sequence parallelism), ..., inputs]. Only this much is saved for backward, where it
-            is gathered again.
+        x: [sequence (/ ranks with sequence parallelism), ..., inputs], saved for backward and gathered again there.
         weight: [outputs / ranks, inputs], a leaf.
         bias: [outputs / ranks], a leaf.
-        region: the ranks. On one rank this is an ordinary matmul.
         store: takes the gradients of `weight` and `bias` while it is open.
-
-    Returns:
-        [sequence, ..., outputs / ranks].
     """
     if region.size == 1 and store is None:
         return F.linear(x, weight, bias)
@@ -57,10 +52,10 @@ def column_parallel_matmul(
 def row_parallel_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some columns of W: the ranks' parts are summed and the bias is added once.
+    """x Wᵀ + b where every rank holds some columns of W: the partial results are summed and the bias is added once.
 
-    x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] ->
-    [sequence (/ ranks with sequence parallelism), ..., outputs]. Otherwise as `column_parallel_matmul`.
+    x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] -> [sequence (/ ranks with
+    sequence parallelism), ..., outputs]. Otherwise as `column_parallel_matmul`.
     """
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store)
@@ -74,16 +69,16 @@ def row_parallel_matmul(
 
 
 def lookup(ids: Tensor, table: Tensor, store: WeightGradientStore | None) -> Tensor:
-    """Rows [..., width] of a table [rows, width], a leaf. A table that is also the head's matrix must get its gradient
-    at once, so this one goes through the `store` too."""
+    """Rows [..., width] of a table [rows, width], a leaf. A table that is also the head's matrix needs one gradient, so
+    this one goes through the `store` too."""
     return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
 
 
 def _gather_and_multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Chunks of the ranks' slices, gathered, and the value of each; all gathers are under way before the first matmul.
-    Without sequence parallelism nothing is gathered, and x is one chunk."""
+    """Gathered chunks of x, and the value of each; all gathers are under way before the first matmul. Without sequence
+    parallelism x is one chunk."""
     count = min(region.chunks, x.shape[0]) if region.slices_sequence else 1
     gathers = [start_gather(chunk, region) for chunk in x.tensor_split(count)]
     wholes, values = [], []
@@ -96,8 +91,8 @@ def _gather_and_multiply(
 def _multiply_and_sum(x: Tensor, weight: Tensor, region: TensorRegion) -> list[Callable[[], Tensor]]:
     """Values of chunks of the whole x, each being summed while the next is computed.
 
-    A chunk holds the same rows of every rank's slice, so that what a rank keeps of its sum is a chunk of its own slice:
-    with 2 ranks and 2 chunks of 8 rows, rank 0 keeps rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
+    A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's slice:
+    with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
     """
     slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
@@ -125,7 +120,7 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 class _Value(Function):
-    """The value of a matmul; its gradient goes to the node that knows what to do with it."""
+    """The value of a matmul; its gradient goes to its `_Backward` node."""
 
     @staticmethod
     def forward(ctx: Any, backward: Tensor, value: Callable[[], Tensor]) -> Tensor:
@@ -137,7 +132,7 @@ class _Value(Function):
 
 
 class _Backward(Function):
-    """Does backward. What it returns stands for the matmul in the graph: its shape without its memory."""
+    """Does backward. Its output stands for the matmul in the graph: the shape without the memory."""
 
     @staticmethod
     def forward(
@@ -191,7 +186,7 @@ def _is_open(store: WeightGradientStore | None) -> bool:
 
 
 def _store(ctx: Any, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
-    """Leave the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
+    """Store the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
     ctx.store.put(ctx.weight, x, region, partial(_weight_gradient, grad_of_weight))
     if ctx.bias is not None:
         ctx.store.put(ctx.bias, grad_of_bias, ALONE, _bias_gradient)

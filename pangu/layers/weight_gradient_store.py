@@ -1,7 +1,7 @@
 """Weight gradients that are computed later than the gradients of inputs, for pipelines without bubbles.
 
-Nobody waits for the gradient of a weight before the optimizer does, so its computation can fill a gap in a schedule (Qi
-et al. 2024, arXiv 2401.10241, section 2: backward is split into B, for the input, and W, for the weight).
+Only the optimizer needs the gradient of a weight, so its computation can fill a gap in a schedule (Qi et al. 2024,
+arXiv 2401.10241, section 2: backward is split into B, for the input, and W, for the weight).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class _Work(NamedTuple):
 
 
 class WeightGradientStore:
-    """The weight gradients (and those of the biases beside them) that backward leaves for later.
+    """The weight gradients (and those of the biases beside them) that backward has postponed.
 
         with store.open(micro_batch):
             loss.backward()  # gradients of inputs, norms and position vectors
         store.flush(micro_batch)  # those of matrices
 
-    A matrix gets its gradient of a micro-batch at once however often it was used, as it does from one backward. (Torch
-    calls its hooks in the first backward too, with a gradient of None.) Each matmul's input and its output's gradient
-    stay in memory; for the head that is the gradient of all logits, even where the loss is computed in chunks.
+    A matrix gets one gradient of a micro-batch however often it was used, as from one backward. (Torch calls its hooks
+    in the first backward too, with a gradient of None.) Each matmul's input and its output's gradient stay in memory;
+    for the head that is the gradient of all logits, even where the loss is computed in chunks.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,11 @@ class WeightGradientStore:
 
     @property
     def is_open(self) -> bool:
-        """True if backward is to leave its weight gradients here."""
         return self._open is not None
 
     @contextmanager
     def open(self, key: Hashable) -> Iterator[None]:
-        """Within the block, backward leaves its weight gradients under this key."""
+        """Within the block, backward postpones its weight gradients under this key."""
         assert self._open is None
         assert key not in self._stored, f"{key} waits for flush()"
         self._open = self._stored[key] = deque()
@@ -57,15 +56,15 @@ class WeightGradientStore:
             self._open = None
 
     def put(self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor]) -> None:
-        """Leave the gradient of a leaf: `gradient` makes it of `part` [sequence / size, ...], gathered over `region`.
-        What both refer to stays in memory until then."""
+        """Postpone the gradient of a leaf: `gradient` makes it of `part` [sequence / size, ...], gathered over
+        `region`. What both refer to stays in memory until `flush`."""
         assert self._open is not None
         if parameter.requires_grad:
             self._open.append(_Work(parameter, part.detach(), region, gradient))
 
     @torch.no_grad()
     def flush(self, key: Hashable) -> None:
-        """Compute the gradients in the order in which they came and hand each parameter its own as backward would:
+        """Compute the gradients in the order in which they came and give them to the parameters as backward would:
         added to `grad`, hooks called. The next one's input is gathered while a gradient is computed."""
         queue = self._stored.pop(key)
         uses_left = Counter(work.parameter for work in queue)

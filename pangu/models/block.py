@@ -28,19 +28,17 @@ class Options:
     kernel: str = "reference"
     """Attention kernel, a key of `KERNELS`."""
     recompute: int | None = 0
-    """So many layers, from the first on, are computed again in backward, which saves their activations; None: all."""
+    """Number of layers, from the first on, that backward recomputes; None: all."""
     recompute_parts: tuple[str, ...] = ()
-    """Parts of every layer that are computed again: `attention` (scores, probabilities and their dropout),
-    `activation` (the output of the feed-forward layer's non-linearity) and `norm` (the outputs of norms that a matrix
-    takes in)."""
+    """Parts of every layer that are recomputed: `attention` (scores, probabilities and their dropout), `activation`
+    (the output of the feed-forward layer's non-linearity) and `norm` (the outputs of norms that a matrix takes in)."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None: all."""
     offload: bool = False
-    """What the layers save for backward is moved to host memory."""
+    """Offload what the layers save for backward to host memory."""
 
     @classmethod
     def of(cls, config: RunConfig, kernel: str) -> Options:
-        """What a run asks for, with the attention kernel that was chosen for it."""
         memory = config.memory
         offload = "activations" in memory.offload
         return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk, offload)
@@ -51,29 +49,27 @@ class ForwardContext:
     """What all layers share in one forward over a micro-batch."""
 
     kernel: Kernel
-    """Computes attention, with the mask and the bias of this micro-batch."""
+    """The attention kernel, with mask and bias of this micro-batch."""
     positions: Tensor
     """int64 [batch, sequence], position of each token in its document."""
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
     saved: SavedTensors
-    """What becomes of what the layers save for backward."""
     rotary: RotaryEmbedding | None = None
-    """None if positions enter otherwise."""
     cache: KVCache | None = None
-    """Keys and values of the tokens before these and, from now on, of these; None if a forward has all tokens."""
+    """None if a forward has all tokens."""
     first: int = 0
-    """Tokens before these."""
+    """Number of cached tokens before these."""
 
 
 class HiddenStates(NamedTuple):
-    """All that one layer hands to the next."""
+    """Input and output of a layer."""
 
     hidden: Tensor
     """[sequence (/ ranks with sequence parallelism), batch, hidden]."""
     scores: Tensor | None = None
-    """[batch, heads / ranks, queries, keys], attention scores to which those of the next layer are added, before
-    bias and mask (He et al. 2021, section 3); None in the first layer, and without `model.residual_scores`."""
+    """[batch, heads / ranks, queries, keys], attention scores that the next layer adds before bias and mask (He et al.
+    2021, section 3); None in the first layer, and without `model.residual_scores`."""
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -92,10 +88,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(nn.Module):
-    """Projections, norms of the heads, rotary embedding, the kernel, the output matmul.
-
-    In PanGu-α's query layer (report, section 2.2.2) the queries come from position vectors.
-    """
+    """Projections, norms of the heads, rotary embedding, kernel, output matmul. In PanGu-α's query layer (report,
+    section 2.2.2) the queries come from position vectors."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
         super().__init__()
@@ -115,8 +109,8 @@ class Attention(nn.Module):
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
 
     def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
-        """x: [sequence, batch, hidden]; below: scores of the layer below, if they are passed on; queries: position
-        vectors (of all positions) [sequence, batch, hidden], for the query layer."""
+        """x: [sequence, batch, hidden]; below: scores of the layer below; queries: position vectors (of all positions)
+        [sequence, batch, hidden], for the query layer."""
         if queries is None:
             projected = self.qkv(x).split(self.qkv.widths, dim=-1)
         else:
@@ -134,7 +128,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; a gated activation has its gate stored above `up`."""
+    """Up, activation, down; a gated activation stores its gate above `up`."""
 
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
@@ -144,7 +138,6 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[sequence, batch, hidden] -> the same."""
         return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
 
 
@@ -169,7 +162,7 @@ class Block(nn.Module):
         self.recompute_norm = "norm" in options.recompute_parts
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
-        """What the layer below hands over -> what this one does; `queries` as in `Attention`."""
+        """`queries` as in `Attention`."""
         x, scores = below
         if self.post_norm:
             attended, scores = self.attention(x, context, scores, queries)

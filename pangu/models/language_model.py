@@ -1,4 +1,4 @@
-"""GPT and PanGu-α as functions from tokens to logits and loss, whole or in parts. Nothing here knows of ranks."""
+"""GPT and PanGu-α as functions from tokens to logits and loss, whole or in parts. They know no rank."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pangu.topology.placement import PlacementTable
 
 
 class ModuleHooks:
-    """Called around every module of a model: `position_bias`, `embedding`, `layers.NUMBER`, and `head` for all behind
-    the layers. They follow one another. These do nothing: the parameters are always there."""
+    """Called around every module of a model, in this order: `position_bias`, `embedding`, `layers.NUMBER`, and `head`
+    for all after the layers. These do nothing."""
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        """The module's input, about to be used; its gradient, in backward, says that the module is done."""
+        """The input of a module; in backward, its gradient ends the module's use."""
         return x
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        """The module's output; its gradient, in backward, says that the module is about to be used again."""
+        """The output of a module; in backward, its gradient begins the module's use."""
         return x
 
 
@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
     """Embedding, layers and head, or those of them that some parts need.
 
     GPT is the decoder of GPT-2 (Radford et al. 2019, section 2.3) and GPT-3 (Brown et al. 2020, section 2.1). The last
-    layer of PanGu-α (Zeng et al. 2021, section 2.2) is a query layer, which asks by position for the next token. As the
+    layer of PanGu-α (Zeng et al. 2021, section 2.2) is a query layer, whose queries are position vectors. As the
     released 2.6B and 13B weights were trained, the final norm stands before it and nothing is normed after it;
     `model.final_norm=after_query` is the order of the pipelined MindSpore build.
     """
@@ -97,12 +97,11 @@ class LanguageModel(nn.Module):
         keys: DropoutKeys | None = None,
         cache: KVCache | None = None,
     ) -> HiddenStates:
-        """What a part that was built makes of a micro-batch, for the next part; that of the last is ready for the head.
+        """Hidden states of one part for a micro-batch; those of the last part are ready for the head.
 
-        Args: part: what is computed. received: what the part before it returned; None for the first one. batch: only
-        its inputs are read. `documents` may be longer than the rest: then the last of its tokens are here, and the
-        cache knows those before them. keys: of the dropout masks; None drops nothing. cache: of this micro-batch; None
-        if nothing is kept.
+        `received`: hidden states of the part before; None for the first. Of `batch` only the inputs are read; its
+        `documents` may be longer than its tokens, which are then the last ones, with those before them in `cache`.
+        `keys`: of the dropout masks; None: no dropout.
         """
         context, hooks = self._context(batch, keys, cache), self.hooks
         if part.first:
@@ -129,20 +128,19 @@ class LanguageModel(nn.Module):
         return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of the weighted token losses of a micro-batch, from what the last part returned; the caller divides by
+        """Sum of the weighted token losses of a micro-batch, from the last part's hidden states; the caller divides by
         the global number of targets."""
         assert self.head is not None
         return self.hooks.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Loss of each target token of a micro-batch, and whether greedy decoding misses it: [2, batch, sequence], from
-        what the last part returned (see `Head.token_losses`)."""
+        """Losses and misses [2, batch, sequence] from the last part's hidden states, see `Head.token_losses`."""
         assert self.head is not None
         losses_and_misses = self.head.token_losses(hidden, self._output_matrix, batch.labels, batch.weights)
         return self.hooks.after("head", torch.stack(losses_and_misses))
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
-        """Scores [places, batch, vocab] of the tokens after these places, from what the last part returned."""
+        """Logits [places, batch, vocab] of the tokens after these places, from the last part's hidden states."""
         assert self.head is not None
         return self.hooks.after("head", self.head.logits(hidden, self._output_matrix, places))
 
@@ -184,10 +182,10 @@ def build_model(
     parts: Sequence[ModelPart] | None = None,
     frozen: Collection[str] = (),
 ) -> tuple[LanguageModel, PlacementTable]:
-    """A model on the meta device (it takes no memory) and the table of its logical tensors.
+    """A model on the meta device (without memory) and the table of its logical tensors.
 
-    `build`: an empty builder; the ranks it names share the model, and this is one rank's part. `parts`: those that this
-    rank holds; None: the whole model in one. `frozen`: patterns of the names of tensors that are not trained.
+    `build`: an empty builder; with several ranks this is one rank's shard. `parts`: those of this rank; None: the whole
+    model in one. `frozen`: patterns of the names of tensors that are not trained.
     """
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
     build = replace(build, table=place_tensors(config, parts, build.region, frozen))

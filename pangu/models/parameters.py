@@ -1,7 +1,5 @@
-"""Every parameter of a model, or of a part of it, by name and shape, before any exists.
-
-The modules take their parameters from the table that is made here, and so do plans, which need no torch for it.
-"""
+"""Every parameter of a model, or of a part of it, by name and shape, before any exists. Modules take their parameters
+from this table, and so do plans, without torch."""
 
 from __future__ import annotations
 
@@ -21,26 +19,25 @@ Parameters = Iterator[tuple[str, list[Placement]]]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Consecutive layers of a model: what is computed in one go, and what a pipeline stage holds one or more of."""
+    """Consecutive layers, computed at once; a pipeline stage holds one or more of such parts."""
 
     layers: range
     """Global numbers of the layers."""
     first: bool = False
-    """Begins with the embedding."""
+    """With the embedding."""
     last: bool = False
-    """Holds the final norm, PanGu-α's query table and the head."""
+    """With the final norm, PanGu-α's query table and the head."""
 
     @classmethod
     def whole(cls, config: ModelConfig) -> ModelPart:
-        """The model in one part."""
         return cls(range(config.layers), first=True, last=True)
 
 
 def place_tensors(
     config: ModelConfig, parts: Sequence[ModelPart], rank: TensorRank, frozen: Collection[str] = ()
 ) -> PlacementTable:
-    """The tensors of some parts of a model, in the order of its modules, and what of them one tensor-parallel rank
-    holds. A parameter is frozen that holds a tensor whose name one of the patterns `frozen` fits."""
+    """The tensors of some parts of a model, in the order of its modules, as one tensor-parallel rank holds them. A
+    parameter is frozen if a name of its tensors matches one of the patterns `frozen`."""
     table = PlacementTable()
     for parameter, tensors in _tensors(config, parts):
         trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
@@ -53,11 +50,8 @@ def _fits(name: str, patterns: Collection[str]) -> bool:
 
 
 def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
-    """Number of frozen weights of a whole model.
-
-    Raises:
-        ConfigError: if a pattern fits no tensor, a module parameter would be frozen in part, or nothing is left.
-    """
+    """Number of frozen weights of a whole model. Raises ConfigError if a pattern fits no tensor, a module parameter
+    would be frozen in part, or nothing is left to train."""
     table = place_tensors(config, [ModelPart.whole(config)], TensorRank(), patterns)
     problems: list[Problem] = []
     names = [placement.name for placement in table]
@@ -79,15 +73,15 @@ def count_frozen(config: ModelConfig, patterns: Sequence[str]) -> int:
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of every logical tensor of a model."""
+    """Global shape of every logical tensor of a model."""
     return {
         placement.name: placement.shape for placement in place_tensors(config, [ModelPart.whole(config)], TensorRank())
     }
 
 
 def parameters_by_module(config: ModelConfig, table: PlacementTable, part: ModelPart) -> dict[str, list[str]]:
-    """Modules of a part (see `ModuleHooks`) in the order in which forward enters them, and the module parameters that
-    each uses; `table` may hold other parts too."""
+    """Modules of a part (see `ModuleHooks`) in the order of forward, and the module parameters that each uses; `table`
+    may hold other parts too."""
     layers = [f"layers.{number}" for number in part.layers]
     names = ["position_bias", *["embedding"] * part.first, *layers, *["head"] * part.last]
     uses: dict[str, list[str]] = {name: [] for name in names}
@@ -130,7 +124,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
 
 
 def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
-    """Of one layer; a query layer's queries are a matmul of their own."""
+    """Of one layer; a query layer has a separate query matrix."""
     query, key_value, inner = config.query_size, config.kv_size, config.ffn_size
     attention, mlp = f"{path}.attention", f"{path}.mlp"
     projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
@@ -149,19 +143,19 @@ def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
 
 
 def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) -> Parameters:
-    """A tensor that is stored alone, under its own name."""
+    """A tensor that is stored alone, under its name."""
     yield name, [Placement(name, shape, std, **fields)]
 
 
 def _norm(config: ModelConfig, name: str, width: int, of_heads: bool = False) -> Parameters:
-    """Gain 1 and, in a layer norm, bias 0. Each rank norms its own heads: gradients are parts of the sum."""
+    """Gain 1 and, in a layer norm, bias 0. Each rank norms its heads: gradients are parts of the sum."""
     yield from _one(f"{name}.weight", (width,), None, constant=1.0, partial=of_heads)
     if config.norm == "layernorm":
         yield from _one(f"{name}.bias", (width,), None, partial=of_heads)
 
 
 def _columns(config: ModelConfig, path: str, name: str, outputs: Mapping[str, int], biases: bool) -> Parameters:
-    """Of a `ColumnParallelLinear`; `outputs`: widths of its logical projections, which stand one below the other."""
+    """Of a `ColumnParallelLinear`; `outputs`: widths of its stacked projections."""
     std, inputs = config.init_std, config.hidden
     matrices = [Placement(f"{path}.{out}.weight", (width, inputs), std, cut_dim=0) for out, width in outputs.items()]
     yield f"{path}.{name}.weight", matrices

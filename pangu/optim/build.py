@@ -18,18 +18,13 @@ def make_optimizer(
     tensors: Sequence[tuple[Placement, Tensor]],
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
 ) -> torch.optim.Optimizer:
-    """AdamW or LAMB over the given tensors; biases and norms get no decay and no layer-wise ratio.
+    """AdamW or LAMB over logical tensors, each with this rank's slice of its fp32 (or fp64) values; biases and norms
+    get no weight decay and no layer-wise ratio. `over_ranks`: for some placements, the function that adds up LAMB's
+    sums of squares over the ranks that hold the other slices.
 
-    AdamW is torch's fused kernel where the device has one. That wants moments in the format of the weights, so AdamW
-    with bf16 moments is our LAMB without its ratios. There is no choice of apex' kernels: torch's fused AdamW does the
-    same work as its FusedAdam, and its FusedLAMB knows neither cut tensors nor a ratio for each of the logical tensors
-    that are stored as one.
-
-    Args:
-        config: which optimizer and its constants.
-        tensors: each logical tensor with this rank's slice of its fp32 (or fp64) values; gradients are their `grad`.
-        over_ranks: for some placements, the function that adds up LAMB's sums of squares over the ranks that hold the
-            other slices.
+    AdamW is torch's fused kernel where the device has one. That needs moments in the format of the weights, so AdamW
+    with bf16 moments is our LAMB without its ratios. apex is no choice: its FusedAdam does the same work as torch's,
+    and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
     exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
@@ -64,7 +59,7 @@ def make_optimizer(
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
-    """By what weights are updated, in words."""
+    """The kernels of the update, in words."""
     if isinstance(optimizer, torch.optim.AdamW):
         return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"
     return "multi-tensor operations"

@@ -1,8 +1,7 @@
 """LAMB: layer-wise adaptive moments (You et al. 2020).
 
-Algorithm 2 of the published version; Algorithm 1 of the first version, which has epsilon inside the root. The
-optimizer knows nothing of parallelism: each of its tensors is one logical tensor or the part of one that this rank
-owns, and `sum_norms` adds the sums of squares over the ranks that hold the other parts.
+Algorithm 2 of the published version; Algorithm 1 of the first version, which has epsilon inside the root. Each tensor
+is one logical tensor or this rank's shard of one, and `sum_norms` adds the sums of squares over the ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from pangu.optim.moments import start_moments
 class Lamb(torch.optim.Optimizer):
     """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
 
-    r is 1 where either norm is 0, and `max_ratio` at most everywhere. A parameter group may set `weight_decay` and
-    `adapt` (false: r = 1 throughout, which is AdamW).
+    r is 1 where either norm is 0, and `max_ratio` at most. A parameter group may set `weight_decay` and `adapt` (false:
+    r = 1 throughout, which is AdamW).
     """
 
     def __init__(
@@ -36,19 +35,10 @@ class Lamb(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         sum_norms: Callable[[Tensor], Tensor] = lambda squares: squares,
     ) -> None:
-        """
-        Args:
-            params: tensors or parameter groups.
-            lr: learning rate η.
-            betas: decay of the first and second moment.
-            eps: ε.
-            weight_decay: λ.
-            eps_inside_root: √(v̂ + ε) instead of √v̂ + ε.
-            max_ratio: largest trust ratio; None leaves it free.
-            moments: format that moments are kept in between steps; None: that of the tensors, which they are computed
-                in always.
-            sum_norms: takes the sums of squares [2, tensors] of this rank's parts and returns those of the whole.
-        """
+        """`lr`, `betas`, `eps`, `weight_decay`: η, β, ε, λ. `eps_inside_root`: √(v̂ + ε) instead of √v̂ + ε.
+        `max_ratio`: largest trust ratio. `moments`: storage format of the moments between steps; None: that of the
+        tensors, in which they are always computed. `sum_norms`: sums of squares [2, tensors] of this rank's shards ->
+        those of the whole tensors."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
         super().__init__(params, defaults)
         self.eps_inside_root = eps_inside_root
@@ -60,7 +50,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every tensor that has a gradient."""
+        """Update every tensor that has a gradient."""
         loss = None if closure is None else closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         groups = [(group, tensors) for group, tensors in groups if tensors]
@@ -104,7 +94,7 @@ class Lamb(torch.optim.Optimizer):
         return list(update)
 
     def _find_ratios(self, groups: list[tuple[dict[str, Any], list[Tensor]]], updates: list[list[Tensor]]) -> None:
-        """r of every tensor of the adapting groups, as scalars on the device."""
+        """Compute r of the adapting groups, as scalars on the device."""
         adapting = [
             (tensors, update) for (group, tensors), update in zip(groups, updates, strict=True) if group["adapt"]
         ]

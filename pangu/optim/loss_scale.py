@@ -10,11 +10,9 @@ from pangu.config.optimizer import LossScaleConfig
 
 
 class LossScale:
-    """The factor on the loss that keeps small fp16 gradients from vanishing; 1 for every other format.
-
-    The order in a step is: unscale with the scale that backward used, clip, update the weights, then `update` the
-    scale. Doubling it earlier would halve the gradient of that step.
-    """
+    """The factor on the loss that keeps small fp16 gradients from vanishing; 1 for every other format. A step unscales
+    with the scale that backward used, clips, updates the weights, then calls `update`: doubling earlier would halve the
+    gradient of that step."""
 
     def __init__(self, config: LossScaleConfig | None) -> None:
         self.config = config
@@ -22,11 +20,12 @@ class LossScale:
         self.clean_steps = 0
 
     def state(self) -> dict[str, float] | None:
-        """What a checkpoint keeps; None of a run without a loss scale."""
+        """The state for a checkpoint; None without a loss scale."""
         return None if self.config is None else {"scale": self.scale, "clean_steps": self.clean_steps}
 
     def restore(self, state: Mapping[str, Any] | None) -> str | None:
-        """Go on with the scale of a checkpoint, if the run that wrote it had one. Says which is used, if one is."""
+        """Continue with the scale of a checkpoint, if it has one; returns the scale in words, None without a loss
+        scale."""
         if self.config is None:
             return None
         if state is None:
@@ -36,11 +35,8 @@ class LossScale:
         return f"{self.scale:g} (of the checkpoint)"
 
     def update(self, overflow: bool) -> None:
-        """Halve after an overflow, double after `growth_interval` clean steps.
-
-        Raises:
-            UserError: on an overflow at the smallest scale: the loss itself is not finite.
-        """
+        """Halve after an overflow, double after `growth_interval` steps without one. Raises UserError on an overflow at
+        the smallest scale: the loss itself is not finite."""
         if self.config is None:
             return
         if overflow:

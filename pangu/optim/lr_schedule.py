@@ -8,8 +8,8 @@ from pangu.config.optimizer import LrScheduleConfig
 
 
 def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: int) -> float:
-    """Rate of update number `update`, counted from 0, of a run of `total` updates; `peak` is that at the end of the
-    warm-up. A step skipped for overflow is not an update, so it does not advance the rate."""
+    """Rate of update `update`, counted from 0, of a run of `total` updates; `peak` is the rate after warm-up. A step
+    skipped for overflow is not an update, so it does not advance the rate."""
     if update < schedule.warmup_steps:
         return peak * (update + 1) / schedule.warmup_steps
     if schedule.shape == "constant":
@@ -27,5 +27,5 @@ def learning_rate(schedule: LrScheduleConfig, peak: float, total: int, update: i
 
 
 def _progress(update: int, start: int, end: int) -> float:
-    """Part of [start, end] that lies behind `update`, in [0, 1]."""
+    """Fraction of [start, end] before `update`, in [0, 1]."""
     return min(1.0, max(0.0, (update - start) / max(1, end - start)))

@@ -6,8 +6,8 @@ import torch
 
 
 def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None, fused: bool) -> None:
-    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's own).
-    torch's `fused` AdamW wants the step count beside the tensor; others read it on the host."""
+    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's).
+    torch's `fused` AdamW needs the step count on the device; others read it on the host."""
     for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         optimizer.state[tensor] = {
             "step": torch.zeros((), device=tensor.device if fused else "cpu"),

@@ -22,12 +22,11 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     attempt: int = 0
-    """How often the launcher has started the processes again (`torchrun --max-restarts`), if they meet where those
-    before them did; 0 if each start has a meeting place of its own."""
+    """How often the launcher has restarted the processes (`torchrun --max-restarts`); 0 if each start has its own
+    rendezvous."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read torchrun's variables."""
         names = {
             "rank": "RANK",
             "world": "WORLD_SIZE",
@@ -41,11 +40,8 @@ class Launch:
 
 
 def choose_device(requested: str, launch: Launch) -> torch.device:
-    """The device of this process; also fits the number of CPU threads to the processes that share the machine.
-
-    Raises:
-        UserError: if the requested kind is not on this machine, or has fewer devices than local processes.
-    """
+    """The device of this process; sets the number of CPU threads too. Raises UserError if the machine lacks the
+    requested kind or has fewer devices than local processes."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -1,4 +1,4 @@
-"""A layout is numbers: how many devices share what. Pure functions, no process, no torch."""
+"""A layout: the degrees of parallelism and what follows from them. Pure functions, no process, no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pangu.config.schema import ParallelConfig
 
 AXES = ("pipeline", "data", "tensor")
-"""Mesh axes, slowest first. Neighbouring ranks form a tensor group, so its heavy traffic stays inside a node."""
+"""Mesh axes, slowest first: neighbouring ranks form a tensor-parallel group, so its heavy traffic stays inside a node.
+"""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands on each axis."""
+    """A rank's index on each axis."""
 
     pipeline: int
     data: int
@@ -21,25 +22,24 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. `world` = tensor x pipeline x data devices take part."""
+    """Degrees of parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 0
     sequence: bool = False
-    """Sequence parallelism: the tensor-parallel ranks also share what stands between the matrices."""
+    """Sequence parallelism: tensor-parallel ranks also shard the hidden states between the matrices."""
     virtual: int = 1
     """Model chunks per pipeline stage."""
     zero_group: int = 0
-    """Replicas that share what ZeRO shards; 0: all."""
+    """Replicas that ZeRO shards over; 0: all."""
 
     def __post_init__(self) -> None:
         assert min(self.tensor, self.pipeline, self.data, self.virtual) >= 1, self
 
     @classmethod
     def of(cls, config: ParallelConfig, data: int) -> Layout:
-        """The layout of a configuration on `data` replicas."""
         return cls(
             config.tensor,
             config.pipeline,
@@ -61,28 +61,24 @@ class Layout:
         return self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a global rank in [0, world)."""
         assert 0 <= rank < self.world, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(pipeline=pipeline, data=data, tensor=tensor)
 
     def rank(self, at: Coordinates) -> int:
-        """Global rank that stands at these coordinates; the inverse of `coordinates`."""
+        """Global rank at these coordinates; the inverse of `coordinates`."""
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     @property
     def shards(self) -> int:
-        """Replicas that a flat parameter is dealt to."""
+        """Replicas that a flat parameter is sharded over."""
         return (self.zero_group or self.data) if self.zero else 1
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """Global ranks along one axis through `rank`, in the order of that coordinate.
-
-        Beside `AXES`: `shard` and `gather`, the neighbouring replicas that share a flat parameter, once for gradients
-        and once for weights, which arrive in an order of their own; `copies`, the replicas that hold the same shard;
-        `ends`, the first and the last stage.
-        """
+        """Global ranks along one axis through `rank`, in the order of that coordinate. Beside `AXES`: `shard` and
+        `gather`, the neighbouring replicas that share a flat parameter (one group for gradients, one for weights);
+        `copies`, the replicas that hold the same shard; `ends`, the first and the last stage."""
         at = self.coordinates(rank)
         start = at.data - at.data % self.shards
         places = {

@@ -1,4 +1,4 @@
-"""A mesh is a layout that runs: the layout, this process's place in it, its device and the live process groups."""
+"""A mesh: a layout with this process's rank, its device and the live process groups."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ from pangu.topology.orphan import end_with_launcher
 
 
 def is_silence(error: RuntimeError) -> bool:
-    """True if the error says that another process did not answer. gloo has no exception of its own."""
+    """True if another process did not answer. gloo has no exception of its own for that."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """How two collectives are carried out. `own`: the backend's own way. `exchange`: every rank sends its part to each,
-    and adds up what it gets in the order of the ranks."""
+    """How two collectives are carried out: `own`, by the backend; `exchange`, every rank sends its shard to each and
+    adds up what it receives in the order of the ranks."""
 
     gather: str = "exchange"
-    """The all-gather."""
     scatter: str = "exchange"
-    """The reduce-scatter."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +41,19 @@ class Mesh:
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Axis of `Layout.peers` -> the group of this rank along it, if it is one of several; `world` is everybody."""
+    """Axis of `Layout.peers` -> the group of this rank along it, if there are several ranks; `world`: all ranks."""
     timeout_s: float = 600.0
     """Seconds that a process waits for another one before it gives up."""
     store: dist.Store | None = None
     """Where the processes met."""
     keeper: int | None = None
-    """Rank of the process that keeps the store; None: the launcher keeps it."""
+    """Rank of the process that serves the store; None: the launcher does."""
     algorithms: Algorithms = field(default_factory=Algorithms)
-    """How collectives are carried out."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
-        """Join the other processes of the run; a layout of one device needs no process group and makes none.
-
-        `attempt`: how often the launcher has started the processes again.
-
-        Raises:
-            LocalError: if they did not all come within `timeout_s`.
-        """
+        """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
+        Raises LocalError if not all processes arrive within `timeout_s`."""
         end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device)
@@ -100,8 +92,8 @@ class Mesh:
         return mesh
 
     def background(self) -> Mesh:
-        """The same mesh for a thread beside training: collectives of two threads on one group would meet in any order,
-        so that its `world` is another one, on the CPU. It has no other groups."""
+        """The same mesh for a thread beside training: its `world` is a separate gloo group, since collectives of two
+        threads on one group would meet in any order. It has no other groups."""
         if self.layout.world == 1:
             return self
         return replace(
@@ -109,7 +101,7 @@ class Mesh:
         )
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """One more group of some global ranks; all of them must ask for it, in the same order as for other groups."""
+        """A further group of global ranks; all of them must create it, in the same order as their other groups."""
         timeout = timedelta(seconds=self.timeout_s)
         # only the members meet: with the default every process of the run would have to take part in making each group
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
@@ -117,8 +109,8 @@ class Mesh:
         return group
 
     def silent_ranks(self) -> list[int]:
-        """Once a message has not come: ranks that do not miss one as well soon after, because they are stuck or gone.
-        Empty if that cannot be told."""
+        """After a timeout: the ranks that report none of their own soon after, because they are stuck or gone. Empty if
+        unknown."""
         if self.store is None:
             return []
         store = self.store
@@ -142,19 +134,16 @@ class Mesh:
 
     @property
     def at(self) -> Coordinates:
-        """This rank's coordinates."""
         return self.layout.coordinates(self.rank)
 
     @property
     def is_first(self) -> bool:
-        """True on the one process that speaks and writes for all."""
+        """True on the one process that prints and writes for all."""
         return self.rank == 0
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`; None where the axis has size 1."""
         return self.groups.get(axis)
 
     def close(self) -> None:
-        """Leave the process groups."""
         if self.groups:
             dist.destroy_process_group()

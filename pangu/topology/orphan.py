@@ -13,11 +13,8 @@ STATUS = 1
 
 
 def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Let this process end soon after torchrun, if that is what has started it, even where it hangs. One that is killed
-    by force cannot end its processes itself: they would keep their devices, and write where their successors do.
-
-    Nothing is saved then, as nothing is when the process itself is killed.
-    """
+    """End this process soon after the torchrun that started it, even if it hangs, and save nothing. A torchrun that is
+    killed by force cannot end its processes: they would keep their devices and write where their successors do."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     launcher = os.getppid()

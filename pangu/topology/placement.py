@@ -1,9 +1,8 @@
-"""A parameter knows how it is cut: one record for every logical tensor, all in one table.
+"""One record for every logical tensor of a model: its shape, how it is sharded and where it is stored.
 
 A *logical* tensor is what a paper would name (the query projection of layer 3). A *stored* parameter is what a kernel
-wants: query, key and value projections stand in one matrix, one below the other, and a rank of a tensor-parallel group
-holds a slice of each. Initial weights, gradient reduction, weight decay, LAMB's ratios, checkpoints and conversion all
-speak of logical tensors and read this table.
+wants: query, key and value projections are stacked in one matrix, of which a tensor-parallel rank holds a slice of
+each. Initial weights, gradient reduction, weight decay, LAMB, checkpoints and conversion read this table.
 """
 
 from __future__ import annotations
@@ -15,73 +14,68 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of the ranks that share every matrix."""
+    """A rank of a tensor-parallel group."""
 
     rank: int = 0
     size: int = 1
     sequence: bool = False
-    """Sequence parallelism: outside the matrices each rank holds 1 / size of the sequence."""
+    """Sequence parallelism: between the matrices each rank holds 1 / size of the sequence."""
 
     @property
     def slices_sequence(self) -> bool:
-        """True if hidden states between the matrices are slices of the sequence."""
         return self.sequence and self.size > 1
 
     @property
     def num_slices(self) -> int:
-        """Slices that hidden states between the matrices are cut into; 1 without sequence parallelism."""
+        """Slices of the hidden states between the matrices; 1 without sequence parallelism."""
         return self.size if self.slices_sequence else 1
 
     def bounds(self, length: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `length` items dealt in equal shares; the last shares may be short or empty."""
+        """This rank's [start, stop) of `length` items in equal shares; the last shares may be short or empty."""
         share = -(-length // self.size)
         return min(self.rank * share, length), min((self.rank + 1) * share, length)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One logical tensor and the slice of it that this rank holds."""
+    """A logical tensor and the slice of it that this rank holds."""
 
     name: str
     """Global name, the same in every layout, e.g. `layers.3.attention.query.weight`."""
     shape: tuple[int, ...]
     """Global shape."""
     std: float | None = None
-    """Initial values: normal with this standard deviation; None for a constant."""
+    """Standard deviation of the normal initial values; None: constant."""
     constant: float = 0.0
-    """Initial value where `std` is None."""
     cut_dim: int | None = None
-    """Dimension that is cut over the tensor-parallel ranks; None: every rank holds all of it."""
+    """Dimension that is sharded over the tensor-parallel ranks; None: every rank holds all of it."""
     partial: bool = False
-    """True where every rank holds all of it but its gradient comes from a part of the sequence or of the heads, so that
-    gradients must be summed over the tensor-parallel ranks."""
+    """True for a replicated tensor whose gradient comes from a part of the sequence or of the heads, so that gradients
+    are summed over the tensor-parallel ranks."""
     shared: str | None = None
-    """Mesh axis of the pipeline stages that each hold a copy of it, whose gradients must be summed: `ends` (the first
-    and the last stage), `pipeline` (all). None: it lives on one stage."""
+    """Mesh axis of the pipeline stages that each hold a copy, whose gradients are summed: `ends` (the first and the
+    last stage) or `pipeline` (all). None: one stage."""
     trained: bool = True
-    """False: frozen (`train.frozen`), with all that is stored in the same parameter."""
+    """False: frozen (`train.frozen`), with all tensors stored in the same parameter."""
     stored_in: str = ""
-    """Name of the module parameter that holds it."""
+    """Name of the module parameter."""
     offset: int = 0
-    """First element of it inside that (flattened) parameter; logical tensors are stacked along dimension 0."""
+    """First element inside that parameter, flattened; logical tensors are stacked along dimension 0."""
     start: int = 0
-    """First index along `cut_dim` that this rank holds."""
+    """First index along `cut_dim` on this rank; `stop`: the end."""
     stop: int = 0
-    """End of the indices along `cut_dim` that this rank holds."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the slice that this rank holds."""
+        """Shape of this rank's slice."""
         return tuple(self.stop - self.start if dim == self.cut_dim else n for dim, n in enumerate(self.shape))
 
     @property
     def local_numel(self) -> int:
-        """Number of elements of that slice."""
         return math.prod(self.local_shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
@@ -105,16 +99,13 @@ class PlacementTable:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each module parameter, padding included, in the order in which they were placed."""
+        """Shape of each module parameter, padding included, in the order of placement."""
         return self._shapes
 
     def place(self, parameter: str, tensors: Sequence[Placement], rank: TensorRank) -> None:
-        """Enter a rank's part of one parameter that holds `tensors` one below the other (they differ in dimension 0
-        only); where they stand in it is filled in here.
-
-        A tensor whose cut dimension is not a multiple of the ranks is stored with room for the largest share; the rest
-        is padding, which belongs to no logical tensor.
-        """
+        """Enter this rank's part of one parameter, in which `tensors` are stacked (they differ in dimension 0 only),
+        and fill in their offsets. Where the ranks do not divide a tensor, the parameter has room for the largest share;
+        the rest is padding, which belongs to no logical tensor."""
         offset, rows = 0, 0
         share: tuple[int, ...] = ()
         for tensor in tensors:
@@ -139,14 +130,13 @@ class PlacementTable:
         return self._by_name[name]
 
     def stored_in(self, parameter: str) -> list[Placement]:
-        """The logical tensors that one module parameter holds, in the order of their offsets."""
+        """The logical tensors of a module parameter, in the order of their offsets."""
         return self._by_parameter.get(parameter, [])
 
     def is_trained(self, parameter: str) -> bool:
-        """False if a module parameter is frozen."""
         return all(placement.trained for placement in self.stored_in(parameter))
 
     @property
     def numel(self) -> int:
-        """Number of elements of the model, tied weights counted once."""
+        """Elements of the model; tied weights count once."""
         return sum(entry.numel for entry in self)

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: every draw is a function of named keys, never of what was drawn before.
+"""Counter-based random numbers: every draw is a function of named keys, never of earlier draws.
 
-A layout therefore cannot change what is drawn: initial weights are keyed by (seed, name, tile), the
-data order by (seed, epoch, sample), dropout by (seed, step, layer, place, sample). There is no state to save.
+So no layout changes them and there is no state to save: initial weights are keyed by (seed, name, tile), the data order
+by (seed, epoch, sample), dropout by (seed, step, layer, place, sample).
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import numpy as np
 
 
 def random_key(*parts: object) -> int:
-    """A 64-bit key that depends on every part and on their order.
-
-    Parts are compared by their text, so use integers and strings. The hash is BLAKE2b and hence the same on every
-    machine and in every Python version.
-    """
+    """A 64-bit key of the parts' text, in order: use integers and strings. BLAKE2b, the same on every machine and in
+    every Python version."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -1,10 +1,10 @@
 """Flat parameters: consecutive layers whose weights, gradients and main parameters each lie in one flat buffer.
 
-A flat parameter is what is communicated at once. Its buffer is padded and dealt in equal parts, the local shards, to
-the ranks that the optimizer's state is sharded over. Its table of shards (logical tensor, first and last element) says
-what of the local shard is whose: optimizer, clipping, LAMB, checkpoints and offload all read that table. The ZeRO
-stages (Rajbhandari et al. 2020, section 5) are switches of it: what is not sharded has one local shard, the whole
-buffer. Three parameters a, b, c on two ranks, in which b is cut:
+A flat parameter is communicated at once. Its buffer is padded and divided into equal local shards, one for each rank
+that the optimizer's state is sharded over. Its table of shards (logical tensor, first and last element) is what
+optimizer, clipping, LAMB, checkpoints and offload read. The ZeRO stages (Rajbhandari et al. 2020, section 5) are
+switches of it: without sharding the local shard is the whole buffer. Three parameters a, b, c on two ranks, in which b
+is cut:
 
     buffer   | a a a a b b b b b b c c c c - - |     - padding
     rank 0   | a a a a b b b b |                     shards: a whole, b from element 0
@@ -27,26 +27,25 @@ from pangu.zero.grouping import Sharding, buffer_table
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one logical tensor that this rank keeps and, unless it is frozen, updates."""
+    """The part of one logical tensor that this rank stores and, unless it is frozen, updates."""
 
     placement: Placement
     start: int
-    """First element, in this rank's slice of the tensor laid out flat."""
+    """First element, in this rank's slice of the tensor, flattened."""
     main: Tensor
-    """Weights in fp32 (fp64 in fp64), flat; of a frozen tensor in the compute format."""
+    """Main parameters in fp32 (fp64 in fp64), flat; of a frozen tensor the weights in the compute format."""
     grad: Tensor | None
-    """The gradient's sum, on the device; None: frozen."""
+    """The sum of the gradients, on the device; None: frozen."""
     host_grad: Tensor | None = None
-    """Where the gradient goes for the update, if `main` lies on the host."""
+    """The gradient's copy for the update, if `main` lies on the host."""
 
     @property
     def is_whole(self) -> bool:
-        """True if it is the whole slice."""
         return self.main.numel() == self.placement.local_numel
 
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """`values`, flat and as long as `main`, cut into at most three rectangles of the logical tensor: the end of a
-        row, whole rows, the beginning of a row. Yields each, a view, with the global index of its first element."""
+        """`values`, flat and as long as `main`, as at most three rectangles of the logical tensor: the end of a row,
+        whole rows, the beginning of a row. Yields a view of each with the global index of its first element."""
         # checkpoints know rectangles only, and a shard may begin and end within a row; elements 2 to 9 of rows of 4:
         #
         #     . . a a
@@ -69,8 +68,6 @@ class Shard:
 
 
 class FlatParameter:
-    """The flat buffers of some parameters."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -81,15 +78,12 @@ class FlatParameter:
         device: torch.device,
         sharding: Sharding,
     ) -> None:
-        """Allocate the buffers, fill them with the first values and make the parameters of `model` views of them.
-
-        `names`: its parameters that belong here, all trained or all frozen. Of frozen ones there are no gradients, and
-        no weights beside those that the model computes with, in `dtype`.
-        """
+        """Allocate the buffers, fill in the initial values and make the parameters `names` of `model` views of them.
+        They are all trained or all frozen; frozen ones have no gradients and only weights, in `dtype`."""
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}
         self.numel = sum(shape.numel() for shape in shapes.values())
-        """Elements of the parameters, without the padding behind them."""
+        """Elements without padding."""
         self.padded = sharding.padded(self.numel)
         self.span = sharding.span(self.padded)
         """The local shard's place in the buffer."""
@@ -97,7 +91,6 @@ class FlatParameter:
         self.table = buffer_table(self.padded, wide != dtype, sharding, self.trained)
         on_host = {row.name: row.on_host for row in self.table}
         self.local_on_host, self.main_on_host = on_host["local"], on_host["main"]
-        """Whether the local shard of the weights, and whether the main parameters lie on the host."""
         self._allocate(dtype, wide, device)
         self.shards: list[Shard] = []
         self.parameters: list[tuple[nn.Parameter, slice]] = []
@@ -121,7 +114,6 @@ class FlatParameter:
             self.free()
 
     def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
-        """The buffers that the table says."""
         buffers: dict[str, Tensor] = {}
         for row in self.table:
             row_dtype = wide if row.wide else dtype
@@ -133,22 +125,22 @@ class FlatParameter:
             else:
                 buffers[row.name] = torch.zeros(row.numel, dtype=row_dtype, device=device)
         self.weights = buffers["weights"]
-        """What the model computes with; at stage 3 its storage is empty while it is not gathered."""
+        """What the model computes with; at stage 3 without storage while it is sharded."""
         self.local = buffers["local"]
         """Local shard of the weights, in the compute format."""
         self.rounded = buffers["rounded"]
-        """The same where main parameters on the host are rounded to."""
+        """The buffer that main parameters on the host are rounded into."""
         self.main = buffers["main"]
-        """Local shard of the weights that the optimizer updates."""
+        """Local shard of the main parameters, which the optimizer updates."""
         self.total = buffers.get("total")
-        """Sum of this rank's own gradients of the whole buffer; None while there is none."""
+        """Sum of this rank's gradients of the whole buffer; None if there is none."""
         self.grad = buffers.get("grad", torch.empty(0, device=device))
         """Local shard of the gradients, summed over micro-batches and, once reduced, over replicas; empty if frozen."""
         self.host_grad = buffers.get("host_grad")
-        """Where it goes for the update, if the main parameters lie on the host."""
+        """Its copy for the update, if the main parameters lie on the host."""
 
     def _add_shard(self, placement: Placement, begin: int, seed: int) -> None:
-        """Enter what this rank updates of a logical tensor whose slice begins at element `begin` of the buffer."""
+        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer."""
         low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
         if low >= high:
             return
@@ -163,22 +155,22 @@ class FlatParameter:
         self.shards.append(shard)
 
     def publish(self) -> None:
-        """Round the main parameters into the weights that the model computes with."""
+        """Round the main parameters into the weights."""
         if self.rounded is not self.main:
             self.rounded.copy_(self.main, non_blocking=True)
         if self.local is not self.rounded:
             self.local.copy_(self.rounded, non_blocking=True)
 
     def lend_gradients(self, lend: bool) -> None:
-        """Let the optimizer see the gradients on the host, or no gradients: it passes over what has none."""
+        """Let the optimizer see the gradients on the host, or none: it skips tensors without a gradient."""
         for shard in self.shards:
             shard.main.grad = shard.host_grad if lend else None
 
     def allocate(self) -> Tensor:
-        """Make room for all weights at stage 3, and return the room, to be filled."""
+        """Allocate all weights at stage 3, not filled, and return them."""
         self.weights.untyped_storage().resize_(self.weights.nbytes)
         return self.weights
 
     def free(self) -> None:
-        """Give back the room of all weights at stage 3. The parameters stay views of it."""
+        """Free all weights at stage 3. The parameters stay views of the storage."""
         self.weights.untyped_storage().resize_(0)

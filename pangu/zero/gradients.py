@@ -16,8 +16,7 @@ from pangu.zero.grouping import IN_FLIGHT
 
 
 class GradientSum:
-    """Adds each parameter's gradient to its flat parameter's buffer as backward produces it, and reduces what is
-    complete.
+    """Adds each parameter's gradient to the buffer of its flat parameter during backward, and reduces what is complete.
 
     Flat parameters of a chunk are sent in the reverse of the forward order whatever order they complete in, so that
     every replica issues the same collectives in the same order.
@@ -31,16 +30,10 @@ class GradientSum:
         overlap: bool = True,
         message: torch.dtype | None = None,
     ) -> None:
-        """
-        Args:
-            chunks: flat parameters of each chunk of this stage, in the order of the forward pass. Those under -1 belong
-                to several chunks and are sent at the end of the step.
-            mesh: who takes part.
-            reduce_each: `reduce` is called after each micro-batch, so that no whole gradients are kept (ZeRO-2 and
-                3), rather than once per step.
-            overlap: false: wait for each reduction at once.
-            message: format in which gradients are sent and added up over replicas; None: that of the sums.
-        """
+        """`chunks`: chunk -> its flat parameters in the order of forward; -1: those of several chunks, sent at the end
+        of the step. `reduce_each`: `reduce` runs after each micro-batch, so that no whole gradients are stored (ZeRO-2
+        and 3). `overlap` false: wait for each reduction at once. `message`: format in which gradients are sent and
+        summed over replicas; None: that of the buffers."""
         self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
         self.mesh, self.reduce_each, self.overlap = mesh, reduce_each, overlap
         self._message = message if mesh.group("data") is not None else None
@@ -55,21 +48,20 @@ class GradientSum:
             if name
         ]
         self._missing: dict[int, list[int]] = {}
-        """Chunk whose gradients are being reduced -> parameters that each flat parameter still waits for."""
+        """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
-        """Chunk -> how many of its flat parameters have been sent since then."""
+        """Chunk being reduced -> number of flat parameters sent."""
         self._in_flight: list[Handle] = []
-        """Reductions, which put their results where they belong once they are waited for."""
         self._norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
-        """Norms of this rank's own gradients of the tensors, as they were sent: a reduction spreads what is not finite
-        over all ranks. Nobody waits for them."""
+        """Norms of this rank's gradients as they were sent: a reduction spreads what is not finite over all ranks.
+        Nobody waits for them."""
         for chunk, flats in self.flat_parameters.items():
             for index, flat in enumerate(flats):
                 for parameter, span in flat.parameters:
                     parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, span))
 
     def start_step(self) -> None:
-        """Forget the gradients of the last step."""
+        """Zero the sums."""
         for flat in self._all:
             (flat.grad if flat.total is None else flat.total).zero_()
         self._missing.clear()
@@ -77,19 +69,18 @@ class GradientSum:
         self._norms.clear()
 
     def expect(self, chunk: int) -> None:
-        """Say that a whole backward of a chunk is about to run, with `reduce` behind it: send what becomes complete."""
+        """A whole backward of a chunk follows, with `reduce` behind it: send what becomes complete."""
         self._missing[chunk] = [len(flat.parameters) for flat in self.flat_parameters.get(chunk, ())]
 
     def reduce(self, chunk: int) -> None:
-        """Send what is left of a chunk; after `expect`, what has parameters that backward did not reach. Others wait
-        for it before they go on."""
+        """Send the rest of a chunk, including flat parameters whose parameters backward did not reach."""
         self._send(chunk, len(self.flat_parameters.get(chunk, ())))
         self._missing.pop(chunk, None)
         self._num_sent.pop(chunk, None)
 
     def finish(self) -> None:
-        """Send what several chunks use, wait for all sums, and add up what several stages or parts of the sequence
-        have."""
+        """Send what several chunks use, wait for all sums, and all-reduce over stages and tensor-parallel ranks that
+        hold copies."""
         self.reduce(-1)
         self._wait(0)
         for flat, group in self._shared:
@@ -101,8 +92,8 @@ class GradientSum:
             torch._foreach_copy_(self._partial, parts)
 
     def not_finite(self) -> list[str]:
-        """Tensors of which this rank itself, before anything was added up, had a gradient with a norm that is not
-        finite; in about the order of backward."""
+        """Tensors whose gradient on this rank, before any reduction, has a norm that is not finite; about in the order
+        of backward."""
         names = [
             name
             for flat, norms in self._norms
@@ -123,7 +114,7 @@ class GradientSum:
         return hook
 
     def _add(self, parameter: nn.Parameter, chunk: int, index: int, span: slice) -> None:
-        """Move a gradient that backward has just produced into the `index`-th flat parameter of a chunk."""
+        """Move a new gradient into the `index`-th flat parameter of a chunk."""
         if parameter.grad is None:
             return  # backward left it to the weight-gradient store
         self._total(self.flat_parameters[chunk][index])[span].view_as(parameter).add_(parameter.grad)

@@ -1,4 +1,4 @@
-"""Which parameters lie together in a flat parameter, and what of it is whose: numbers, without tensors."""
+"""Which parameters form a flat parameter, and how it is sharded: numbers, without tensors."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from pangu.topology.placement import PlacementTable
 
 F = TypeVar("F")
 ALIGNMENT = 32
-"""Local shards begin at multiples of so many elements, so that 128-byte loads of fp32 stay aligned."""
+"""Local shards begin at multiples of this many elements, so that 128-byte loads of fp32 stay aligned."""
 IN_FLIGHT = 2
-"""Whole gradients of a flat parameter that may exist at a time where they are reduced after each micro-batch."""
+"""Whole gradients of flat parameters that may exist at a time where they are reduced after each micro-batch."""
 TABLES = ("embedding", "position_bias")
-"""Modules that only look rows up."""
+"""Lookup tables."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is dealt to whom."""
+    """How a flat parameter is sharded, and which shards are offloaded."""
 
     stage: int = 0
     """ZeRO stage: 1 shards main parameters and moments, 2 also the gradients' sums, 3 also the weights."""
     rank: int = 0
-    """Place of this rank among those that share."""
+    """This rank's index among the `size` that share it."""
     size: int = 1
-    """How many share; 1 at stage 0."""
+    """Ranks that share it; 1 at stage 0."""
     replicas: int = 1
-    """How many could share: all stages have buffers of the same length."""
+    """Ranks that could share it: buffers have the same length at every stage."""
     offload: tuple[str, ...] = ()
-    """What lies in host memory: `optimizer`, the main parameters (and hence the moments), `parameters`, at stage 3 the
-    local shard of the weights."""
+    """In host memory: `optimizer`, the main parameters (and hence the moments); `parameters`, at stage 3 the local
+    shard of the weights."""
 
     @classmethod
     def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
-        """That of one replica of a layout; of `offload` what concerns flat parameters."""
+        """The sharding of a replica; of `offload` only what concerns flat parameters."""
         on_host = tuple(what for what in ("optimizer", "parameters") if what in offload)
         # with its parameters on the host even a rank that shares with nobody has to fetch them
         stage = layout.zero if layout.shards > 1 or "parameters" in on_host else 0
         return cls(stage, replica % layout.shards, layout.shards, layout.data, on_host)
 
     def padded(self, numel: int) -> int:
-        """Length of the buffer of so many elements."""
+        """Length of the buffer of `numel` elements."""
         step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
         return -(-numel // step) * step
 
     def span(self, padded: int) -> slice:
-        """This rank's local shard of a buffer."""
+        """This rank's local shard."""
         length = padded // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 
@@ -59,15 +59,15 @@ class Buffer:
     """A row of the table of a flat parameter's buffers."""
 
     name: str
-    """Attribute of `FlatParameter`, where it is described."""
+    """Attribute of `FlatParameter`, where it is documented."""
     numel: int
     wide: bool = False
-    """Its format: fp32 (fp64 in fp64) rather than the one that the model computes in."""
+    """fp32 (fp64 in fp64) rather than the compute format."""
     on_host: bool = False
     alias: str | None = None
-    """The buffer that it is, or whose local shard it is; None: it has memory of its own."""
+    """The buffer that it is, or whose local shard it is; None: it has its own memory."""
     lasting: bool = True
-    """False: its memory comes and goes."""
+    """False: it is allocated and freed within a step."""
 
 
 def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
@@ -106,8 +106,8 @@ Uses = Mapping[int, Mapping[str, Sequence[str]]]
 def divide(
     table: PlacementTable, uses: Uses, bucket: float, make: Callable[[int, list[str]], F]
 ) -> tuple[list[F], dict[int, dict[str, list[F]]]]:
-    """A rank's flat parameters, each made of its chunk and its parameters, in the order of the forward pass, first the
-    trained ones, then the frozen ones; and chunk -> module -> the flat parameters that the module uses."""
+    """A rank's flat parameters, made from chunk and parameters, in the order of forward, trained ones first; and chunk
+    -> module -> the flat parameters that it uses."""
     flats: list[F] = []
     flat_of: dict[str, F] = {}
     for trained in (True, False):
@@ -125,7 +125,7 @@ def divide(
 
 
 def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
-    """Modules whose output has a gradient even if their input has none, because something that they use is trained."""
+    """Modules whose output has a gradient even if their input has none, because they use something that is trained."""
     trained: set[str] = set()
     for of_chunk in uses.values():
         biased = any(map(table.is_trained, of_chunk.get("position_bias", ())))
@@ -134,12 +134,11 @@ def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
 
 
 def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each flat parameter, in the order of the forward pass.
+    """Chunk and parameters of each flat parameter, in the order of forward.
 
-    Parameters of a module stay together, and neighbouring modules of a chunk are joined until they fill the bucket:
-    that is what is gathered and reduced at once, so it must not straddle chunks, which are used at different times. A
-    parameter that another stage has a copy of stands alone, for it is sharded alike there; so does one that several
-    chunks use, which belongs to none of them (-1).
+    Parameters of a module stay together, and neighbouring modules of a chunk are joined until they fill the bucket; a
+    bucket must not straddle chunks, which are used at different times. A parameter that another stage has a copy of
+    stands alone, so that it is sharded alike there; so does one of several chunks, which belongs to none (-1).
     """
     users: dict[str, set[int]] = {}
     for chunk, of_chunk in uses.items():
@@ -166,8 +165,8 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
 
 
 def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
-    """In which order backward enters a chunk's modules, given in the order of forward: the last first, without tables,
-    whose gradient does not depend on what is in them, and without what is frozen at the bottom of the model."""
+    """The order in which backward enters a chunk's modules, given in the order of forward: the last first, without
+    lookup tables, which have no gradient of their input, and without the frozen bottom of the model."""
     order = [name for name in reversed(names) if name not in TABLES]
     while order and "embedding" in names and "embedding" not in trained and order[-1] not in trained:
         order.pop()

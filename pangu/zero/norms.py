@@ -1,4 +1,4 @@
-"""Sums of squares over logical tensors, wherever their parts are: each element counts once."""
+"""Sums of squares over sharded logical tensors: each element counts once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from pangu.topology.placement import Placement
 
 
 class Squares:
-    """Adds up the sums of squares of what the ranks of a stage hold of each logical tensor."""
+    """Adds up the sums of squares of the shards of a stage's logical tensors."""
 
     def __init__(self, placements: Sequence[Placement], mesh: Mesh, dtype: torch.dtype) -> None:
-        """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums,
-        also on a rank that holds no part of anything."""
+        """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums."""
         self._mesh = mesh
         self._dtype = dtype
         self._place = {placement.name: place for place, placement in enumerate(placements)}
         self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=mesh.device)
 
     def same(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
-        """[..., parts] of this rank's parts -> the same of the whole tensors.
-
-        Parts are added up over the replicas that share a tensor, and over the tensor-parallel ranks where it is cut.
-        """
+        """[..., shards] of this rank -> [..., shards] of the whole tensors: summed over the replicas that share a
+        tensor, and over the tensor-parallel ranks where it is sharded."""
         places = [self._place[placement.name] for placement in placements]
         total = squares.new_zeros((*squares.shape[:-1], len(self._place)), dtype=self._dtype)
         total[..., places] = squares.to(self._dtype)
@@ -40,7 +37,7 @@ class Squares:
 
 
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
-    """Whether a rank's shard of a tensor counts in a sum over all ranks: the first of those that hold it does."""
+    """Whether a rank's shard counts in a sum over all ranks: it does on the first rank that holds it."""
     return (
         at.data < layout.shards
         and (placement.cut_dim is not None or at.tensor == 0)
@@ -49,15 +46,11 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
 
 
 def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
-    """Euclidean norm of the gradient over all elements of the model, and the sum of the losses; one message for both.
+    """Euclidean norm of the model's gradient (not finite if any element is not) and the sum of the losses, in one
+    all-reduce.
 
-    Args:
-        gradients: of the shards that count (see `counts`).
-        loss: fp64 scalar, the sum of this replica's token losses; None: another stage has it.
-        mesh: all ranks, which get the same numbers.
-
-    Returns:
-        The norm, not finite if any element is not, and the loss.
+    `gradients`: of the shards that count (see `counts`). `loss`: fp64 scalar, the sum of this replica's token losses;
+    None on other stages.
     """
     both = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if gradients:
@@ -69,5 +62,5 @@ def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> t
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Factor that brings a gradient of this norm to at most `limit` (Pascanu et al. 2013, Algorithm 1)."""
+    """Factor that clips a gradient of this norm to `limit` (Pascanu et al. 2013, Algorithm 1)."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -1,4 +1,4 @@
-"""The parameters of this rank's chunks of a model: kept flat, unsharded for use, their gradients summed."""
+"""The parameters of this rank's chunks of a model: flat, unsharded for use, with their gradients."""
 
 from __future__ import annotations
 
@@ -22,32 +22,29 @@ from pangu.zero.unshard import Unsharder
 
 @dataclass(frozen=True)
 class Policy:
-    """How parameters are kept and communicated; none of it changes what is computed."""
+    """How parameters are stored and communicated; none of it changes what is computed."""
 
     seed: int
-    """Of the first values."""
+    """Of the initial values."""
     dtype: torch.dtype
-    """Format that forward and backward compute in."""
+    """Compute format."""
     bucket_bytes: float
-    """Layers are joined to flat parameters of about so many bytes of fp32 gradients."""
+    """Layers are joined to flat parameters of about this many bytes of fp32 gradients."""
     overlap: bool = True
     """Communicate while layers compute."""
     reduce_each: bool = False
-    """The schedule reduces gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
+    """Reduce gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
     offload: tuple[str, ...] = ()
-    """What lies in host memory: `optimizer`, `parameters`."""
+    """In host memory: `optimizer`, `parameters`."""
     message: torch.dtype | None = None
-    """Format in which gradients are added up over replicas; None: that of their sums."""
+    """Format in which gradients are summed over replicas; None: that of the buffers."""
 
 
 class ShardedParameters:
-    """All that one rank keeps of its chunks' parameters."""
-
     def __init__(
         self, model: LanguageModel, table: PlacementTable, chunks: Mapping[int, ModelPart], mesh: Mesh, policy: Policy
     ) -> None:
-        """`model`, on the meta device, gets its storage and first values here; `table`: its logical tensors; `chunks`:
-        the parts that it was built of."""
+        """`model`, on the meta device, gets its storage and initial values; `chunks`: the parts that it consists of."""
         sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         trained_of: dict[int, list[FlatParameter]] = {}
@@ -78,29 +75,23 @@ class ShardedParameters:
 
     @property
     def shards(self) -> list[Shard]:
-        """What this rank keeps, frozen tensors included."""
+        """All shards of this rank, frozen tensors included."""
         return [shard for flat in self.flat_parameters for shard in flat.shards]
 
     @property
     def trained_shards(self) -> list[Shard]:
-        """What this rank updates."""
         return [shard for flat in self.trained for shard in flat.shards]
 
     def publish(self) -> None:
-        """After main parameters were changed from outside: bring all weights up to date, and wait until they are."""
+        """After main parameters were changed from outside: update all weights and wait for them."""
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
     def update(self, step: Callable[[], object], one_by_one: bool) -> None:
-        """Let an optimizer change the main parameters of what is trained, and bring the weights up to date.
-
-        Where the optimizer's state is on the host, gradients of a flat parameter arrive and weights leave while others
-        are updated.
-
-        Args:
-            step: updates every tensor that has a gradient.
-            one_by_one: it may be called for each flat parameter; otherwise once, when all gradients have arrived.
-        """
+        """Let an optimizer change the main parameters, and bring the weights up to date. `step` updates every tensor
+        that has a gradient; `one_by_one`: it may run for each flat parameter, otherwise once, when all gradients have
+        arrived. With the optimizer's state on the host, gradients arrive and weights leave while other flat parameters
+        are updated."""
         groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
         if "optimizer" not in self.offload:
             step()
@@ -124,10 +115,9 @@ class ShardedParameters:
             self.unsharder.publish(flats)
 
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
-        """See `norms.norm_and_loss`: of the whole model's gradient, and of all replicas."""
+        """See `norms.norm_and_loss`."""
         return norm_and_loss(self._counted, loss, self._mesh)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
         for flat in self.trained:
             flat.grad.mul_(factor)

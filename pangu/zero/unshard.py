@@ -36,7 +36,7 @@ class _Before(Function):
 
 
 class _After(Function):
-    """Ends the use of a module in forward and begins it in backward. The head's goes on: its backward comes next."""
+    """Ends the use of a module in forward and begins it in backward. The head stays in use: its backward comes next."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: str, unsharder: Unsharder) -> Tensor:
@@ -55,12 +55,11 @@ class _After(Function):
 
 
 class Unsharder(ModuleHooks):
-    """Sees to it that weights are whole when a model uses them.
+    """Unshards the weights before a module uses them.
 
-    At stage 3 a flat parameter is gathered while the module before it computes and resharded behind its use, so that at
-    most two (and a tied word embedding) are whole at a time; backward gathers them again.
-
-    A chunk that a schedule unshards stays whole from its first use until it is resharded.
+    At stage 3 a flat parameter is gathered while the module before it computes and resharded after its use, so at most
+    two (and a tied word embedding) are whole at a time; backward gathers them again. A chunk that a schedule unshards
+    stays whole from its first use until `reshard`.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class Unsharder(ModuleHooks):
         overlap: bool = True,
         algorithms: Algorithms | None = None,
     ) -> None:
-        """`uses`: chunk -> module, in the order in which they begin -> what it uses. `trained`: modules from which
-        gradients come, whatever their input is. `group`: the replicas that share the flat parameters. `stream`: for
-        copies from the host. `overlap` false: gather when it is needed, not before."""
+        """`uses`: chunk -> module, in the order of forward -> its flat parameters. `trained`: modules whose output has
+        a gradient whatever their input is. `group`: the replicas that share the flat parameters. `stream`: for copies
+        from the host. `overlap` false: gather when needed, not before."""
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
         self.trained, self.group, self.overlap = trained, group, overlap
         self.algorithms = algorithms or Algorithms()
@@ -85,20 +84,20 @@ class Unsharder(ModuleHooks):
         }
         alone = len(uses) == 1
         self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != "position_bias"}
-        """Module -> the one that begins after it in forward; behind the bias that all chunks have there are several."""
+        """Module -> the next one in forward; none after the bias of all chunks, which several follow."""
         self.backward = {a: b for names in uses.values() for a, b in pairwise(backward_order(list(names), trained))}
         """The same for backward."""
         self._handles: dict[FlatParameter, Handle] = {}
-        """What is on its way."""
+        """Gathers and copies in flight."""
         self._whole: set[FlatParameter] = set()
-        """Those of stage 3 whose weights are all here."""
+        """Those of stage 3 that are unsharded."""
         self._users = dict.fromkeys(self.flat_parameters, 0)
-        """How many modules in use need each."""
+        """Number of modules in use that need each."""
         self._kept: set[FlatParameter] = set()
         """Those of chunks that a schedule has unsharded."""
 
     def publish(self, flats: Iterable[FlatParameter]) -> None:
-        """Begin to send every rank what the others have updated; what was gathered is out of date."""
+        """Begin to send every rank what the others have updated; gathered weights are out of date."""
         for flat in flats:
             self._finish(flat)
             with self._stream.after_computation():
@@ -113,7 +112,7 @@ class Unsharder(ModuleHooks):
                 self._finish(flat)
 
     def wait(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all gathers and copies."""
         for flat in list(self._handles):
             self._finish(flat)
 
@@ -129,18 +128,16 @@ class Unsharder(ModuleHooks):
             self._reshard(flat)
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        """See `ModuleHooks`."""
         if torch.is_grad_enabled() and module in self.trained and module not in TABLES and not x.requires_grad:
             # all below is frozen: backward ends here, but has to come as far as this to end the module's use
             x = x.detach().requires_grad_()
         return _Before.apply(x, module, self)
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        """See `ModuleHooks`."""
         return _After.apply(x, module, self)
 
     def begin(self, module: str, following: Mapping[str, str], goes_on: bool = False) -> None:
-        """Wait for the weights of a module that is about to be used, and begin to gather those of the next one."""
+        """Wait for the weights of a module, and begin to gather those of the next one."""
         # the gather of a module must be behind the computation of the one before it, or the device waits for it:
         #
         #     computing   layers.0      layers.1      layers.2          head
