@@ -31,7 +31,7 @@ from pangu.config.errors import UserError, reading
 from pangu.config.files import flush, write_atomically
 
 FILE_BYTES = 2**30
-"""Tensors are gathered into files of about this size, which bounds the host memory that a save takes."""
+"""Approximate size of a file, which bounds the host memory of a save."""
 
 
 _NAME = re.compile(r"step-[0-9]{8}")
@@ -42,23 +42,23 @@ class Slice:
     """A rectangle of a logical tensor."""
 
     tensor: Tensor
-    """Its values, or room for them."""
+    """Its values, or memory for them."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Of the whole tensor."""
     offsets: tuple[int, ...]
     """Global index of the first element of `tensor`."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one process wrote: entries of the index."""
+    """Entries of the index for what one process wrote."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies below the folder of all checkpoints."""
+    """The folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -67,14 +67,14 @@ def _step(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name and are not among them; symbolic
-    links are none, as the folder may be shared."""
+    """Checkpoints, oldest first, damaged or not. Half-written ones carry another name; symbolic links are left out, as
+    the folder may be shared."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
 def start(path: Path) -> None:
-    """Make the empty folder beside `path` that a checkpoint is written into until it is committed. Raises UserError."""
+    """Make the empty folder beside `path` for a checkpoint that is not yet committed. Raises UserError."""
     partial = _partial(path)
     with _saving(path):
         if partial.is_symlink():
@@ -86,13 +86,11 @@ def start(path: Path) -> None:
 def write_slices(
     path: Path, writer: int, slices: Iterable[tuple[str, Slice]], contents: Iterator[Tensor] | None = None
 ) -> Written:
-    """Write some slices of logical tensors into the started checkpoint `path`. Raises UserError if the disk refuses.
+    """Write slices of logical tensors into the started checkpoint `path`. Raises UserError if the disk refuses.
 
-    Args:
-        path: final folder of the checkpoint.
-        writer: number that no other process of this save uses.
-        slices: (`KIND/NAME`, slice) pairs, several for one name if need be; no element may be written twice.
-        contents: their tensors, one at a time, if the slices have them on the meta device.
+    `writer`: number that no other process of this save uses. `slices`: (`KIND/NAME`, slice) pairs, possibly several for
+    one name; no element may be written twice. `contents`: their tensors, one at a time, if the slices have them on the
+    meta device.
     """
     written = Written()
     with _saving(path):
@@ -103,7 +101,7 @@ def write_slices(
 
 
 def _batches(slices: Iterable[tuple[str, Slice]]) -> Iterator[list[tuple[str, Slice]]]:
-    """What goes into one file together."""
+    """The slices of each file."""
     batch: list[tuple[str, Slice]] = []
     size = 0
     for named in slices:
@@ -117,10 +115,8 @@ def _batches(slices: Iterable[tuple[str, Slice]]) -> Iterator[list[tuple[str, Sl
 
 
 def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> None:
-    """Write the index of what all writers wrote and give the checkpoint its name, which replaces one that has it.
-
-    `facts` of the run are stored as they are. Raises UserError if the disk refuses.
-    """
+    """Write the index of all writers' tensors, with `facts` of the run, and give the checkpoint its name, replacing one
+    of that name. Raises UserError if the disk refuses."""
     index: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "tensors": {}, "files": {}}
     for part in parts:
         index["files"] |= part.files
@@ -142,13 +138,13 @@ def amend(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete what was written of a checkpoint that was not committed."""
+    """Delete a checkpoint that was not committed."""
     shutil.rmtree(_partial(path), ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the oldest checkpoints until `keep` are left, 0 keeps all; those of every `keep_every`-th step stay and do
-    not count. Raises a UserError that names those that the disk keeps; they are whole."""
+    """Delete the oldest checkpoints until `keep` are left (0: all); those of every `keep_every`-th step stay and do not
+    count. Raises a UserError that names those that the disk refuses to delete; they are whole."""
     problems = []
     passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
     for path in passing[: -keep or None] if keep else []:
@@ -162,7 +158,7 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 def tidy(folder: Path, step: int) -> list[Path]:
     """Make the checkpoint of `step` the newest: rename later ones, which are damaged or belong to a course that the run
-    has left, and delete what killed processes left half-written or half-deleted. Returns the new names, which nothing
+    has left, and delete half-written and half-deleted ones of killed processes. Returns the new names, which nothing
     lists any more."""
     for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
         for rest in folder.glob(pattern):
@@ -191,10 +187,8 @@ def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple
 
 
 def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
-    """Fill slices, named `KIND/NAME`, out of a checkpoint without damage, however it was cut.
-
-    Raises a UserError that names every tensor that is missing or has another shape, or a file that cannot be read.
-    """
+    """Fill slices, named `KIND/NAME`, from an undamaged checkpoint of any layout. Raises a UserError that names every
+    tensor that is missing or has another shape, or a file that cannot be read."""
     require_fit(path, index, {name: part.shape for name, part in slices})
     by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
     for name, part in slices:
@@ -210,7 +204,7 @@ def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice
 
 
 def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
-    """One whole tensor, named `KIND/NAME`, of a checkpoint without damage."""
+    """One whole tensor, named `KIND/NAME`, of an undamaged checkpoint."""
     entry = index["tensors"][name]
     shape = tuple(entry["shape"])
     tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
@@ -219,7 +213,7 @@ def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
-    """Global bounds, for each dimension, of what a slice and a stored piece have in common; None if that is nothing."""
+    """Global bounds, for each dimension, of the intersection of a slice and a stored piece; None if it is empty."""
     bounds = [
         (max(o, p), min(o + size, p + length))
         for o, size, p, length in zip(part.offsets, part.tensor.shape, piece["offsets"], piece["shape"], strict=True)

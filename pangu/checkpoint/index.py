@@ -30,23 +30,19 @@ from pangu.config.files import open_regular, read_json
 FORMAT = "pangu-checkpoint"
 VERSION = 3
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
-"""Formats of tensors -> their names in a file and the bytes of an element."""
+"""dtype -> its name in a file and the bytes of an element."""
 _FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
 MOST_DIMS = 8
 """Dimensions of a tensor; the corners of a piece double with each."""
 
 
 class NewerFormatError(UserError):
-    """A checkpoint that this version cannot read because it is too old itself: nothing is wrong with the checkpoint."""
+    """A checkpoint that a newer version of pangu has written."""
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a checkpoint.
-
-    Raises:
-        NewerFormatError: if a newer version of pangu has written it.
-        UserError: if the folder holds no checkpoint that this version can read, or the index is damaged.
-    """
+    """The index of a checkpoint. Raises NewerFormatError if a newer version of pangu has written it, UserError if this
+    version cannot read it or it is damaged."""
     file = path / "index.json"
     if not file.exists():
         raise UserError(f"{path}: no checkpoint here (index.json is missing)")
@@ -69,7 +65,6 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def checksum(index: Mapping[str, Any]) -> str:
-    """Of an index without its checksum."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,7 +93,7 @@ def find_damage(path: Path, index: Mapping[str, Any], share: int = 0, shares: in
 
 
 def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[Mapping[str, Any], str]]) -> str:
-    """What is wrong with a file, compared with what the index says of it and of its `pieces`, or nothing."""
+    """What is wrong with a file, compared with the index's facts of it and of its `pieces`, or nothing."""
     status = file.lstat()
     if stat.S_ISREG(status.st_mode) and status.st_size != expected["bytes"]:
         return f"{status.st_size} bytes, and {expected['bytes']} were written"
@@ -123,7 +118,6 @@ def _damage_of(file: Path, expected: Mapping[str, Any], pieces: Iterable[tuple[M
 
 
 def _problems(index: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with an index in itself."""
     tensors, files = index.get("tensors"), index.get("files")
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         yield "tensors and files must be given"
@@ -161,12 +155,17 @@ def _problems_of_piece(piece: Mapping[str, Any], entry: Mapping[str, Any], files
 
 
 def cover(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether boxes cover a box, each element of it once.
+    """Whether boxes cover a box, each element of it once, in time proportional to their number.
 
     A box is a sum of orthants that begin at its corners, with signs that alternate along each dimension. Orthants are
-    linearly independent, hence the boxes add up to the whole exactly if the signs at every corner do. This takes a time
-    in proportion to the number of boxes, where comparing each with each does not.
+    linearly independent, hence the boxes add up to the whole exactly if the signs at every corner do.
     """
+    # [0, 4) and [4, 6) cover [0, 6): the signs at every corner add up to 0
+    #
+    #     corner      0    4    6
+    #     [0, 6)     -1        +1
+    #     [0, 4)     +1   -1
+    #     [4, 6)          +1   -1
     if len(pieces) == 1 or not shape:
         return [(piece["offsets"], piece["shape"]) for piece in pieces] == [([0] * len(shape), list(shape))]
     whole = {"offsets": [0] * len(shape), "shape": shape}
@@ -195,13 +194,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Whether a value is a shape or a place."""
+    """Whether a value is a shape or an offset."""
     return isinstance(value, list) and len(value) <= MOST_DIMS and all(map(_is_count, value))
 
 
 def _matches(value: Any, pattern: Any) -> bool:
-    """Whether a value of JSON is as a pattern: a type, a test, a regular expression; a list of such, of any length; or
-    an object with at least the keys of a dictionary, those with a `?` may be missing."""
+    """Whether a value of JSON fits a pattern: a type, a test, a regular expression; a list of such, of any length; or
+    an object with at least the keys of a dictionary, those with a `?` optional."""
     if isinstance(pattern, dict):
         return isinstance(value, dict) and all(
             _matches(value[name], inner) if (name := key.rstrip("?")) in value else key.endswith("?")
@@ -248,7 +247,7 @@ _FACTS: dict[str, Any] = {
     "identity?": dict,
     "layout?": dict,
 }
-"""Facts of a run that an index may hold, and what each must be."""
+"""Facts of a run that an index may hold, with their patterns."""
 
 
 def _are_choices(value: Any) -> bool:

@@ -1,7 +1,5 @@
-"""What a run folder keeps: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer.
-
-With that copy it can be moved and used from anywhere.
-"""
+"""A run folder: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer, so that it can be
+moved."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from pangu.models.parameters import logical_shapes
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run's configuration says of its model; the names are those of `RunConfig`."""
+    """The groups of `RunConfig` that describe a trained model."""
 
     model: ModelConfig
     data: DataConfig
@@ -44,7 +42,6 @@ _TOKENIZER_NAMES = (
 MOST_BYTES = 4 * 2**20
 """Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
-"""Those in a run folder."""
 
 
 def make_run_folder(output: Path) -> None:
@@ -57,7 +54,7 @@ def make_run_folder(output: Path) -> None:
 
 
 def save_config(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml. Raises UserError if the folder cannot be written."""
+    """Write config.yaml. Raises UserError."""
     content = yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     with writing(folder):
         write_atomically(folder / "config.yaml", content.encode())
@@ -87,7 +84,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What must not change between the parts of one run. The attention kernel may: it computes the same function."""
+    """Keys that must not change between the parts of one run. The attention kernel may: it computes the same
+    function."""
     model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
     del model["attention"]
     values = {f"model.{key}": value for key, value in model.items()}
@@ -95,20 +93,15 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The newest checkpoint of the run folder that `path` is; any other path as it is."""
+    """The newest checkpoint if `path` is a run folder; otherwise `path`."""
     checkpoints = list_checkpoints(path / "checkpoints")
     return checkpoints[-1] if checkpoints else path
 
 
 def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
-    """Read config.yaml of the run folder that `checkpoint` (RUN/checkpoints/step-...) is in.
-
-    Other groups of keys are not looked at, so that a model outlives keys that say how it was trained.
-
-    Args:
-        checkpoint: its folder.
-        index: of it; its weights must be those of the model, so that what is made of the configuration takes no more
-            memory than the files.
+    """Read config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...). Other groups of keys are ignored,
+    so that a model outlives keys that say how it was trained. The weights of `index` must be those of the model, which
+    bounds the memory for it by the files' size.
 
     Raises:
         UserError: naming the file, and each key that is missing or wrong, or each tensor that does not fit.
@@ -142,17 +135,15 @@ def _read_yaml(path: Path) -> Any:
 
 
 def kept_tokenizer(run: Path, data: DataConfig) -> TokenizerConfig | None:
-    """The tokenizer of a run: the copy in its folder or, where there is none, the one that its data names."""
+    """The tokenizer of a run: the copy in its folder or else that of its data."""
     tokenizer = tokenizer_of(data)
     copies = [run / name for name in (_TOKENIZER_FILE, _TOKENIZER_FOLDER) if (run / name).exists()]
     return replace(tokenizer, path=str(copies[0])) if tokenizer and copies else tokenizer
 
 
 def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
-    """Copy a tokenizer into a run folder, whole or not at all; returns its name there.
-
-    Raises UserError if it is not there, or a foreign folder's link leads out of it.
-    """
+    """Copy a tokenizer into a run folder, whole or not at all; returns its name there. Raises UserError if it is
+    missing, or a foreign folder's link leads out of it."""
     source = Path(tokenizer.path)
     name = _TOKENIZER_FOLDER if source.is_dir() else _TOKENIZER_FILE
     if source.resolve() == (run / name).resolve():
@@ -174,7 +165,7 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """What of a Hugging Face folder belongs to its tokenizer. Raises UserError as `require_inside`."""
+    """Files of the tokenizer in a Hugging Face folder. Raises UserError as `require_inside`."""
     files = sorted(file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_NAMES) and file.is_file())
     for file in files:
         require_inside(folder, file)
@@ -183,9 +174,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def require_inside(folder: Path, file: Path) -> None:
     """Raise UserError for a link that leads out of a foreign folder: a copy would give away any file of this machine.
-
-    Hugging Face's cache, whose snapshots are links into the folder of blobs beside them, is no danger.
-    """
+    Hugging Face's cache, whose snapshots link to the blobs beside them, is no danger."""
     target = file.resolve()
     homes = [folder.resolve(), folder.absolute().parent.parent / "blobs"]
     if file.is_symlink() and not any(target.is_relative_to(home.resolve()) for home in homes):

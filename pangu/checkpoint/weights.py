@@ -14,10 +14,8 @@ from pangu.topology.mesh import Mesh
 
 
 def damage(path: Path, mesh: Mesh) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files.
-
-    Raises NewerFormatError on all ranks if a newer version of pangu has written it.
-    """
+    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files. Raises
+    NewerFormatError on all ranks."""
     newer = None
     try:
         lines = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
@@ -33,18 +31,16 @@ def damage(path: Path, mesh: Mesh) -> list[str]:
 
 
 def intact(path: Path, mesh: Mesh) -> Path:
-    """`path`. Raises UserError on all ranks if that is not an intact checkpoint."""
+    """`path`. Raises UserError on all ranks unless it is an undamaged checkpoint."""
     if lines := damage(path, mesh):
         raise UserError("\n".join(lines))
     return path
 
 
 def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -> dict[str, Any]:
-    """Fill this rank's slices of a model with the weights of a checkpoint, take nothing else of it; returns its index.
-
-    The ranks of `mesh` hold all tensors of the model between them. Raises UserError on all of them if the checkpoint is
-    damaged, or naming every tensor that only one of the two has or whose shape differs.
-    """
+    """Fill this rank's slices of a model with the weights of a checkpoint, nothing else; returns its index. The ranks
+    of `mesh` together hold all tensors. Raises UserError on all of them if the checkpoint is damaged, or naming every
+    tensor that only one of the two has or whose shape differs."""
     index = read_index(intact(path, mesh))
     slices = [(f"weight/{name}", part) for name, part in weights]
     shapes: dict[str, tuple[int, ...]] = {}

@@ -30,8 +30,8 @@ def gather_algorithms(group: dist.ProcessGroup) -> list[str]:
 
 def scatter_algorithms(group: dist.ProcessGroup) -> list[str]:
     """Algorithms of the reduce-scatter, the preferred one first. All add up in the order of the ranks: an element's
-    offset in a message must not change its sum. gloo's own adds up in ring order, which is the same for two ranks only.
-    """
+    offset in a message must not change its sum. gloo's own adds up in ring order, which is the same for two ranks
+    only."""
     if dist.get_backend(group) != "gloo":
         return ["own"]
     return ["exchange", "own"] if dist.get_world_size(group) == 2 else ["exchange"]

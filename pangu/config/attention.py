@@ -38,14 +38,8 @@ ABILITIES = {
 
 
 def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | None = None) -> Iterator[Problem]:
-    """Why a kernel cannot train a model.
-
-    Args:
-        kernel: a key of `ABILITIES`.
-        model: the architecture.
-        precision: `precision.compute`.
-        device: kind of device; None: not known yet.
-    """
+    """Why a kernel (a key of `ABILITIES`) cannot train a model. `precision`: `precision.compute`; `device`: its kind,
+    None: not known yet."""
     can = ABILITIES[kernel]
 
     def problem(rule: str, works: str = "") -> Problem:

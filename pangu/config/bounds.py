@@ -29,7 +29,7 @@ class Bounds:
     """Smallest value that is too large."""
 
     def broken(self, value: float) -> str | None:
-        """The rule that a number breaks, in words; None if it breaks none."""
+        """The rule that a number breaks, in words."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         fits = (
@@ -56,7 +56,7 @@ class Filled:
     """A text with something in it, e.g. a path."""
 
     def broken(self, value: str) -> str | None:
-        """The rule that a text breaks, in words; None if it breaks none."""
+        """The rule that a text breaks, in words."""
         if not value.strip():
             return "must not be empty"
         if any(category(character) == "Cc" for character in value):

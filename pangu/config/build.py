@@ -20,7 +20,7 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true 
 
 
 class UnusableError(Exception):
-    """Something was asked of a value that is wrong by itself."""
+    """A rule used a value that is wrong by itself."""
 
 
 class Wrong:
@@ -40,11 +40,8 @@ WRONG: Any = Wrong()
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a `kind` (a dataclass of `schema`) from nested dictionaries.
-
-    Raises:
-        ConfigError: with one line for every unknown key, missing key and value of the wrong type or out of bounds.
-    """
+    """Make a `kind` (a dataclass of `schema`) from nested dictionaries. Raises ConfigError with one line for every
+    unknown key, missing key and value of the wrong type or out of bounds."""
     built, problems = read(kind, values)
     if problems:
         raise ConfigError(problems)
@@ -52,26 +49,21 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
-    """The same with what is wrong beside it; what was made then has `WRONG` in the places of the wrong values.
-
-    Args:
-        kind: the dataclass.
-        values: by the names of its fields.
-        path: dotted name of the group that `values` are.
-    """
+    """As `build`, returning what is wrong; the dataclass then has `WRONG` in place of the wrong values. `path`: dotted
+    name of the group."""
     problems: list[Problem] = []
     return _Reader(kind, problems).group((kind,), values, path), problems
 
 
 def read_keys(kind: type, values: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Some keys of a dataclass that another program tells under other `names`, and what is wrong with them."""
+    """Some keys of a dataclass, which another program calls `names`, and what is wrong with them."""
     problems: list[Problem] = []
     reader, hints = _Reader(kind, problems, texts=False), hints_of(kind)
     return {key: reader.convert(hints[key], value, names[key]) for key, value in values.items()}, problems
 
 
 def findings(rule: Callable[..., Iterator[Problem]], *arguments: Any) -> list[Problem]:
-    """What a rule finds before it meets a value that is wrong by itself."""
+    """The problems that a rule finds before it uses a value that is wrong by itself."""
     problems = []
     with suppress(UnusableError):
         for problem in rule(*arguments):
@@ -171,7 +163,7 @@ class _Reader:
         return self._wrong(path, repr(value) if isinstance(value, str) else value, f"must be {describe(hint)}")
 
     def _one(self, option: Any, value: Any, path: str, optional: bool) -> Any:
-        """`value` as one alternative of a union; `_MISSING` where it is of another type."""
+        """`value` as one alternative of a union; `_MISSING` if it is of another type."""
         bounds: Bounds | Filled | None = FREE if option in (int, float) else None
         if get_origin(option) is Annotated:
             option, bounds = get_args(option)

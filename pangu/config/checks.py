@@ -1,7 +1,5 @@
-"""Contradictions between the keys of a configuration, all found in one pass and told in plain words.
-
-What one value may be by itself stands beside its field, see `bounds` and `build`.
-"""
+"""Contradictions between the keys of a configuration, all found in one pass. The bounds of single values stand beside
+their fields, see `bounds` and `build`."""
 
 from __future__ import annotations
 
@@ -27,15 +25,9 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 
 
 def check(config: RunConfig, world: int) -> int:
-    """Check a configuration against the number of processes.
-
-    Returns:
-        The data-parallel size: `parallel.data`, or what remains if it is left out. For a dry run it need not fit
-        `world`.
-
-    Raises:
-        ConfigError: with every value that is wrong, and every contradiction.
-    """
+    """Check a configuration against the number of processes; returns the data-parallel size, `parallel.data` or what
+    remains. For a dry run it need not fit `world`. Raises ConfigError with every wrong value and every
+    contradiction."""
     checked, problems = find_problems(asdict(config))
     problems += layout_problems(checked, world)
     if problems:

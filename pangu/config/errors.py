@@ -161,13 +161,8 @@ LAUNCHER_SECONDS = 3.0
 
 
 def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
-    """Run a command's action: 0 if it succeeds, 2 with one message on standard error for what the user can mend.
-
-    Args:
-        action: the whole command.
-        says: stands before the message, e.g. the command's name.
-        first: this is the first process of the command, which speaks of what is wrong for all.
-    """
+    """Run a command's action: 0 if it succeeds, 2 with one message on standard error, after `says`, for what the user
+    can mend. `first`: this is the first process of the command, which prints what is wrong for all."""
     try:
         action()
     except (UserError, OSError) as error:

@@ -69,12 +69,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def open_regular(path: Path, mode: str, **options: Any) -> Any:
-    """As `open`, of a file in a folder where others may write.
-
-    Raises:
-        UserError: if it is a symbolic link or something else than a file.
-        OSError: as `open`.
-    """
+    """As `open`, of a file in a folder where others may write. Raises UserError if it is a symbolic link or no regular
+    file, OSError as `open`."""
     return open(path, mode, opener=_open_regular, **options)
 
 
@@ -172,10 +168,8 @@ def _give_name(file: BinaryIO, path: Path) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a new file or folder, which becomes `path` when the block ends and all is on disk.
-
-    After an error nothing of it is left. Raises OSError.
-    """
+    """A name beside `path` for a new file or folder, which becomes `path` when the block ends and all is on disk; after
+    an error nothing of it is left. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     remove(partial)
     try:

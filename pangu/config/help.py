@@ -40,12 +40,8 @@ Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.
 
 
 def show_help(words: Sequence[str], configs: Path) -> bool:
-    """Print help if a command line asks for it, and say whether it does. Ends the process for a key that is none.
-
-    Args:
-        words: what stands behind the command.
-        configs: folder with a folder of options for each group.
-    """
+    """Print help if a command line asks for it, and return whether it does. Ends the process for an unknown key.
+    `words`: the arguments; `configs`: folder with a folder of options for each group."""
     if not {"--help", "-h"} & set(words):
         return False
     names = [word.partition("=")[0] for word in words if not word.startswith(("-", "+"))]

@@ -1,4 +1,4 @@
-"""From samples to what a model computes on: inputs, labels, loss weights, positions, documents."""
+"""From samples to a model's inputs: tokens, labels, loss weights, positions, documents."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ class Batch:
     """One micro-batch. All tensors are [batch, sequence]."""
 
     tokens: Tensor
-    """Input ids, int64."""
+    """int64."""
     labels: Tensor
-    """Id that follows each input, int64."""
+    """The token after each input, int64."""
     weights: Tensor
-    """1 where the loss counts, 0 where the input is padding, float32."""
+    """1 where the loss counts, 0 at padding, fp32."""
     positions: Tensor
     """Row of the position table, int64."""
     documents: Tensor | None
-    """Number of the document that each token belongs to, from 0 in each row, int64. None if tokens attend across
-    documents. Longer than the others where their tokens follow on tokens in a cache: [batch, those and these]."""
+    """Number of each token's document, from 0 in each row, int64. None if tokens attend across documents. [batch,
+    cached tokens + these] where a KV cache holds the tokens before them."""
     samples: tuple[int, ...]
     """Global sample indices of the rows."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
         return Batch(
             tokens=self.tokens.to(device),
             labels=self.labels.to(device),
@@ -44,10 +43,8 @@ class Batch:
 
 
 def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:
-    """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels.
-
-    The id `packing.eod` ends a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline.
-    """
+    """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels. The id `packing.eod` ends
+    a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline."""
     tokens = np.ascontiguousarray(samples[:, :-1])
     labels = np.ascontiguousarray(samples[:, 1:])
     ends = _equal(tokens, packing.eod)

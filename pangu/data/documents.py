@@ -17,7 +17,7 @@ from typing import TypeVar
 from pangu.config.errors import UserError, reading
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-"""Suffix -> loader of the `datasets` library. `.txt` is read here."""
+"""Suffix -> loader of the `datasets` library; `.txt` is read without it."""
 
 _KNOWN = {".txt", *READERS}
 
@@ -33,10 +33,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The files that names, folders (searched throughout) and globs stand for, in order and without repeats.
-
-    Raises UserError for one that stands for nothing or for a file of an unknown kind.
-    """
+    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError for
+    one without files or for a file of an unknown kind."""
     inputs: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern)
@@ -59,11 +57,8 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    """The documents of the files, one after the other; blank ones are left out.
-
-    Documents of a `.txt` file are separated by blank lines; records of the other kinds have their text under
-    `text_key`. Raises UserError, naming the file, if one cannot be read.
-    """
+    """The documents of the files, without blank ones. Blank lines separate those of a `.txt` file; records of the other
+    kinds have their text under `text_key`. Raises UserError, naming the file, if one cannot be read."""
     for file in files:
         documents = _read_text(file) if file.suffix == ".txt" else _read_records(file, text_key)
         yield from (document for document in documents if document.strip())
@@ -103,7 +98,7 @@ def _read_records(path: Path, text_key: str) -> Iterator[str]:
 
 
 def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Lists of consecutive documents, each full when it has at least `characters`."""
+    """Lists of consecutive documents, of at least `characters` each but the last."""
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -117,11 +112,9 @@ def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map` over several processes, in order, holding only a few items in memory. One worker means this process.
-
-    The processes end with this one, however it ends. Raises what `function` raised, and UserError if a process was
-    killed.
-    """
+    """`map` over several processes, in order, with only a few items in memory; one worker means this process. The
+    workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
+    killed."""
     if workers == 1:
         yield from map(function, items)
         return
@@ -144,8 +137,8 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
 
 
 def _end_with_parent() -> None:
-    """See to it that this process ends when the one that started it does. One that was killed cannot say so, and its
-    workers would wait for more work for ever."""
+    """End this process when its parent ends: a parent that was killed cannot say so, and its workers would wait for
+    work for ever."""
     parent = parent_process()
     assert parent is not None
 

@@ -7,6 +7,5 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(show: bool) -> Progress:
-    """A progress bar on standard error, so that standard output stays clean for results."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not show)

@@ -37,16 +37,12 @@ def bin_path(prefix: str | Path) -> Path:
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The index of a prefix."""
     return Path(f"{prefix}.idx")
 
 
 class IndexedWriter:
-    """Writes one pair of files, one sequence per document.
-
-    A context manager: the files get their names when the block ends well; after an exception nothing of them is left.
-    Opening, adding and closing raise OSError.
-    """
+    """Writes one pair of files, one sequence per document. A context manager: the files get their names when the block
+    ends without an exception, otherwise nothing of them is left. Opening, adding and closing raise OSError."""
 
     def __init__(self, prefix: str | Path, vocab: int) -> None:
         self.num_tokens = 0
@@ -59,7 +55,6 @@ class IndexedWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
         return len(self._lengths)
 
     def add(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
@@ -114,7 +109,6 @@ class IndexedTokens:
     """The memory-mapped contents of one pair of files."""
 
     prefix: str
-    """Where the files lie."""
     tokens: NDArray[np.integer]
     """All documents back to back, [tokens]."""
     sequence_lengths: NDArray[np.int32]
@@ -124,11 +118,8 @@ class IndexedTokens:
 
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
-    """Map a pair of files into memory, in constant time whatever their size.
-
-    Raises UserError, naming the file, if one is missing, cannot be read, is truncated, holds no tokens, is of another
-    format, or does not belong to the other.
-    """
+    """Map a pair of files into memory, in constant time. Raises UserError, naming the file, if one is missing, cannot
+    be read, is truncated, holds no tokens, is of another format, or does not belong to the other."""
     idx, data = idx_path(prefix), bin_path(prefix)
     with reading(prefix):
         size = data.stat().st_size

@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank computes in a step, and a loader that reads them ahead."""
+"""The samples of a data-parallel rank in a step, and a loader that reads them ahead."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from pangu.data.stream import Stream
 
 
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
-    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step.
-
-    The global batch is the range of `global_size` samples after the `consumed` ones, and its micro-batches are
-    dealt to the ranks in turn, so neither `size` nor `micro_size` changes the sequence of global batches. Raises
-    ValueError if they do not divide `global_size`.
-    """
+    """Global sample indices of each micro-batch of data-parallel rank `rank` of `size` in the next step: the
+    `global_size` samples after the `consumed` ones, whose micro-batches are dealt to the ranks in turn, so neither
+    `size` nor `micro_size` changes the sequence of global batches. Raises ValueError if they do not divide
+    `global_size`."""
     if global_size % (micro_size * size):
         raise ValueError(
             f"a global batch of {global_size} cannot be dealt to {size} ranks in micro-batches of {micro_size}"
@@ -29,10 +27,7 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank, step by step.
-
-    While a step is computed, one thread reads the next. A context manager; `close` ends the thread.
-    """
+    """The micro-batches of one data-parallel rank. One thread reads those of the next step ahead; `close` ends it."""
 
     def __init__(
         self, stream: Stream, packing: PackingConfig, global_size: int, micro_size: int, rank: int, size: int
@@ -43,7 +38,7 @@ class Loader:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
-        """The micro-batches of the step that follows `consumed` samples. Raises what reading them raised."""
+        """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
         if self._ahead is None or self._ahead[0] != consumed:
             self._read(consumed)
         assert self._ahead is not None
@@ -52,7 +47,6 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead and wait for the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, consumed: int) -> None:

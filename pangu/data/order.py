@@ -17,11 +17,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permuted(index: int, size: int, *keys: object) -> int:
-    """Where a pseudorandom permutation of range(size), chosen by the keys, sends `index`.
-
-    A balanced Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside
-    (Black & Rogaway 2002, "Ciphers with arbitrary finite domains", section 5). At most four walks on average.
-    """
+    """Where a pseudorandom permutation of range(size), chosen by the keys, sends `index`: a balanced Feistel network
+    over the smallest even number of bits that holds `size`, walked until it lands inside (Black & Rogaway 2002,
+    "Ciphers with arbitrary finite domains", section 5). At most four walks on average."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = random_key(*keys)
@@ -45,15 +43,14 @@ class Blend:
     """Deals samples to datasets so that of the first n samples each dataset has floor(n w) or ceil(n w), for its share
     w of the weights and every n.
 
-    This is the quota method of apportionment (Balinski & Young 1975, "The quota method of apportionment"): a sample
-    goes to the dataset that must come soonest, at (c + 1) / w for one that has had c samples, of those that would not
-    come too early, c < n w. They prove that both bounds hold for any weights. In the words of scheduling it is earliest
-    deadline first, with a release and a deadline for every sample of a dataset.
+    This is the quota method of apportionment (Balinski & Young 1975, "The quota method of apportionment"): of the
+    datasets that would not come too early, c < n w, the one that must come soonest, at (c + 1) / w, gets the sample,
+    where c counts its samples so far. They prove both bounds for any weights. It is earliest-deadline-first scheduling,
+    with a release and a deadline for every sample of a dataset.
 
-    No sample is dealt before its release, and one that was released before n - 1/w has its deadline before n. So what
-    is owed at n does not depend on how the samples before n - 1/w, for the smallest w, were dealt: any counts that add
-    up will do to begin with. That many samples have to be dealt again to find a place from nothing, and none to find
-    the next one.
+    No sample is dealt before its release, and one that was released before n - 1/w has its deadline before n. So the
+    counts at n do not depend on how the samples before n - 1/w, for the smallest w, were dealt: to begin there, any
+    counts that add up will do. A lookup from scratch deals that many samples, the next one none.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -64,8 +61,8 @@ class Blend:
         self._total = sum(self._parts)
         self._settles = -(-self._total // min(self._parts))
         self._cursor = (0, tuple(0 for _ in weights))
-        """A number of samples and how many of them each dataset has. Only saves time; replaced as a whole, so that
-        threads may read at once."""
+        """A number of samples and each dataset's count of them: a cache, replaced as a whole, so that threads may read
+        it."""
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Dataset of a sample and its index within that dataset."""
@@ -75,7 +72,7 @@ class Blend:
         return dataset, counts[dataset] - 1
 
     def first_sample(self, dataset: int, index: int) -> int:
-        """The sample that is `index` of `dataset`: the inverse of `locate`."""
+        """The inverse of `locate`."""
         sample = index * self._total // self._parts[dataset]  # it is not dealt before
         counts = self._counts(sample)
         while counts[dataset] <= index:
@@ -84,7 +81,7 @@ class Blend:
         return sample - 1
 
     def _counts(self, samples: int) -> list[int]:
-        """How many of the first so many samples each dataset has."""
+        """Each dataset's count of the first `samples` samples."""
         known, begun = self._cursor
         if known <= samples <= known + self._settles:
             counts = list(begun)
@@ -99,7 +96,11 @@ class Blend:
         return counts
 
     def _deal(self, sample: int, counts: list[int]) -> int:
-        """Add the sample that follows the first `sample` ones to the counts, and return its dataset."""
+        """Add the sample after the first `sample` ones to the counts, and return its dataset."""
+        # weights 3, 1, 1: sample 2 goes to dataset 1, since dataset 0 with 2 samples is early, 2 >= 3 * 3/5
+        #
+        #     sample    0  1  2  3  4  5
+        #     dataset   0  0  1  0  2  0
         parts, total = self._parts, self._total
         chosen = -1
         for dataset, (part, count) in enumerate(zip(parts, counts, strict=True)):

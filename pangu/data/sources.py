@@ -1,4 +1,4 @@
-"""From the configuration to streams of samples, whatever the data source."""
+"""Streams of samples from the configured data source."""
 
 from __future__ import annotations
 
@@ -18,21 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run reads."""
-
     train: Stream
-    """Training samples."""
     validation: Stream | None
-    """Held-out samples in plain order, if there are any."""
+    """Samples of the validation split in plain order, if there are any."""
     tokenizer: Tokenizer | None
-    """Turns prompts into ids, if the data has one."""
 
 
 def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
-    """Make the files of a data source that makes its own, and check those of the others.
-
-    May write and take long; called by one process of each file system, before `open_sources` of any. Raises UserError.
-    """
+    """Make the files of a data source that makes its own, and check those of the others. May write and take long; one
+    process of each file system calls it, before `open_sources` of any. Raises UserError."""
     if isinstance(data, StdlibData):
         from pangu.data.stdlib import prepare_stdlib
 
@@ -42,7 +36,7 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
 
 
 def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
-    """Open a prepared data source; writes nothing and is called by every process. Raises UserError."""
+    """Open a prepared data source on every process; writes nothing. Raises UserError."""
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
@@ -70,7 +64,7 @@ def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
 
 
 def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
-    """The tokenizer of prepared data. Raises UserError if it is another one than was written."""
+    """The tokenizer of prepared data. Raises UserError if it is not the one that was written."""
     from pangu.data.stdlib import StdlibPaths, find_damage
 
     paths = StdlibPaths(Path(data.folder))

@@ -1,7 +1,5 @@
-"""Real text that is on every machine: the sources and docstrings of Python's standard library.
-
-The first call reads them, trains a tokenizer and writes indexed files; later calls find a manifest and do nothing.
-"""
+"""Real text on every machine: the sources and docstrings of Python's standard library. The first call trains a
+tokenizer and writes indexed files; later calls find a manifest and do nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from pangu.topology.random import random_key
 log = logging.getLogger("pangu")
 
 _FORMAT = 1
-"""Number of the recipe below; raise it when the files it writes change."""
+"""Version of the recipe below; raise it when the files it writes change."""
 
 # Packages installed beside the library, tests, and generated tables.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data"}
@@ -45,7 +43,7 @@ _LEFTOVER_SECONDS = 3600
 
 class StdlibPaths:
     """A prepared folder: the SentencePiece model, the prefixes of the indexed training and validation documents, and
-    what was made and how large it is, which is written last."""
+    the manifest, which is written last."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,12 +64,9 @@ class Source:
 def prepare_stdlib(
     folder: str | Path, vocab: int, validation_fraction: float, packing: PackingConfig, show_progress: bool = False
 ) -> StdlibPaths:
-    """Make the folder hold a tokenizer of `vocab` pieces and the indexed files, unless it does already.
-
-    A folder whose manifest is missing, does not fit the arguments or does not fit the files is built anew; the files
-    are some 8 MB, of which all bytes are compared with their checksums. Raises UserError if the folder cannot be
-    written, the library has no text, or `vocab` does not suit it.
-    """
+    """Make a tokenizer of `vocab` pieces and the indexed files, unless the folder has them. A folder whose manifest is
+    missing or does not fit the arguments or the files (some 8 MB, whose checksums are compared) is built anew. Raises
+    UserError if the folder cannot be written, the library has no text, or `vocab` does not suit it."""
     paths = StdlibPaths(Path(folder))
     if packing.eod not in (None, END_OF_TEXT):
         raise UserError(
@@ -88,10 +83,8 @@ def prepare_stdlib(
 
 
 def is_prepared(paths: StdlibPaths, vocab: int, validation_fraction: float) -> bool:
-    """Whether the folder's manifest fits the arguments and the sizes of the files. Reads the manifest only.
-
-    The Python version is recorded but not compared: a run that is resumed under another one keeps its data.
-    """
+    """Whether the folder's manifest fits the arguments and the sizes of the files. The Python version is recorded but
+    not compared: a run that is resumed under another one keeps its data."""
     try:
         manifest = read_json(paths.manifest, shared=True)
         sizes = {name: record["bytes"] for name, record in manifest["files"].items()}
@@ -115,13 +108,13 @@ def find_damage(paths: StdlibPaths, *names: str) -> list[str]:
 
 
 def _names(paths: StdlibPaths) -> set[str]:
-    """Of all files but the manifest."""
+    """All files but the manifest."""
     prefixes = (paths.train, paths.validation)
     return {paths.tokenizer.name, *(f(prefix).name for prefix in prefixes for f in (bin_path, idx_path))}
 
 
 def read_library(root: Path, progress: Progress) -> list[Source]:
-    """The library's files below `root`, in order of their names. Raises UserError if they are not two."""
+    """The library's files below `root`, in order of their names. Raises UserError unless there are at least two."""
     names = sorted(
         relative.as_posix()
         for relative in (path.relative_to(root) for path in root.rglob("*.py"))
@@ -157,7 +150,7 @@ def docstrings(source: str) -> str:
 
 
 def validation_split(sources: list[Source], fraction: float) -> set[str]:
-    """Names of the held-out files: those whose hash is below `fraction`, but at least one and never all."""
+    """Names of the validation files: those whose hash is below `fraction`, but at least one and never all."""
     hashes = sorted((random_key("held out", source.name) / 2**64, source.name) for source in sources)
     count = sum(value < fraction for value, _ in hashes)
     return {name for _, name in hashes[: min(max(count, 1), len(hashes) - 1)]}
@@ -225,7 +218,7 @@ def _record(path: Path) -> dict[str, int | str]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed builds left. Younger folders may belong to another run that is building at this moment."""
+    """Remove folders of killed builds. Younger ones may belong to another run that is building at this moment."""
     for leftover in folder.glob(".building-*"):
         if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)

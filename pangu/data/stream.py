@@ -14,18 +14,18 @@ from pangu.data.order import Blend, permuted
 from pangu.topology.random import generator, random_key
 
 RAREST = 10_000
-"""A dataset has at least one of so many samples: finding a place in a blend takes as many steps (see Blend)."""
+"""A dataset has at least one of this many samples: finding a position in a blend takes as many steps (see Blend)."""
 
 _SCANNED = 1 << 24
 """Tokens of each dataset whose ids are checked when it is opened."""
 
 
 class Stream(Protocol):
-    """Samples by number, for ever."""
+    """An endless stream of samples by number."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples before any window comes again, or None if none ever does."""
+        """Samples before any window repeats; None if none ever does."""
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` >= 0: [sequence + 1] tokens, the last of which is only a label."""
@@ -34,11 +34,9 @@ class Stream(Protocol):
 class SampleStream:
     """Windows over the tokens of one or several datasets, drawn in proportion to their weights.
 
-    A dataset's documents are taken as one long row, cut into windows of `sequence` tokens that overlap by the one token
-    that is a label in one window and an input in the next. The remainder of an epoch is dropped.
-
-    With `shuffle` each epoch has its own permutation of the windows and begins at its own offset, so that the windows
-    are cut elsewhere. Without it the windows come in order from the first token on.
+    A dataset's documents form one long row, cut into windows of `sequence` tokens that overlap by the one token that is
+    a label in one window and an input in the next. The remainder of an epoch is dropped. With `shuffle` each epoch has
+    a different permutation of the windows and starts at a different offset; without it the windows come in order.
 
     Raises UserError, naming the prefix, for a dataset that is too short, has too small a weight, or holds an id outside
     the vocabulary (of the first 16 million tokens at once, of the others when their sample is read).
@@ -71,12 +69,10 @@ class SampleStream:
 
     @property
     def num_samples(self) -> int:
-        """Samples before the first window comes again."""
         ends = [self._blend.first_sample(i, self._num_windows(i)) for i in range(len(self._readers))]
         return min(ends)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` >= 0: [sequence + 1] tokens."""
         dataset, place = self._blend.locate(index)
         epoch, window = divmod(place, self._num_windows(dataset))
         start = self._start(dataset, epoch, window)
@@ -93,7 +89,6 @@ class SampleStream:
         return (num_tokens - 1) // self._sequence
 
     def _start(self, dataset: int, epoch: int, window: int) -> int:
-        """First token of a window."""
         if not self._shuffle:
             return window * self._sequence
         num_windows = self._num_windows(dataset)
@@ -119,6 +114,5 @@ class SyntheticStream:
         self._ids = np.setdiff1d(np.arange(vocab), list(avoid))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` >= 0: [sequence + 1] tokens."""
         draws = generator(self._seed, "synthetic", index)
         return self._ids[draws.integers(len(self._ids), size=self._sequence + 1)]

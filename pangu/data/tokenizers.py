@@ -21,7 +21,7 @@ _END_PIECES = ("<eot>", "<eod>", "</s>")
 
 
 class Tokenizer(Protocol):
-    """What the rest of the framework knows of a tokenizer."""
+    """The interface of all tokenizers."""
 
     @property
     def vocab_size(self) -> int:
@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
         """Ids of the text alone, without begin or end."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids. Ids beyond the vocabulary (padding rows of an embedding) stand for nothing."""
+        """Text of the ids. Ids beyond the vocabulary (padding rows of an embedding) give nothing."""
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model as it is. Raises UserError for a file that is missing, damaged or no such model."""
+    """A SentencePiece model. Raises UserError for a file that is missing, damaged or no such model."""
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
@@ -59,7 +59,7 @@ class SentencePieceTokenizer:
 
 
 def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """The contents of a model's file, opened. Raises RuntimeError or ValueError unless every id has a text."""
+    """Open the contents of a model's file. Raises RuntimeError or ValueError unless every id has a text."""
     if not model:
         raise ValueError("an empty file, which the library takes for none")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -69,10 +69,8 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
 
 
 class PanguTokenizer(SentencePieceTokenizer):
-    """jieba, then SentencePiece, exactly as PanGu-α's corpus was made.
-
-    Lossy: its model maps full-width punctuation to half-width, drops tabs and knows no character outside its pieces.
-    """
+    """jieba, then SentencePiece, exactly as PanGu-α's corpus was made. Lossy: its model maps full-width punctuation to
+    half-width, drops tabs and knows no character outside its pieces."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -133,7 +131,7 @@ def jieba_segmenter() -> Callable[[str], str]:
 
 @cache
 def _jieba() -> Any:
-    """jieba with the dictionary that came with it, whatever else this process does with jieba."""
+    """A separate jieba with the dictionary that came with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old escapes and of setuptools
         import jieba

@@ -49,13 +49,10 @@ def train_sentencepiece(
     jieba: bool = False,
     max_sentences: int = 200_000,
 ) -> bytes:
-    """Train a model of exactly `vocab` pieces and return the contents of its file.
-
-    `coverage` is the share of the characters that get a piece of their own. With `jieba` the model is of the `pangu`
-    kind, otherwise of the `sentencepiece` kind. It is trained on at most `max_sentences` stretches of about a thousand
-    characters, drawn evenly. The same texts give the same model. Raises UserError if the texts are too few or too
-    varied for `vocab` pieces.
-    """
+    """Train a model of exactly `vocab` pieces and return the contents of its file. `coverage`: share of the characters
+    that get a piece. With `jieba` the model is of the `pangu` kind, otherwise `sentencepiece`. It is trained on at most
+    `max_sentences` evenly drawn stretches of about a thousand characters; the same texts give the same model. Raises
+    UserError if the texts are too few or too varied for `vocab` pieces."""
     segment = jieba_segmenter() if jieba else str
     model = io.BytesIO()
     options: dict[str, Any] = _PANGU if jieba else _EXACT
@@ -81,10 +78,8 @@ def train_sentencepiece(
 
 
 def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
-    """Stretches of at most `limit` characters, cut before a newline where there is one.
-
-    SentencePiece silently skips sentences that are longer than its limit of bytes or hold a tab.
-    """
+    """Stretches of at most `limit` characters, cut before a newline where there is one: SentencePiece silently skips
+    sentences that exceed its limit of bytes or hold a tab."""
     for part in text.split("\t"):
         start = 0
         while start < len(part):
@@ -96,9 +91,7 @@ def training_sentences(text: str, limit: int = 1000) -> Iterator[str]:
 
 def sampled(items: Iterable[Item], size: int) -> list[Item]:
     """At most `size` of the items, each equally likely, the same at every call (Vitter 1985, Algorithm R).
-
-    SentencePiece can draw too, but others in every process.
-    """
+    SentencePiece's sampling differs between processes."""
     draw = random.Random(0)
     sample: list[Item] = []
     for number, item in enumerate(items):
@@ -110,7 +103,7 @@ def sampled(items: Iterable[Item], size: int) -> list[Item]:
 
 
 def _plain_words(error: str, vocab: int) -> str:
-    """What one of SentencePiece's internal errors means."""
+    """Meaning of one of SentencePiece's internal errors."""
     if most := re.search(r"Please set it to a value <= (\d+)", error):
         return f"a vocabulary of {vocab} pieces needs more text than there is; at most {most[1]} pieces work"
     if least := re.search(r"required_chars\. \d+ vs (\d+)", error):

@@ -1,4 +1,4 @@
-"""What a pipeline stage can be told to do."""
+"""The actions of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """The kinds of action."""
-
     FORWARD = "F"
     BACKWARD = "B"
     """Gradients of the chunk's input and of its weights."""
@@ -34,30 +32,28 @@ CONTENTS = {
     Kind.SEND_GRADIENT: "gradient",
     Kind.RECV_GRADIENT: "gradient",
 }
-"""What each message holds."""
 MESSAGES = frozenset(CONTENTS)
 
 
 class Action(NamedTuple):
-    """One thing that a stage does.
+    """One action of a stage.
 
     SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT the gradient of its input
     to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`, RECV_GRADIENT of the
-    gradient of its output; the forward or backward that uses it waits for it. Sends never wait. Sharded parameters of
-    a chunk, which are gathered when its layers come to use them, stay whole from UNSHARD to RESHARD; without these each
-    is resharded behind its use.
+    gradient of its output; the forward or backward that uses it waits for it. Sends never wait. Sharded parameters of a
+    chunk stay whole from their first use after UNSHARD to RESHARD; without these each is resharded after its use.
     """
 
     kind: Kind
     chunk: int
-    """Index of the model chunk in model order, 0 .. stages * virtual - 1."""
+    """In model order, 0 .. stages * virtual - 1."""
     micro: int | None = None
-    """Index of the micro-batch; None for UNSHARD and RESHARD."""
+    """Micro-batch; None for UNSHARD and RESHARD."""
     peer: int | None = None
-    """The other stage of a message; None for all else."""
+    """The other stage of a message."""
     reduce: bool = False
-    """Whether the chunk's gradients are summed over the replicas: as they become complete in a BACKWARD, all of them
-    behind a BACKWARD_WEIGHT."""
+    """Whether the chunk's gradients are reduced over the replicas: as they become complete in a BACKWARD, all of them
+    after a BACKWARD_WEIGHT."""
 
     def __str__(self) -> str:
         """E.g. `B of chunk 3, micro-batch 7, reduce` or `RECV_GRADIENT of chunk 3, micro-batch 7, peer stage 1`."""

@@ -1,4 +1,4 @@
-"""What a run is told of its pipeline when it starts."""
+"""Advice about its pipeline that a run logs at the start."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Durations, Timeline
 
 GOOD_BUBBLE = 0.1
-"""A larger idle share is worth a warning."""
+"""A larger bubble is worth a warning."""
 MOST_COMPARED = 4096
-"""Forwards of a step, over all chunks, of which other schedules are simulated: for more it takes seconds."""
+"""Forwards of a step, over all chunks, up to which other schedules are simulated: more take seconds."""
 WORTH_CHANGING = 0.03
 """Share of the step's computing time that a change has to save to be named."""
 
 
 def advise(schedule: Schedule, durations: Durations, num_layers: int, micro_size: int) -> list[str]:
-    """Lines for the log: bubble and activations of the schedule; warnings where another would pay, all simulated.
-
-    `num_layers` of the model: schedules that need more chunks than that are not named. `micro_size`: sequences of a
-    micro-batch. Raises as simulate.
-    """
+    """Lines for the log: bubble and activations of the schedule, and warnings where another would pay, all simulated.
+    Schedules that need more than `num_layers` chunks are not named. `micro_size`: sequences of a micro-batch. Raises as
+    `simulate`."""
     timeline = simulate(schedule, durations)
     lines = [f"{'pipeline':<12} {_described(timeline)}"]
     if timeline.bubble > GOOD_BUBBLE:
@@ -60,11 +58,8 @@ def _described(timeline: Timeline) -> str:
 
 def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline | None:
     """The same schedule with as many micro-batches, a multiple of the stages, as should make the bubble good; None if
-    that is too much to simulate.
-
-    Once there are as many micro-batches as stages, more of them add work but no idle time, unless stages are uneven or
-    links slow.
-    """
+    that is too much to simulate. From as many micro-batches as stages on, more of them add work but no idle time,
+    unless stages are uneven or links slow."""
     schedule = timeline.schedule
     if schedule.stages * len(schedule.stage_of) > MOST_COMPARED:
         return None
@@ -81,8 +76,8 @@ def _more_micro_batches(timeline: Timeline, durations: Durations) -> Timeline | 
 
 
 def _better_schedules(timeline: Timeline, durations: Durations, num_layers: int) -> list[Timeline]:
-    """Of the other schedules, on the same work: the fastest; the fastest that holds no more activations; and the one
-    that holds fewest, if that is half as many or less, without being slower. The first two if they save enough."""
+    """Of the other schedules, on the same work: the fastest; the fastest with no more activations; and the one with
+    fewest, if that is half as many or less, without being slower. The first two if they save enough."""
     timelines = [simulate(*other, checked=True) for other in _others(timeline.schedule, durations, num_layers)]
     timelines.sort(key=lambda other: (other.makespan, _held(other)))
     faster = [other for other in timelines if other.makespan <= (1 - WORTH_CHANGING) * timeline.makespan]
@@ -114,5 +109,5 @@ def _others(schedule: Schedule, durations: Durations, num_layers: int) -> Iterat
 
 
 def _held(timeline: Timeline) -> float:
-    """Activations of the stage that holds most, in micro-batches."""
+    """Largest number of activations on any stage, in micro-batches."""
     return max(timeline.peak_live()) / timeline.schedule.virtual

@@ -15,16 +15,11 @@ def split_layers(
 ) -> list[range]:
     """The layers of each chunk, in model order; every chunk has at least one.
 
-    Args:
-        num_layers: layers of the model; PanGu's query layer is the last of them, so it is in the last chunk.
-        chunks: stages times virtual stages.
-        explicit: layers of each chunk, if the user gives them.
-        costs: time of each layer in any unit. The caller adds the embedding's to the first layer's and the head's to
-            the last layer's, for that is where they are computed. Without it all layers cost the same.
+    `explicit`: layers of each chunk. `costs`: time of each layer in any unit, with the embedding's in the first layer
+    and the head's in the last; None: all the same. PanGu's query layer is the last layer.
 
-    Without `explicit`, the largest chunk costs as little as can be, and of the ways to reach that the one with the
-    smallest sum of squares is taken; if several have it, later chunks get more layers, since in most schedules early
-    stages hold more activations.
+    Without `explicit`, the largest chunk costs as little as possible; among such cuts the sum of squares is smallest,
+    and then later chunks get more layers, since in most schedules early stages hold more activations.
 
     Raises NumbersError if there are more chunks than layers, or `explicit` does not add up.
     """
@@ -54,13 +49,11 @@ def _as_given(num_layers: int, chunks: int, explicit: Sequence[int]) -> list[ran
 
 
 def _best(cost: np.ndarray, chunks: int, join: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> list[range]:
-    """The cut of the layers into chunks whose joined costs are smallest, by dynamic programming over (chunk, layer).
-
-    Args:
-        cost: [start, stop] of the layers from start to stop - 1; infinite where there are none.
-        chunks: number of them.
-        join: the cost of the chunks so far and that of one more to the cost of all.
-    """
+    """The cut of the layers into chunks with the smallest joined costs, by dynamic programming over (chunk, layer).
+    `cost`: [start, stop] of the layers from start to stop - 1; infinite where there are none. `join`: the cost of the
+    chunks so far and that of one more -> the cost of all."""
+    # best[j] of k chunks is the smallest join(best[i] of k - 1 chunks, cost[i, j]), for the best cut of the layers
+    # before i does not depend on those after it; walking back through the chosen i gives the cut
     num_layers = len(cost) - 1
     best = np.full(num_layers + 1, np.inf)  # by where the chunks so far end
     best[0] = 0.0

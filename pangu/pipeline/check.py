@@ -1,4 +1,4 @@
-"""Whether the action lists of a schedule fit each other and do the whole work, told without carrying them out."""
+"""Checks that the action lists of a schedule fit each other and do the whole work, without running them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Message = tuple[Kind, int, int]
 
 
 class ScheduleError(Exception):
-    """Action lists that cannot be carried out, or would not do the work. Names stage, action and what is wrong."""
+    """Action lists that cannot run, or would not do the work: stage, action and what is wrong."""
 
 
 def message_of(action: Action) -> Message:
-    """What a SEND_* or RECV_* moves, the same for both ends."""
+    """The message of a SEND_* or RECV_*, the same for both ends."""
     assert action.micro is not None
     if action.kind is Kind.SEND_ACTIVATION:
         return Kind.RECV_ACTIVATION, action.chunk + 1, action.micro
@@ -43,12 +43,9 @@ def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless every stage does all of its work once and in a possible order, each chunk's gradients
-    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between
-    its UNSHARD and RESHARD, and both ends of every channel (kind of message, from stage, to stage) name
-    the same messages in the same order.
-
-    Whether stages wait for each other in a circle shows only when the lists are carried out: see simulate.
-    """
+    are reduced when they are complete (or after every micro-batch), in two phases each chunk is used only between its
+    UNSHARD and RESHARD, and both ends of every channel (kind of message, from stage, to stage) name the same messages
+    in the same order. Stages that wait for each other in a circle are found by `simulate` only."""
     sent: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Message]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):
@@ -169,7 +166,7 @@ class _Stage:
         return key in self.done[Kind.BACKWARD] or key in self.done[Kind.BACKWARD_INPUT]
 
     def _missing(self, chunk: int) -> Action | None:
-        """The first action that the chunk's work still lacks."""
+        """The first action that the chunk's work lacks."""
         splits = self.schedule.splits_backward
         kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.BACKWARD])]
         for micro in range(self.schedule.micro_batches):

@@ -41,10 +41,10 @@ GAPS: dict[str | None, tuple[str, str, str]] = {
     OTHER: (OTHER, "0.65", ""),
     None: ("no work left", "0.9", ""),
 }
-"""Name, colour and hatch of what a stage does when it does not compute, by the message that it waits for. Other work is
-what a measured step does with parameters and to send messages, and what passes between its actions."""
+"""Name, colour and hatch of the times in which a stage does not compute, by the message that it waits for. Other work
+is that on parameters and sends in a measured step, and the time between actions."""
 MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
-"""Marks of messages that point to the stage that takes them: what they say, and where in a stage's row they stand."""
+"""Marks of messages, which point to the receiving stage: their meaning, and their height in a stage's row."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
 """Colours of the micro-batches, in turn."""
 INCHES_PER_ACTION = 0.17
@@ -60,15 +60,8 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     A box has the colour and the number of its micro-batch and, where stages have several chunks, a letter: a for the
     stage's first chunk. Between boxes stands what the stage waits for (the micro-batch, and the stage that sends it),
     below them a mark for each message that it sends. The title has the bubble, and the formula's for equal times
-    (`bubble_by_formula`). Time is drawn in milliseconds if it was measured, otherwise in hundredths of the step.
-
-    Args:
-        timeline: what to draw.
-        stem: path without suffix.
-        says: where the times come from, e.g. `simulated`.
-        measured: the times are seconds.
-
-    Raises UserError if a file cannot be written.
+    (`bubble_by_formula`), and `says` where the times come from. The unit is milliseconds if the times are `measured`
+    (in seconds), otherwise a hundredth of the step. Raises UserError if a file cannot be written.
     """
     unit = "ms" if measured else "% of the step"
     timeline = _scaled(timeline, 1000.0 if measured else 100 / timeline.makespan)
@@ -103,7 +96,7 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
 
 
 def _scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The same from time 0 on, in another unit."""
+    """The timeline from time 0 on, in another unit."""
     start = timeline.start
     events = (e._replace(start=(e.start - start) * factor, stop=(e.stop - start) * factor) for e in timeline.events)
     return replace(timeline, events=tuple(events))
@@ -121,7 +114,7 @@ def _title(timeline: Timeline, says: str) -> str:
 
 
 def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
-    """Put the boxes, and the numbers of those that have room, into the axes; `inches` per unit of time."""
+    """Draw the boxes, and the numbers of those that have room; `inches` per unit of time."""
     boxes: dict[Kind, list[Event]] = {}
     for event in (event for events in timeline.computing for event in events):
         boxes.setdefault(event.action.kind, []).append(event)
@@ -135,7 +128,7 @@ def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
 
 
 def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: float) -> None:
-    """The same for what stages wait for, and for other times in which they do not compute."""
+    """Draw the gaps."""
     boxes: dict[str | None, list[Gap]] = {}
     for gap in gaps:
         boxes.setdefault(_kind(gap), []).append(gap)
@@ -153,8 +146,8 @@ def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: floa
 
 
 def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
-    """A mark where a message is sent, which points to the stage that takes it, and a line while it is on its way. Of a
-    measured one only its sender's part is known."""
+    """A mark where a message is sent, and a line for its transfer. Of a measured one only the sender's part is
+    known."""
     for marker, (_, height) in MARKERS.items():
         sends = [event for event in timeline.events if event.action.kind in SENDS and _marker(event) == marker]
         colours = [_colour(event.action) for event in sends]
@@ -165,13 +158,13 @@ def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
 
 
 def _marker(send: Event) -> str:
-    """That of MARKERS which points to the stage that takes a message."""
+    """The mark of MARKERS that points to the receiving stage."""
     assert send.action.peer is not None
     return "v" if send.action.peer > send.stage else "^"
 
 
 def _kind(gap: Gap) -> str | None:
-    """What GAPS knows it by."""
+    """Its key in GAPS."""
     if gap.awaited is not None:
         return gap.awaited[0]
     return None if gap.then is None else OTHER
@@ -186,7 +179,7 @@ def _corners(spans: Iterable[Event | Gap]) -> list[list[tuple[float, float]]]:
 
 
 def _write(axes: Axes, span: Event | Gap, inches: float, *labels: str, **look: Any) -> None:
-    """The first of the labels that has room in a box, in the middle of it."""
+    """Write the first of the labels that fits in a box, in the middle of it."""
     for label in labels:
         if (span.stop - span.start) * inches > 0.6 * FONT_SIZE / 72 * len(label):
             place = (span.start + span.stop) / 2, span.stage + (TOP + BOTTOM) / 2
@@ -210,7 +203,7 @@ def _colour(action: Action) -> tuple[float, float, float]:
 
 
 def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> None:
-    """Two lines below the axes: what is computed; what is done otherwise, and messages."""
+    """Two lines below the axes: computation; gaps and messages."""
     kinds = {event.action.kind for events in timeline.computing for event in events}
     computed = [
         Patch(facecolor=_tint((0.3, 0.3, 0.3), strength), hatch=hatch, edgecolor="white", label=name)
@@ -238,17 +231,14 @@ def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> Non
 
 
 def _tint(colour: tuple[float, float, float], strength: float) -> tuple[float, float, float]:
-    """The colour mixed with white."""
     red, green, blue = (1 - strength * (1 - part) for part in colour)
     return red, green, blue
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the timeline (in seconds) as a trace that ui.perfetto.dev and chrome://tracing open: a track per stage;
-    messages and all that is not computing above it, for they overlap. Raises UserError if it cannot be written.
-
-    The format is Chrome's Trace Event Format: X is a span, b and e begin and end one that may overlap others.
-    """
+    """Write the timeline (in seconds) in Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing: a track
+    per stage (X: a span); above it messages and gaps (b and e: begin and end), which overlap. Raises UserError if the
+    file cannot be written."""
     records: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
         for stage in range(timeline.schedule.stages)

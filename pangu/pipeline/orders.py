@@ -17,7 +17,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 class NumbersError(ValueError):
-    """Numbers that a schedule, or the cut into chunks, does not allow: what they are, and the rule with what works."""
+    """Numbers that a schedule, or the cut into chunks, does not allow: the value, and the rule with what works."""
 
     def __init__(self, value: str, rule: str) -> None:
         super().__init__(f"{value}: {rule}")
@@ -27,7 +27,6 @@ class NumbersError(ValueError):
 Step = tuple[Kind, int, int]
 """Kind, chunk (in model order), micro-batch."""
 Order = list[Step]
-"""What one stage computes."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,17 @@ class Family:
     v_shape: bool = False
     """Chunks run down the stages and up again (stage 0 has the first and the last) instead of round and round."""
     two_phases: bool = False
-    """A chunk's parameters are held through its forwards, and again through its backwards."""
+    """A chunk stays unsharded through its forwards, and again through its backwards."""
 
 
 SCHEDULES: dict[str, Family] = {}
-"""All schedules by name. A new one is one function with `@register(...)`."""
+"""All schedules by name; `@register(...)` adds one."""
 
 
 def register(
     name: str, virtual: tuple[int, int | None] = (1, 1), v_shape: bool = False, two_phases: bool = False
 ) -> Callable[[Callable[[int, int, int], list[Order]]], Callable[[int, int, int], list[Order]]]:
-    """Decorator that makes an order function known as schedule `name`; the rest as in Family."""
+    """Decorator that registers an order function as schedule `name`; the rest as in Family."""
 
     def add(order: Callable[[int, int, int], list[Order]]) -> Callable[[int, int, int], list[Order]]:
         SCHEDULES[name] = Family(order, virtual, v_shape, two_phases)
@@ -90,6 +89,11 @@ def _alternate(warm_up: int, forwards: Order, backwards: Order) -> Order:
 def one_f_one_b(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     """One forward, one backward: stage r never holds more than p - r micro-batches (PipeDream-flush, Narayanan et al.,
     arXiv 2006.09503)."""
+    # 3 stages and 4 micro-batches: a backward frees the activation that the next forward needs
+    #
+    #     stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+    #     stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+    #     stage 2   F0 B0 F1 B1 F2 B2 F3 B3
     return [
         _alternate(
             stages - stage - 1,
@@ -108,6 +112,10 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     (one group if m < p): a group of at least p leaves no stage waiting for the chunk before to come round, and the
     warm-up grows with the largest group, so even groups hold the fewest activations.
     """
+    # stage 0 of 2 with chunks a and b, 4 micro-batches in groups of 2:
+    #
+    #     forwards    a0 a1 b0 b1 | a2 a3 b2 b3
+    #     backwards   b0 b1 a0 a1 | b2 b3 a2 a3
     num_groups = max(1, micro_batches // stages)
     cuts = [micro_batches * group // num_groups for group in range(num_groups + 1)]
     groups = [range(start, stop) for start, stop in pairwise(cuts)]
@@ -127,6 +135,10 @@ def interleaved(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
     """1F1B with the backward split: stage r computes weight gradients r micro-batches late, so that the gradient of the
     input leaves at once and the weight gradients fill the end (ZB-H1, Qi et al., arXiv 2401.10241, 2.1)."""
+    # 3 stages and 4 micro-batches: the later a stage, the sooner its last I and the more W are left to fill the end
+    #
+    #     stage 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+    #     stage 2   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     orders = []
     for stage, one_f_one_b_order in enumerate(one_f_one_b(stages, virtual, micro_batches)):
         order: Order = []
@@ -141,11 +153,9 @@ def zb_h1(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 @register("zb_v", virtual=(2, 2), v_shape=True)
 def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
-    """Two chunks per stage in a V, backward split, at most 2p chunk activations on any stage, which is what 1F1B's
-    first stage holds (ZB-V, Qi et al., arXiv 2401.10241; V-ZB of arXiv 2405.15362).
-
-    Forwards and backwards for the input are in ZB-V's order; the weight gradients are placed by _fill.
-    """
+    """Two chunks per stage in a V, backward split, at most 2p chunk activations on any stage, as on 1F1B's first stage
+    (ZB-V, Qi et al., arXiv 2401.10241; V-ZB of arXiv 2405.15362). Forwards and backwards for the input are in ZB-V's
+    order; `_fill` places the weight gradients."""
     # fewer than 2p - 1 micro-batches are the first of 2p - 1, the others left out
     rounds = max(2 * stages - 1, micro_batches)
     orders = []
@@ -165,16 +175,14 @@ def zb_v(stages: int, virtual: int, micro_batches: int) -> list[Order]:
 
 
 def _fill(orders: list[Order], num_chunks: int, places: int) -> list[Order]:
-    """Put the weight gradients where a stage would wait for another, or where it needs the place of an activation.
+    """Put the weight gradients where a stage would wait for another, or where it needs the memory of an activation.
 
-    Found by carrying out the orders in ticks of equal length. It always ends: the orders themselves can be carried out,
-    and a weight gradient holds a stage up for one tick only.
+    They are found by running the orders in ticks of equal length. This always ends: the orders themselves can be run,
+    and a weight gradient delays a stage by one tick only.
 
-    Args:
-        orders: forwards and backwards for the input, micro-batches of a chunk in ascending order.
-        num_chunks: on all stages.
-        places: most activations that a stage may hold from forward to weight gradient; the orders alone, counted to
-            the backward for the input, must need no more.
+    `orders`: forwards and backwards for the input, micro-batches of a chunk in ascending order. `places`: most
+    activations of a stage from forward to weight gradient; the orders alone, counted to the backward for the input,
+    must need no more.
     """
     done = {(kind, chunk): 0 for kind in (F, I) for chunk in range(num_chunks)}  # micro-batches
     remaining = [deque(order) for order in orders]

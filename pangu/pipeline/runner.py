@@ -1,4 +1,4 @@
-"""Carries out a schedule: one stage's list of actions, with autograd inside each chunk and messages between them."""
+"""Runs a schedule: one stage's list of actions, with autograd inside each chunk and messages between them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Key = tuple[int, int]
 
 
 class StageError(LocalError):
-    """A message between stages did not come through."""
+    """A message between stages failed."""
 
 
 class _ChunkEnd(Function):
-    """The scalar from which backward through a chunk begins that hands its output over: sent tensors are freed at once,
-    for backward needs the graph that made them, not their values."""
+    """The scalar from which backward through a chunk that sends its output begins: sent tensors are freed at once, for
+    backward needs the graph that made them, not their values."""
 
     # forward     output -> _ChunkEnd -> root; `gradients` is empty until the next chunk's backward has sent them
     # backward    root.backward() -> gradients -> the graph of output
@@ -57,24 +57,23 @@ class _ChunkEnd(Function):
 
 @dataclass
 class _Live:
-    """What is kept of a forward until its backward."""
+    """A forward that waits for its backward."""
 
     received: HiddenStates | None
     """The chunk's input, leaves."""
     root: Tensor
-    """Where backward begins, a scalar."""
+    """The scalar from which backward begins."""
     gradients: list[Tensor]
-    """Where backward finds the gradients of what the chunk hands over; empty for the last chunk."""
+    """Where backward finds the gradients of the chunk's output; empty for the last chunk."""
 
 
 @dataclass
 class ParameterHooks:
-    """What the owner of the parameters does when the schedule says so; all take a chunk."""
+    """Called with a chunk when the schedule says so."""
 
     unshard: Callable[[int], None] = lambda chunk: None
     """Its parameters, once gathered, are needed until `reshard`."""
     reshard: Callable[[int], None] = lambda chunk: None
-    """They are not needed for a while."""
     expect: Callable[[int], None] = lambda chunk: None
     """A whole backward of it is about to run, with `reduce` behind it: what becomes complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
@@ -83,37 +82,33 @@ class ParameterHooks:
 
 @dataclass
 class Runner:
-    """One stage of a pipeline; with one stage, the whole model.
-
-    At most the schedule's number of micro-batches is alive at a time. Messages are begun where the schedule says and
-    waited for where their tensors are used; what is sent is kept until it has left and freed then.
-    """
+    """One stage of a pipeline; with one stage, the whole model. At most the schedule's number of micro-batches is alive
+    at a time. Messages begin where the schedule says and are waited for where their tensors are used; what is sent is
+    freed once it has left."""
 
     model: LanguageModel
     parts: Mapping[int, ModelPart]
-    """Chunk -> the part of the model that it is, for the chunks of this stage."""
+    """Chunk -> its part of the model, for the chunks of this stage."""
     stage: int
     name: str
     """Of this process, for messages."""
     channels: Channels | None
     """None with one stage."""
     dtype: torch.dtype
-    """Format of the hidden states between chunks."""
+    """Of the hidden states between chunks."""
     region: TensorRank
-    """This rank's place among those that share this stage's matrices."""
     store: WeightGradientStore | None = None
-    """The weight gradients of the model's linear layers; None if the schedule does not split backward."""
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     events: list[Event] | None = None
-    """Filled with what was done and when, if it is a list."""
+    """Filled with the actions and their times, if it is a list."""
     _live: dict[Key, _Live] = field(default_factory=dict, init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """Outputs and input gradients that are not yet sent or used: kind, chunk that made it, micro-batch."""
+    """Outputs and input gradients not yet sent or used: kind, chunk that made it, micro-batch."""
     _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(default_factory=dict, init=False, repr=False)
-    """Under the chunk that will use it."""
+    """By the chunk that will use it."""
     _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
     _began: float = field(default=0.0, init=False, repr=False)
-    """When the action that is carried out began to compute."""
+    """When the current action began to compute."""
 
     @classmethod
     def on(
@@ -137,18 +132,15 @@ class Runner:
         scale: float | None = None,
         cache: KVCache | None = None,
     ) -> list[Tensor]:
-        """Carry out this stage's list of actions.
+        """Run this stage's actions; returns, on the stage of the last chunk, what `end` returned for each micro-batch.
 
         Args:
             schedule: for as many micro-batches.
             batches: inputs and labels, on the device; every stage has all of them.
-            end: what to make of the hidden states that the last part returned, e.g. `model.loss_of`.
-            keys: of the dropout masks of each; None drops nothing.
-            scale: gradients are those of the sum of what `end` returns times this.
-            cache: of the one micro-batch, if its tokens follow on others or others will follow on them.
-
-        Returns:
-            What `end` returned for each micro-batch, on the stage of the last chunk; an empty list on the others.
+            end: makes a result of the last part's hidden states, e.g. `model.loss_of`.
+            keys: of the dropout masks of each; None: no dropout.
+            scale: gradients are those of the sum of the results times this.
+            cache: of the only micro-batch, if its tokens continue others or others will continue them.
 
         Raises StageError, naming stage, action, micro-batch and peer, if another stage is gone or stuck.
         """
@@ -193,12 +185,12 @@ class Runner:
         end: Callable[[Tensor, Batch], Tensor],
         cache: KVCache | None = None,
     ) -> list[Tensor]:
-        """`run` of a schedule of forwards only, without dropout; nothing is kept for backward."""
+        """`run` a schedule of forwards only, without dropout and backward."""
         assert cache is None or len(batches) == 1
         return self.run(schedule, batches, end, cache=cache)
 
     def now(self) -> float:
-        """Seconds, once all that was queued on the device is done if events are recorded."""
+        """Seconds; if events are recorded, once all work queued on the device is done."""
         if self.events is not None and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -257,7 +249,7 @@ class Runner:
             self._made["gradient", chunk, micro] = gradients
 
     def _take(self, kind: str, chunk: int, neighbour: int, micro: int) -> Sequence[Tensor]:
-        """What a neighbouring chunk made for `chunk`: from its stage, or from this one."""
+        """Output of a neighbouring chunk for `chunk`: from its stage, or from this one."""
         if (kind, neighbour, micro) in self._made:
             return self._made.pop((kind, neighbour, micro))
         tensors = self._wait(*self._arriving.pop((kind, chunk, micro)))
@@ -293,7 +285,7 @@ class Runner:
 
     @contextmanager
     def _meeting(self, action: Action) -> Iterator[None]:
-        """Turn a failure of a message into an error that says which one it was."""
+        """Turn a failure of a message into an error that names it."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for every stage the list of what it does in one step. Needs no process and no torch."""
+"""Pipeline schedules as data: for every stage the actions of one step. Needs no process and no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does in one step."""
-
     name: str
     stages: int
     virtual: int
@@ -24,11 +22,11 @@ class Schedule:
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
     actions: tuple[tuple[Action, ...], ...]
-    """One list per stage, carried out from first to last."""
+    """One list per stage, in order."""
     two_phases: bool = False
-    """A chunk's parameters are needed in few stretches, all its forwards, then all its backwards, and held for each."""
+    """A chunk stays unsharded through all its forwards, then through all its backwards."""
     reduce_each: bool = False
-    """Gradients are reduced after every micro-batch, so that no whole ones are kept, rather than once per step."""
+    """Gradients are reduced after every micro-batch, so that no whole ones are stored, rather than once per step."""
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -48,13 +46,10 @@ class Schedule:
 
 
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
-    """Schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
-
-    With `reduce_each` gradients are reduced after every micro-batch, unless the schedule is there to reduce them once
-    (two phases), or computes weight gradients too late for it.
-
-    Raises NumbersError, with what would work, if there is no such schedule or it does not allow these numbers.
-    """
+    """Schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches. `reduce_each`
+    does not apply to schedules that exist to reduce gradients once (two phases), or compute weight gradients too late
+    for it. Raises NumbersError, with what would work, if there is no such schedule or it does not allow these
+    numbers."""
     if name not in SCHEDULES:
         raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
     for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
@@ -77,11 +72,9 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
 
 
 def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_each: bool) -> Iterator[Action]:
-    """A stage's steps with its messages and what is done with parameters.
-
-    The receive of what a step waits for is posted one step before it, so that it overlaps with that step and no more
-    than one step's worth of buffers is waiting. Sends follow the step that makes what they send.
-    """
+    """A stage's steps with its messages and parameter actions. A receive is posted one step before the step that waits
+    for it, so that it overlaps with that step and no more than one step's worth of buffers is waiting. Sends follow the
+    step that makes the tensors."""
     last = {step[1]: step for step in order}
     yield from _receive(order[0], stage_of)
     for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
@@ -98,7 +91,7 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
 
 
 def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
-    """The receive of what a step takes from another stage, if any."""
+    """The receive of a step's input, if another stage sends it."""
     kind, chunk, micro = step
     forward = kind is Kind.FORWARD
     if (peer := _peer(step, chunk - 1 if forward else chunk + 1, stage_of)) is not None:
@@ -106,7 +99,7 @@ def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
 
 
 def _send(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
-    """The send of what a step makes for another stage, if any."""
+    """The send of a step's output, if another stage needs it."""
     kind, chunk, micro = step
     forward = kind is Kind.FORWARD
     if (peer := _peer(step, chunk + 1 if forward else chunk - 1, stage_of)) is not None:

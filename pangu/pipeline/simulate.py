@@ -1,4 +1,4 @@
-"""Carries out a schedule on paper: when each stage does what, given how long each action takes."""
+"""Simulates a schedule: when each stage does what, given how long each action takes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ class Gap(NamedTuple):
     then: Action | None
     """The forward or backward that ends it; None: the stage has no work left."""
     awaited: Message | None
-    """What that waits for."""
+    """The message that it waits for."""
 
 
 def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
-    """What the stages do instead of computing, between the first computation of any stage and the last.
-
-    Where a computation needs a message, the stage waits for it from when all that it did before is done. Of what
-    was `measured` that is also what posts messages and what concerns parameters; otherwise it takes no time.
-    """
+    """The gaps of all stages between the first computation of any stage and the last. A stage waits for a message from
+    the end of its last action on; posting messages and parameter actions count as such if the times are `measured`, and
+    otherwise take no time."""
     stage_gaps: list[Gap] = []
     end = timeline.start + timeline.makespan
     for stage in range(timeline.schedule.stages):
@@ -46,7 +44,7 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
 
 
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
-    """Carry out all action lists from time 0 on, each action as soon as what it needs is there.
+    """Run all action lists from time 0 on, each action as soon as its inputs are there.
 
     A message's transfer begins when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit
     (see check; not if they are `checked` already) or stages wait for each other in a circle, ValueError if the
@@ -103,7 +101,7 @@ def simulate(schedule: Schedule, durations: Durations, checked: bool = False) ->
 
 
 def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
-    """What every stage that has not come to its end is waiting for."""
+    """What every unfinished stage is waiting for."""
     lines = []
     for stage, index in enumerate(nexts):
         if index < len(schedule.actions[stage]):
@@ -124,13 +122,16 @@ def bubble_by_formula(
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
 ) -> float | None:
-    """Idle share of a step, idle / (idle + busy), by formula; None where there is none for these numbers.
+    """Bubble of a step, idle / (idle + busy), by formula; None where there is none for these numbers.
 
     The times are those of one chunk and one micro-batch, the same for all chunks; messages take no time. With m >= p:
 
     - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
+
     - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)
+
     - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F and W <= I
+
     - zb_v: idle (p-1) F, if F = I = W
 
     With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long

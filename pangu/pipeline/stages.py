@@ -1,4 +1,4 @@
-"""From a configuration to what each pipeline stage holds and does."""
+"""The chunks and the schedule of each pipeline stage, from the configuration."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ class Stages:
     """Expected times of the chunks' forwards and backwards, in FLOPs for one token."""
 
     def of(self, stage: int) -> dict[int, ModelPart]:
-        """The chunks of one stage."""
         return {chunk: self.parts[chunk] for chunk, at in enumerate(self.schedule.stage_of) if at == stage}
 
 
 def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
-    """The model in `chunks` parts that take equal time, or that have as many layers each as `explicit` says.
-
-    Raises NumbersError if the layers do not fit.
-    """
+    """The model in `chunks` parts that take equal time, or with the numbers of layers in `explicit`. Raises
+    NumbersError if the layers do not fit."""
     parts = [ModelPart(layers) for layers in split_layers(model.layers, chunks, explicit, _costs(model))]
     parts[0] = replace(parts[0], first=True)
     parts[-1] = replace(parts[-1], last=True)
@@ -45,8 +42,7 @@ def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) 
 
 
 def _costs(model: ModelConfig) -> list[float]:
-    """FLOPs of each layer's forward for one token, the head's with the last; the lookup of the embedding takes no time
-    to speak of."""
+    """FLOPs of each layer's forward for one token, the head's with the last; the embedding takes next to no time."""
     costs = [layer_flops(model)] * model.layers
     costs[-1] += head_flops(model)
     return costs
@@ -55,18 +51,14 @@ def _costs(model: ModelConfig) -> list[float]:
 def hidden_state_shapes(
     config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int
 ) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that one part hands to the next for `batch` sequences, of whose `seen` tokens the last
-    `length` are computed."""
+    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences."""
     hidden = (length // rank.num_slices, batch, config.hidden)
     return [hidden, (batch, config.heads // rank.size, length, seen)] if config.residual_scores else [hidden]
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
-    """Cut the model into chunks that take equal time, or as `parallel.layers` says, and make the schedule.
-
-    Raises:
-        ConfigError: naming the keys, if the schedule does not allow these numbers or the layers do not fit.
-    """
+    """Cut the model into chunks that take equal time, or as `parallel.layers` says, and make the schedule. Raises
+    ConfigError, naming the keys, if the schedule does not allow these numbers or the layers do not fit."""
     parallel, chunks = config.parallel, layout.pipeline * layout.virtual
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []

@@ -44,7 +44,7 @@ class Durations:
 
 
 class Event(NamedTuple):
-    """An action that took place. A send's time is that of its message's transfer."""
+    """An action and its time; a send's is that of its transfer."""
 
     stage: int
     action: Action
@@ -54,8 +54,6 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every stage did what in one step, simulated or measured."""
-
     schedule: Schedule
     events: tuple[Event, ...]
     """In any order. Simulated: compute actions and sends."""
@@ -81,7 +79,7 @@ class Timeline:
 
     @cached_property
     def stage_bubbles(self) -> tuple[float, ...]:
-        """Share of the makespan that each stage does not compute: idle / makespan."""
+        """Share of the makespan in which each stage is idle."""
         return tuple(1 - sum(event.stop - event.start for event in events) / self.makespan for events in self.computing)
 
     @cached_property
@@ -90,11 +88,11 @@ class Timeline:
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
 
     def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
-        """Most activations held at once by each stage, in activations of one chunk for one micro-batch.
+        """Most activations at once on each stage, in activations of one chunk for one micro-batch.
 
-        One is held from the start of its forward to the end of its backward. Where the backward is split, the share
+        One lives from the start of its forward to the end of its backward. Where the backward is split, the share
         `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
-        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 holds what 1F1B holds, p - r.
+        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
         """
         released = {Kind.FORWARD: -1.0, Kind.BACKWARD: 1.0, Kind.BACKWARD_INPUT: 1.0 - kept_for_weight}
         peaks = []

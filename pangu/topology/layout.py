@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pangu.config.schema import ParallelConfig
 
 AXES = ("pipeline", "data", "tensor")
-"""Mesh axes, slowest first: neighbouring ranks form a tensor-parallel group, so its heavy traffic stays inside a node.
-"""
+"""Mesh axes, slowest first: neighbouring ranks form a tensor-parallel group, so its heavy traffic stays inside a
+node."""
 
 
 @dataclass(frozen=True)

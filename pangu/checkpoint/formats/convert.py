@@ -24,16 +24,16 @@ from pangu.models.parameters import logical_shapes
 
 @dataclass(frozen=True)
 class Format:
-    """What a format can do."""
+    """A format's functions."""
 
     open: Callable[[Path], Source]
     """Open files to read. Raises UserError."""
     table: Callable[[ModelConfig, int], list[Stored]]
-    """The tensors of a model for so many tensor-parallel ranks. Raises UserError for a model that it cannot express."""
+    """The tensors of a model for a number of tensor-parallel ranks. Raises UserError for a model that it cannot
+    express."""
     write: Callable[[Path, Job], None]
-    """Write a new folder or file."""
     ranks: bool = False
-    """Its files are cut for tensor-parallel ranks."""
+    """Its files are sharded over tensor-parallel ranks."""
 
 
 FORMATS = {
@@ -48,8 +48,8 @@ _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
     *("rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
 )
-"""Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, what is given
-wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
+"""Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, the given
+value wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
 
 
 MOST_LINES = 100
@@ -57,16 +57,9 @@ MOST_LINES = 100
 
 
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
-    """The model of some files.
-
-    Args:
-        known: keys of `ModelConfig` that the files tell.
-        given: what the user and the presets say.
-        named: the keys that the user gave; the files decide on all others.
-
-    Raises:
-        ConfigError: naming all keys in which the two contradict each other, and a number of heads that nobody tells.
-    """
+    """The model of some files: `known` keys of `ModelConfig` from the files, over those `given` by the user and the
+    presets, except the keys that the user `named`. Raises ConfigError with all keys in which files and user contradict
+    each other, or if nobody tells the number of heads."""
     unnamed = {key: value for key, value in known.items() if key not in named}
     model = replace(given, **unnamed)
     if model.kv_heads == model.heads:
@@ -89,7 +82,7 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
 
 
 def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -> PackingConfig:
-    """Ids of the files' tokenizer where they tell them, otherwise the given ones; none beyond the vocabulary."""
+    """Ids of the files' tokenizer where they are known, otherwise the given ones; none beyond the vocabulary."""
     packing = replace(given, **known)
     eod, pad = (None if token is None or token >= vocab else token for token in (packing.eod, packing.pad))
     stop = tuple(token for token in packing.stop if token < vocab)
@@ -98,7 +91,7 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:
-    """Keys of a model with the defaults of its null values filled in."""
+    """A model's keys, with defaults in place of null values."""
     head_dim = model.head_dim or (model.heads and model.hidden // model.heads)
     return {**vars(model), "ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
 
@@ -112,15 +105,15 @@ def convert(
     tensor: int,
     tick: Callable[[int], None],
 ) -> None:
-    """Write a model in another format, beside `output`, which gets its name when it is complete.
+    """Write a model in another format beside `output`, which it replaces when it is complete.
 
     Args:
         source: the open files.
         target: the format to write.
         config: the model of the files (see `settle_model`), and the ids of its data (`IndexedData`).
-        tokenizer: goes along where the format has a place for it.
+        tokenizer: copied where the format has a place for it.
         output: the new folder or file.
-        tensor: tensor-parallel ranks that the new files are for.
+        tensor: tensor-parallel ranks of the new files.
         tick: called with the number of all tensors for each of them.
 
     Raises:

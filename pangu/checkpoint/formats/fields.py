@@ -1,8 +1,6 @@
-"""Another program's configuration: every field of it is used, known to be harmless, or refused by its name.
-
-A field that is passed over may change what the model computes, and the converted weights would then load without an
-error and answer wrongly. So nothing is passed over: what a format does not list is refused as well.
-"""
+"""Another program's configuration: every field of it is used, known to be harmless, or refused by its name. An ignored
+field may change what the model computes, and the converted weights would load without an error and answer wrongly. So
+what a format does not list is refused as well."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from pangu.config.errors import Problem, UserError, shown
 
 @cache
 def load_table(name: str) -> Any:
-    """The table of foreign names NAME.yaml, which lies beside this file."""
+    """The table of foreign names NAME.yaml, beside this file."""
     return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -30,17 +28,15 @@ def check_fields(
     harmless: Iterable[str],
     only: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise unless a model with these fields computes what we compute.
+    """Raise UserError, naming every field that is not allowed, unless a model with these fields computes what we
+    compute.
 
     Args:
         config: the fields.
-        where: what they come from, a file for instance; stands at the head of the message.
-        used: fields that the format reads, whatever their value; it judges them itself.
+        where: their source, e.g. a file, for the message.
+        used: fields that the format reads and checks.
         harmless: fields that do not change what the model computes, or patterns of such (`wandb_*`).
         only: fields that change it and that the format does not read: the values that mean what we compute.
-
-    Raises:
-        UserError: naming every field with another value, and every field in none of the three.
     """
     names = {*used, *harmless}
     patterns = [name for name in names if "*" in name]
@@ -68,12 +64,11 @@ def refuse(where: object, problems: Sequence[Problem]) -> None:
 
 
 def wrong_field(where: object, key: str, value: object, rule: str, works: str = "") -> UserError:
-    """The error of one field."""
     return UserError(f"{where}:\n  {Problem(key, value, rule, works)}")
 
 
 def _same(value: object, works: object) -> bool:
-    """Are two plain values the same? Foreign ones may be anything, so that `==` alone may raise."""
+    """Whether two plain values are the same. Foreign ones may be anything, so that `==` alone may raise."""
     if isinstance(works, list | tuple):
         same_size = isinstance(value, list | tuple) and len(value) == len(works)
         return same_size and all(map(_same, value, works))  # type: ignore[call-overload]

@@ -45,7 +45,7 @@ class HuggingFaceSource(Source):
             )
         self._trunk = kind_in(config, path).trunk
         self._places: dict[str, tuple[Path, str, Tensor]] = {}
-        """Tensors by their full names: the file, the name there, and the tensor on the meta device."""
+        """Full name of a tensor: the file, the name there, and the tensor on the meta device."""
         for file in _weight_files(path):
             for name, tensor in _tensors_in(file).items():
                 if (full := self._full(name)) in self._places:
@@ -84,7 +84,7 @@ class HuggingFaceSource(Source):
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that hold the tensors of a folder: those that transformers would take."""
+    """The files of weights that transformers would take."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         whole, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
         if whole.is_file():
@@ -121,7 +121,7 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
 
 
 def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `PackingConfig`. What ends a text stands in config.json and, for chat models more fully, in
+    """Keys of `PackingConfig`. The end of a text stands in config.json and, for chat models more fully, in
     generation_config.json; the first id is taken for the one between documents."""
     file = path / "generation_config.json"
     ends: list[int] = []
@@ -147,7 +147,6 @@ def _ids(job: Job) -> dict[str, Any]:
 
 
 def write(path: Path, job: Job) -> None:
-    """A folder that transformers loads; PanGu-α's carries the code of its model."""
     path.mkdir(parents=True)
     config = write_model(job.config.model)
     dtype = str(job.described[0].dtype).removeprefix("torch.")

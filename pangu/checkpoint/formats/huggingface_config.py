@@ -20,7 +20,6 @@ class Kind:
     """One `model_type` of transformers, as transformers_fields.yaml describes it."""
 
     name: str
-    """The type."""
     names: str
     """Its entry in tensor_names.yaml."""
     trunk: str
@@ -28,9 +27,9 @@ class Kind:
     keys: Mapping[str, str]
     """Keys of `ModelConfig`: their names in config.json."""
     means: Mapping[str, Any]
-    """What the type says of a model by itself."""
+    """Keys of `ModelConfig` that the type implies."""
     defaults: Mapping[str, Any]
-    """Values of keys of `ModelConfig` that config.json may leave out; transformers' own."""
+    """transformers' defaults of keys of `ModelConfig` that config.json may leave out."""
     only: Mapping[str, list[Any]]
     """Fields that change what is computed: the only values that we compute."""
     harmless: str
@@ -38,16 +37,14 @@ class Kind:
     derived: str
     """Fields of which several say one thing together, see `_DERIVE`."""
     activations: Mapping[str, str]
-    """Activations and their names here."""
     writes: Mapping[str, Any]
-    """What config.json says besides."""
+    """Further fields of config.json."""
     choices: Mapping[str, list[Any]] = field(default_factory=dict)
     """Keys of `ModelConfig`: the values that the type can express."""
 
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """The types by their names."""
     return {name: Kind(name, **values) for name, values in load_table("transformers_fields")["kinds"].items()}
 
 
@@ -68,7 +65,7 @@ def kind_of(model: ModelConfig) -> Kind:
 
 
 def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
-    """The type of a config.json. Raises UserError for one that is none of ours."""
+    """The type of a config.json. Raises UserError for an unknown one."""
     name = config.get("model_type", "")
     known = "gpt_pangu" if name == "pangu" else name
     if not isinstance(name, str) or known not in kinds():
@@ -78,7 +75,7 @@ def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
 
 
 def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Keys of `ModelConfig` that a config.json tells. Raises UserError for a model that is none of ours."""
+    """Keys of `ModelConfig` in a config.json. Raises UserError for a model that we do not have."""
     kind = kind_in(config, path)
     if missing := [key for ours, key in kind.keys.items() if key not in config and ours not in kind.defaults]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
@@ -185,12 +182,12 @@ _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = 
     "use_sliding_window": _qwen_window,
     "attention_bias": _biases,
 }
-"""What reads several fields together, by one that only types with all of them have: from config.json into keys of
+"""Readers of several fields together, by one that only types with all of them have: from config.json into keys of
 `ModelConfig`. Each raises UserError."""
 
 
 def write_model(model: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a model. Raises ConfigError if transformers has no such model."""
+    """Fields of a model's config.json. Raises ConfigError if transformers has no such model."""
     kind = kind_of(model)
     keys = {
         **vars(model),
@@ -205,7 +202,7 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _derived_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of `_DERIVE`, of whichever type, as all versions of transformers read them."""
+    """The fields of `_DERIVE`, of all types, as all versions of transformers read them."""
     fields: dict[str, Any] = {
         "embd_pdrop": model.dropout,
         "attention_bias": model.has_biases("output"),

@@ -44,7 +44,7 @@ _EXTRA = (
 )
 """Modules of which Megatron insists on reading Transformer Engine's state, which may be empty."""
 _TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
-"""What the names of tensors begin with that are no weights."""
+"""Beginnings of the names of tensors that are no weights."""
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 
 
@@ -58,7 +58,7 @@ class DistSource(Source):
         options = options_of(load_pickle(common), common) if common.is_file() else {}
         self._folder = Folder(path, lambda name: not _TRAINING.match(name))
         self._where: dict[str, list[tuple[str, int | None]]] = {}
-        """Tensors by the names of the other format: what is stored of each, and at which index of dimension 0."""
+        """Names in the other format -> the stored tensors, and the index of each along dimension 0."""
         for name, entry in sorted(self._folder.entries.items()):
             short = plain_name(re.sub(r"^(model|module)\.", "", name))
             # gate and up, one below the other, may be two tensors
@@ -104,7 +104,7 @@ class DistSource(Source):
 
 
 def open_folder(path: Path) -> Source:
-    """A folder for `--load`, or that of one iteration in it. Raises UserError."""
+    """A folder for `--load`, or one iteration in it. Raises UserError."""
     tracker = path / TRACKER
     if tracker.is_file():
         latest = tracker.read_bytes()[:20].strip()

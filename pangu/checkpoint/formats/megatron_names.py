@@ -17,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """The tensors of a model. Raises UserError if Megatron has no such model or cannot cut it so."""
+    """The tensors of a model. Raises UserError if Megatron has no such model or cannot shard it so."""
     pangu, heads = model.kind == "pangu", model.kv_heads or model.heads
     name = "megatron_pangu" if pangu else "megatron_core"
     # Megatron-Core's approximation by tanh is a kernel fused with the bias
@@ -54,6 +54,6 @@ def plain_name(name: str) -> str:
 
 
 def fused_name(name: str) -> str:
-    """The opposite of `plain_name`."""
+    """The inverse of `plain_name`."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")

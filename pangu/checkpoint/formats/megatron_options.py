@@ -1,7 +1,5 @@
-"""Megatron's options, the `args` of its checkpoints: what they say of a model, and what we write there.
-
-megatron_options.yaml lists all options; what changes the function is read here or must have the value that we compute.
-"""
+"""Megatron's options, the `args` of its checkpoints, as read and written. megatron_options.yaml lists all of them; what
+changes the function is read here or must have the value that we compute."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def read_model(
     options: _Options, shapes: _Shapes, ranks: int, layout: Mapping[str, Sequence[Any]], where: object
 ) -> dict[str, Any]:
-    """Keys of `ModelConfig` that a checkpoint tells.
+    """Keys of `ModelConfig` of a checkpoint.
 
     Args:
         options: Megatron's options, as far as the files have them.
-        shapes: the tensors that one tensor-parallel rank has of all layers.
-        ranks: tensor-parallel ranks that share each cut tensor.
-        layout: options that concern the layout: the values that the files' number means.
+        shapes: one tensor-parallel rank's tensors of all layers.
+        ranks: tensor-parallel ranks.
+        layout: options of the layout, with the values that fit the number of files.
         where: stands at the head of messages.
 
     Raises:
@@ -85,7 +83,7 @@ def read_model(
 
 
 def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Keys that PanGu-α's tensors tell, and those of the options."""
+    """Keys from PanGu-α's tensors and options."""
     rows, hidden = shapes["language_model.embedding.word_embeddings.weight"]
     keys = {
         "kind": "pangu",
@@ -100,7 +98,7 @@ def _port(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
 
 
 def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Keys that a GPT's tensors tell, and those of the options."""
+    """Keys from a GPT's tensors and options."""
     rows, hidden = shapes["embedding.word_embeddings.weight"]
     layer = "decoder.layers.0."
     ffn = shapes[f"{layer}mlp.linear_fc2.weight"][1] * ranks
@@ -151,7 +149,7 @@ def _core_agrees(options: _Options, keys: Mapping[str, Any]) -> dict[str, Sequen
 
 
 def write_options(model: ModelConfig, rows: int, ranks: int) -> argparse.Namespace:
-    """Megatron's options that concern the architecture; the word embedding has so many rows, padding included."""
+    """Megatron's options of the architecture; `rows` of the word embedding include padding."""
     pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
     rope = model.positions == "rope"
     values = {theirs: getattr(model, ours) for theirs, ours in _NUMBERS.items()} | {

@@ -27,7 +27,8 @@ from pangu.config.model import ModelConfig
 
 
 def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Megatron's options, as far as a file has them. Raises UserError if they are in any other object than its own."""
+    """Megatron's options, as far as a file has them. Raises UserError if they are in any other object than
+    Megatron's."""
     options = content.get("args")
     if options is None:
         return {}
@@ -141,7 +142,7 @@ _LAYER = re.compile(r"layers\.(\d{1,6})\.", re.ASCII)
 
 
 def _models(content: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
-    """The tensors of a file, those of each virtual stage (`model0`, `model1`, ...) apart."""
+    """The tensors of a file, by virtual stage (`model0`, `model1`, ...)."""
     keys = [key for key in content if isinstance(key, str) and re.fullmatch(r"model\d{1,4}", key, re.ASCII)]
     models = [content[key] for key in sorted(keys, key=lambda key: int(key[5:]))]
     tensors: list[dict[str, Tensor]] = []
@@ -185,7 +186,7 @@ def write(path: Path, job: Job) -> None:
 
 
 def _cut(stored: Stored, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
-    """What each rank has of a whole tensor."""
+    """The ranks' shards of a tensor."""
     return [tensor] * ranks if stored.cut is None else tensor.chunk(ranks, stored.cut)
 
 

@@ -46,7 +46,6 @@ _TYPES = {
 }
 _TABLES = ("word_embedding", "position_embedding", "top_query_embedding")
 _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
-"""Names of the optimizer's state."""
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
@@ -60,7 +59,7 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
 
 @dataclass
 class _Piece:
-    """What one file has of a tensor."""
+    """One file's slice of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -69,7 +68,6 @@ class _Piece:
     """File, first byte and number of bytes of its parts."""
 
     def read(self) -> Tensor:
-        """Its values."""
         content = bytearray(sum(length for _, _, length in self.chunks))
         room = memoryview(content)
         for path, start, length in self.chunks:
@@ -83,7 +81,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the devices share a tensor; of a strategy file."""
+    """How the devices share a tensor, from a strategy file."""
 
     devices: tuple[int, ...] = ()
     """Sizes of the axes of the device matrix."""
@@ -95,7 +93,7 @@ class _Layout:
     """Number of those ranks; -1: as many as there are."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a layout that is none."""
+        """Raises ValueError for an impossible layout."""
         used, world = [dim for dim in self.dims if dim != -1], math.prod(self.devices)
         if min(self.devices, default=1) < 1 or world > MOST_DEVICES:
             raise ValueError(f"a device matrix {self.devices}")
@@ -105,7 +103,7 @@ class _Layout:
             raise ValueError(f"{self.size} shards, {self.step} ranks apart, over a device matrix {self.devices}")
 
     def place(self, rank: int, dims: int) -> tuple[tuple[int, int], ...]:
-        """For each dimension, which of how many pieces a rank has."""
+        """For each dimension, the index and the number of pieces."""
         # a device matrix [2, 4] has rank 4 a + b at (a, b); axes are counted from the right: axis 0 is b, with a stride
         # of 1 rank, and axis 1 is a, with a stride of 4. dims [1, -1] cut rows in 2: ranks 0 to 3 have the first half.
         # The optimizer then cuts dimension 0 again, among ranks `step` apart.
@@ -196,7 +194,7 @@ class MindSporeSource(Source):
 def _whole(
     name: str, slices: dict[int, _Piece], layout: _Layout, problems: list[str]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], _Piece]]:
-    """The shape of a tensor, and its slices by the place of each; what is wrong with them goes into `problems`."""
+    """The shape of a tensor, and its slices by position; what is wrong with them goes into `problems`."""
     first = next(iter(slices.values()))
     if len(layout.dims) > len(first.shape):
         cuts = f"the strategy file cuts {len(layout.dims)} dimensions"
@@ -230,7 +228,7 @@ def _read_array(file: Path) -> np.ndarray:
 
 
 def _read_checkpoint(file: Path) -> dict[str, _Piece]:
-    """Names and places of the tensors in a file; their values are left there."""
+    """Names and places of the tensors in a file, without their values."""
     pieces: dict[str, _Piece] = {}
     rule = "is not a MindSpore checkpoint, or an encrypted one"
     with (
@@ -256,7 +254,6 @@ def _read_checkpoint(file: Path) -> dict[str, _Piece]:
 
 
 def _read_strategy(file: Path) -> dict[str, _Layout]:
-    """How each tensor is cut."""
     layouts = {}
     with reading(file, ValueError, KeyError, IndexError, rule="is not a strategy file of MindSpore"):
         data = file.read_bytes()
@@ -270,7 +267,7 @@ def _read_strategy(file: Path) -> dict[str, _Layout]:
 
 
 def _message(data: bytes | mmap.mmap, where: slice) -> dict[int, list[slice]]:
-    """Numbers of the fields of a message, and where the values of each stand."""
+    """Field number -> where its values stand in a message."""
     fields: dict[int, list[slice]] = {}
     at, count = where.start, 0
     while at < where.stop:
@@ -316,7 +313,6 @@ def _integers(data: bytes | mmap.mmap, places: Sequence[slice]) -> tuple[int, ..
 
 
 def write(path: Path, job: Job) -> None:
-    """One file."""
     types = {dtype: name for name, dtype in _TYPES.items()}
     with path.open("wb") as file:
         for stored, tensor in zip(job.table, job.contents, strict=True):

@@ -1,4 +1,4 @@
-"""Our own run folders: config.yaml and the newest checkpoint in checkpoints/."""
+"""Our run folders: config.yaml and the newest checkpoint in checkpoints/."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PanguSource(Source):
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """Logical tensors as they are; our files are cut for no layout."""
+    """Logical tensors as they are."""
     return [Stored(name, (name,), shape) for name, shape in logical_shapes(model).items()]
 
 

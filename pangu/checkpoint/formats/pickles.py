@@ -1,8 +1,8 @@
 """Pickles, of which only tensors and plain values are read: nothing in them is run.
 
-Files of torch.save go through torch's own restricted unpickler, plain pickles through `read_records`. What a file
-holds beside tensors and plain values (enumerations, paths and signals among options, the state of numpy's random
-numbers) becomes an inert `Record`: it keeps what the file says and does nothing.
+Files of torch.save go through torch's restricted unpickler, plain pickles through `read_records`. Anything beside
+tensors and plain values (enumerations, paths and signals among options, the state of numpy's random numbers) becomes an
+inert `Record`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pangu.config.errors import UserError, reading, shown
 
 
 class Record:
-    """An object of another program: its name, what it was made with and its state."""
+    """An object of another program: its name, arguments and state."""
 
     name = ""
     state: Any = None
@@ -43,7 +43,7 @@ _INERT = (
     *("torch.distributed.", "torch.nn.functional.", "torch._C._nn.", "torch.serialization._get_layout"),
     *("types.SimpleNamespace", "_codecs.encode", "_io.BytesIO", "builtins.getattr", "__builtin__.getattr"),
 )
-"""What the names of objects begin with that training keeps beside the weights, and that a conversion does not need."""
+"""Beginnings of the names of objects that training stores beside the weights and a conversion does not need."""
 MOST_KINDS = 200
 """More kinds of objects than any file of Megatron holds."""
 
@@ -54,12 +54,9 @@ def _record(name: str) -> type[Record]:
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary that a file of torch.save holds. Its tensors stay on the disk until they are used, except in the
-    format that torch wrote before 1.6.
-
-    Raises:
-        UserError: if it holds anything but tensors and plain values, which is named, or cannot be read.
-    """
+    """The dictionary in a file of torch.save. Its tensors stay on the disk until they are used, except in the format of
+    torch before 1.6. Raises UserError if it holds anything but tensors and plain values, which is named, or cannot be
+    read."""
     if zipped := zipfile.is_zipfile(path):
         with path.open("rb") as file:
             plain_entries(file, path)
@@ -72,7 +69,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
 
 def load_item(content: bytes, where: str) -> Tensor:
-    """The tensor that the bytes of a file of torch.save hold. Raises UserError if they hold anything else."""
+    """The tensor in the bytes of a file of torch.save. Raises UserError if they hold anything else."""
     plain_entries(io.BytesIO(content), where)
     tensor = _load(io.BytesIO(content), where, mmap=False)
     if not isinstance(tensor, Tensor):
@@ -96,7 +93,7 @@ def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load(file: Path | IO[bytes], where: object, mmap: bool) -> Any:
-    """What torch.load finds. Raises UserError for anything but tensors and plain values."""
+    """torch.load. Raises UserError for anything but tensors and plain values."""
     inert: dict[str, type[Record]] = {}
     while True:
         try:
@@ -121,7 +118,7 @@ def _no_tensor(where: object, name: str) -> UserError:
 
 @contextmanager
 def _only(allowed: list[Any]) -> Iterator[None]:
-    """What other libraries allow in this process is not allowed here."""
+    """What other libraries allow in this process is not allowed within the block."""
     previous = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -133,12 +130,9 @@ def _only(allowed: list[Any]) -> Iterator[None]:
 
 
 def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
-    """The entries of a zip by the ends of their names, which are the same whatever the file was called.
-
-    Raises:
-        UserError: unless they lie in it as they are, which is how torch writes them: the bytes of a compressed entry
-            would be taken for a tensor's, and a small file could unpack to any size.
-    """
+    """The entries of a zip by the ends of their names, which are the same whatever the file was called. Raises
+    UserError for a compressed entry, which torch never writes: its bytes would be taken for a tensor's, and a small
+    file could unpack to any size."""
     # whatever damaged bytes bring about
     with reading(where, Exception, rule="is not a file of torch.save"), zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -155,7 +149,7 @@ def plain_entries(file: IO[bytes], where: object) -> dict[str, zipfile.ZipInfo]:
 
 
 def require_plain_tensor(tensor: Tensor, where: str) -> None:
-    """Raise UserError unless every element of a tensor has bytes of its own in the file."""
+    """Raise UserError unless every element of a tensor has separate bytes in the file."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)[6:]
         raise UserError(f"{where} is {kind}, and only dense tensors are converted")
@@ -168,8 +162,8 @@ def require_plain_tensor(tensor: Tensor, where: str) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """Makes records and plain values only. It is Python's own, as the one in C takes memory for whatever number a
-    damaged file gives."""
+    """Makes records and plain values only. It is the unpickler written in Python, as the one in C takes memory for
+    whatever number a damaged file gives."""
 
     def __init__(self, file: IO[bytes], where: object) -> None:
         super().__init__(file)
@@ -188,7 +182,7 @@ class _Reader(pickle._Unpickler):
 
 
 def read_records(content: bytes, where: object) -> Any:
-    """What a plain pickle holds: plain values, and a `Record` in place of every other object. Raises UserError, with
-    `where` at its head, if it names anything but what training keeps, or cannot be read."""
+    """The plain values in a plain pickle, with a `Record` for every other object. Raises UserError, with `where` at its
+    head, if it names anything but what training stores, or cannot be read."""
     with reading(where, Exception):  # whatever damaged bytes bring about
         return _Reader(io.BytesIO(content), where).load()

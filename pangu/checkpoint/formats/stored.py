@@ -25,7 +25,7 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 
 PANGU_VOCAB = {40064: 40000}
-"""Rows of PanGu-α's padded word embedding: those that mean something."""
+"""Rows of PanGu-α's padded word embedding -> rows with words."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Stored:
     name: str
     """Its name there."""
     parts: tuple[str, ...]
-    """The logical tensors in it, stacked along their dimension 0."""
+    """The logical tensors in it, stacked along dimension 0."""
     shape: tuple[int, ...]
-    """Of the whole tensor as it is stored; of words with the rows that padding adds."""
+    """Of the whole stored tensor, with padding."""
     transposed: bool = False
     """Stored as [inputs, outputs]."""
     groups: int = 1
-    """Each part is dealt out in so many blocks: block 0 of all parts comes first, then block 1 of all."""
+    """Each part is cut into this many blocks: block 0 of all parts comes first, then block 1 of all."""
     cut: int | None = None
-    """Dimension of the stored tensor along which the files of tensor-parallel ranks share it; None: each has all."""
+    """Dimension that the files of tensor-parallel ranks shard; None: each has all."""
     rows: range | None = None
     """Numbers of rows that a file may have, because padding varies; None: those of `shape`."""
 
@@ -56,15 +56,14 @@ class Source(ABC):
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     tokenizer: TokenizerConfig | None = None
-    """The tokenizer that lies beside the weights."""
     tensors: Mapping[str, Tensor]
-    """Every tensor of the files, whole and on the meta device; buffers and the state of the optimizer are left out."""
+    """Every tensor of the files, whole and on the meta device; without buffers and the state of the optimizer."""
     problems: Sequence[str] = ()
     """What is wrong with the pieces of tensors."""
 
     @abstractmethod
     def table(self, model: ModelConfig) -> list[Stored]:
-        """The tensors that a model has in this format."""
+        """The tensors of a model in this format."""
 
     def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
         """The tensors, of files that hold those of `table`; what is wrong with their pieces goes into `problems`."""
@@ -78,31 +77,29 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written."""
+    """A model to be written."""
 
     config: RunConfig
     """The model, and the ids of its data (`IndexedData`)."""
     tokenizer: TokenizerConfig | None
     """The tokenizer, which exists."""
     output: Path
-    """The name that the files will have in the end."""
+    """The final name of the files."""
     tensor: int
     """Tensor-parallel ranks that the files are for."""
     table: Sequence[Stored]
-    """The tensors."""
     described: Sequence[Tensor]
-    """The same on the meta device: their formats."""
+    """The tensors on the meta device."""
     contents: Iterator[Tensor]
-    """The same with their values, one at a time."""
+    """Their values, one at a time."""
 
 
 def make_table(
     model: ModelConfig, names: str, multiple: int = 1, ranks: int = 1, groups: Mapping[str, int] | None = None
 ) -> list[Stored]:
-    """The tensors that a model has in a format.
+    """The tensors of a model, which the format can express.
 
     Args:
-        model: the architecture, which the format can express.
         names: the format's entry in tensor_names.yaml.
         multiple: rows of the word embedding and the head are padded to a multiple of it.
         ranks: files may have padded them to a multiple of 128 for each of so many.
@@ -141,7 +138,7 @@ def make_table(
 
 
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
-    """The stored tensor that some logical ones make; padding is 0."""
+    """The stored tensor of some logical ones; padding is 0."""
     whole = parts[0]
     # 2 groups of query (q), key (k) and value (v), the rows of each in order: q0 q1, k0 k1, v0 v1 -> q0 k0 v0 q1 k1 v1;
     # that is how a tensor-parallel rank of Megatron finds what belongs to its heads in one piece

@@ -46,7 +46,7 @@ class Entry:
 
 
 class Folder:
-    """The tensors of a folder that are weights. Raises UserError if they cannot be read as a whole."""
+    """The weights in a folder. Raises UserError if they cannot be read as a whole."""
 
     def __init__(self, path: Path, is_weight: Callable[[str], bool]) -> None:
         self._path = path / ".metadata"
@@ -98,7 +98,7 @@ class Folder:
         return Chunk(offsets, sizes, path, start, length)
 
     def read(self, name: str, row: int | None) -> Tensor:
-        """A whole tensor, or what it has at one index of its dimension 0. Raises UserError if the file is damaged."""
+        """A whole tensor, or its index `row` along dimension 0. Raises UserError if the file is damaged."""
         entry = self.entries[name]
         first, last = (0, entry.shape[0]) if row is None else (row, row + 1)
         whole = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
@@ -114,7 +114,6 @@ class Folder:
         return whole if row is None else whole[0]
 
     def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """What the item of a chunk holds."""
         where = f"{chunk.file}: {shown(name)}"
         with chunk.file.open("rb") as file:
             file.seek(chunk.start)
@@ -147,7 +146,7 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor that is to be written: the tensor's name and shape, and where the block lies in it."""
+    """A block of a tensor to be written: the tensor's name and shape, and the block's place in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -157,10 +156,8 @@ class Block:
 
 
 def write_folder(path: Path, blocks: Sequence[Block], contents: Iterator[Tensor], objects: Sequence[str] = ()) -> None:
-    """Make a folder by torch.distributed.checkpoint, block by block; `contents` has the blocks in their order.
-
-    Each of `objects`, names of objects without tensors, is written as `[None]`.
-    """
+    """Write a folder by torch.distributed.checkpoint, block by block; `contents` has the blocks in their order. Each of
+    `objects`, names of objects without tensors, is written as `[None]`."""
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
