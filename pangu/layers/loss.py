@@ -26,7 +26,7 @@ class _VocabParallelLoss(Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, region: TensorRegion, vocab: int) -> Tensor:
         """logits [tokens, vocab / ranks], labels [tokens] -> losses [tokens], in fp32 (fp64 for fp64 logits). Backward
         overwrites the logits with their gradient: nobody else may read them."""
-        # loss = log(sum of exp(x - highest)) + highest - x[label]. A rank that sums knows only the largest of its logits
+        # loss = log(sum of exp(x - highest)) + highest - x[label]. A rank that sums knows only its largest logit
         # (`top`), so its sum is multiplied by exp(top - highest) before the ranks' sums are added
         start, stop = region.bounds(vocab)
         elsewhere = ((labels < start) | (labels >= stop))[:, None]
