@@ -44,7 +44,6 @@ class Slice:
     tensor: Tensor
     """Its values, or memory for them."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     offsets: tuple[int, ...]
     """Global index of the first element of `tensor`."""
 
@@ -58,7 +57,6 @@ class Written:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -86,12 +84,10 @@ def start(path: Path) -> None:
 def write_slices(
     path: Path, writer: int, slices: Iterable[tuple[str, Slice]], contents: Iterator[Tensor] | None = None
 ) -> Written:
-    """Write slices of logical tensors into the started checkpoint `path`. Raises UserError if the disk refuses.
-
-    `writer`: number that no other process of this save uses. `slices`: (`KIND/NAME`, slice) pairs, possibly several for
-    one name; no element may be written twice. `contents`: their tensors, one at a time, if the slices have them on the
-    meta device.
-    """
+    """Write slices of logical tensors into the started checkpoint `path`. `writer`: number that no other process of
+    this save uses. `slices`: (`KIND/NAME`, slice) pairs, possibly several for one name; no element may be written
+    twice. `contents`: their tensors, one at a time, if the slices have them on the meta device. Raises UserError if the
+    disk refuses."""
     written = Written()
     with _saving(path):
         for batch in _batches(slices):
@@ -101,7 +97,6 @@ def write_slices(
 
 
 def _batches(slices: Iterable[tuple[str, Slice]]) -> Iterator[list[tuple[str, Slice]]]:
-    """The slices of each file."""
     batch: list[tuple[str, Slice]] = []
     size = 0
     for named in slices:
@@ -138,7 +133,6 @@ def amend(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint that was not committed."""
     shutil.rmtree(_partial(path), ignore_errors=True)
 
 

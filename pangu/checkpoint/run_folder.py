@@ -54,7 +54,6 @@ def make_run_folder(output: Path) -> None:
 
 
 def save_config(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml. Raises UserError."""
     content = yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     with writing(folder):
         write_atomically(folder / "config.yaml", content.encode())

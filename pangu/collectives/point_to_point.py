@@ -76,14 +76,12 @@ class Channels:
                 self.receive(kind, [(1,)], torch.float32, source).wait()
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Transfer:
-        """Begin to send tensors to stage `peer`."""
         group = self._groups[kind, peer > self._stage]
         dense = tuple(tensor.contiguous() for tensor in tensors)
         works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=peer)) is not None]
         return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
-        """Begin to receive tensors from stage `peer`."""
         group = self._groups[kind, peer < self._stage]
         empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
         works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=peer)) is not None]

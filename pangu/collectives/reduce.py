@@ -29,8 +29,6 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """A handle whose `wait` is a function."""
-
     wait: Callable[[], Any] = lambda: None
 
 
@@ -109,7 +107,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def largest_of(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Elementwise maximum over all ranks."""
     if not values:
         return []
     return largest(torch.tensor(values, dtype=torch.float64, device=mesh.device), mesh.group("world")).tolist()

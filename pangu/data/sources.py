@@ -64,7 +64,6 @@ def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
 
 
 def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
-    """The tokenizer of prepared data. Raises UserError if it is not the one that was written."""
     from pangu.data.stdlib import StdlibPaths, find_damage
 
     paths = StdlibPaths(Path(data.folder))

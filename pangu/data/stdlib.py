@@ -108,7 +108,6 @@ def find_damage(paths: StdlibPaths, *names: str) -> list[str]:
 
 
 def _names(paths: StdlibPaths) -> set[str]:
-    """All files but the manifest."""
     prefixes = (paths.train, paths.validation)
     return {paths.tokenizer.name, *(f(prefix).name for prefix in prefixes for f in (bin_path, idx_path))}
 

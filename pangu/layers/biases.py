@@ -82,7 +82,6 @@ class RelativeBias(nn.Module):
         self.buckets = len(self.weight)
 
     def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
-        """As `Alibi.forward`."""
         bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
         return Bias(F.embedding(bucket, self.weight.to(torch.promote_types(dtype, torch.float32))))
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""By the values of `precision.compute`."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,8 @@ class Builder:
     region: TensorRegion = field(default_factory=TensorRegion)
     """Layers read it; models only pass it on."""
     store: WeightGradientStore | None = None
-    """Takes weight gradients while it is open."""
 
     def at(self, name: object) -> Builder:
-        """The builder of a submodule."""
         return replace(self, path=self._below(str(name)))
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -43,7 +40,6 @@ class Builder:
         return self.parameter(name) if self._below(name) in self.table.shapes else None
 
     def placements(self, name: str) -> list[Placement]:
-        """The logical tensors in a parameter."""
         return self.table.stored_in(self._below(name))
 
     def _below(self, name: str) -> str:

@@ -55,7 +55,6 @@ class Dropout(nn.Module):
         return self.probability
 
     def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:
-        """True for the dropped elements of one sample."""
         shape = list(x.shape)
         if self.shared_dim is not None:
             shape[self.shared_dim] *= self.region.size

@@ -43,7 +43,6 @@ class Matmul:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Sets `torch.set_float32_matmul_precision` within the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -54,10 +53,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The values of `torch.set_float32_matmul_precision` that `auto` chooses among; another request is the only one.
-
-    `medium` allows bf16 inside a matmul. A CPU without matrix tiles does not use it, but torch then calls oneDNN
-    instead of MKL, and either may be faster: `medium` is a candidate if matmuls stay true fp32 with it.
-    """
+    `medium` allows bf16 inside a matmul, but a CPU without matrix tiles does not use it, and torch then calls oneDNN
+    instead of MKL. Either may be faster: `medium` is a candidate if matmuls stay true fp32 with it."""
     if requested != "auto":
         return [requested]
     if device.type != "cpu" or dtype != torch.float32:

@@ -26,7 +26,6 @@ class AttentionShape:
     sequence: int
     head_size: int
     documents: bool = False
-    """The mask separates documents."""
     window: int | None = None
     biased: bool = False
 

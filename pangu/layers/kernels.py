@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class QKV(NamedTuple):
-    """Queries, keys and values of a layer."""
-
     query: Tensor
     """[batch, heads, sequence, head size]."""
     key: Tensor
@@ -49,14 +47,11 @@ class QKV(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskAndBias:
-    """The mask and the bias of the scores of one forward."""
-
     mask: AttentionMask
     bias: Bias | None
     length: int
     """Number of keys."""
     dtype: torch.dtype
-    """Of queries, keys and values."""
     device: torch.device
     first: int = 0
     """Position of the first query; the keys before it come from a KV cache."""
@@ -82,11 +77,8 @@ class Kernel(Protocol):
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Attention [the shape of `query`] and the scores before bias and mask; None from a kernel that never stores
-        them.
-
-        `dropout` of the probabilities, with `keys` (None: no dropout). `below`: scores [batch, heads, queries, keys] of
-        the layer below, which are added; only a kernel with the ability `scores` gets any.
-        """
+        them. `keys` None: no dropout. `below`: scores [batch, heads, queries, keys] of the layer below, which are
+        added; only a kernel with the ability `scores` gets any."""
 
 
 class Reference:
@@ -211,11 +203,8 @@ def over_cache(kernel: type[Kernel]) -> type[Kernel]:
 def attention_kernels(model: ModelConfig, precision: str, device: torch.device) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
     They give the same result to rounding, but each draws different dropout masks: with dropout the only candidate is,
-    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one.
-
-    Raises:
-        UserError: if the requested kernel cannot train this model on this device.
-    """
+    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one. Raises UserError if the
+    requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if problems:

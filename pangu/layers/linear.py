@@ -53,7 +53,6 @@ class ColumnParallelLinear(_Parallel):
         super().__init__(build, name, dim=0)
         self.region = TensorRegion() if from_table else build.region
         self.widths = [placement.local_shape[0] for placement in self.placements]
-        """Of each projection in the result."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""

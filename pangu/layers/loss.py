@@ -90,14 +90,9 @@ class Head(nn.Module):
         self.weight = build.optional("head.weight")
 
     def loss(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states).
-
-        Args:
-            hidden: [sequence (/ ranks with sequence parallelism), batch, width].
-            table: this rank's rows of the output matrix [vocab / ranks, width], padding included.
-            labels: int64 [batch, sequence].
-            weights: [batch, sequence], 0 where a token does not count.
-        """
+        """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states). `hidden`: [sequence (/
+        ranks with sequence parallelism), batch, width]; `table`: this rank's rows of the output matrix [vocab / ranks,
+        width], padding included; `labels` (int64) and `weights` (0 where a token does not count): [batch, sequence]."""
         tokens = enter(hidden, self.region).flatten(0, 1)
         flat_labels, flat_weights = labels.t().flatten(), weights.t().flatten()
         if self.chunk is None:

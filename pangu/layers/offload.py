@@ -17,8 +17,6 @@ SMALLEST = 4096
 
 @dataclass
 class _Block:
-    """Device memory as bytes, and its copy in (pinned) host memory."""
-
     device: Tensor | None
     host: Tensor
 
@@ -35,12 +33,10 @@ class _Layer:
 
 
 class Offload:
-    """Moves the tensors that the layers of one forward save to the host and back, a layer ahead of their backward.
-
-    Copies run beside the computation, on a separate stream. A layer's memory is freed when the next layer has been
-    computed, which is the time for its copies; the last layer, whose backward comes first, stays. On a CPU the host is
-    the device: the same copies are made, in order.
-    """
+    """Moves the tensors that the layers of one forward save to the host and back, a layer ahead of their backward,
+    beside the computation. A layer's memory is freed when the next layer has been computed, which is the time for its
+    copies; the last layer, whose backward comes first, stays. On a CPU the host is the device: the same copies are
+    made, in order."""
 
     # compute   forward 1 | forward 2 | forward 3 | backward 3 | backward 2 | backward 1
     # copy                | 1 out     | 2 out     | 2 back     | 1 back     |
@@ -78,7 +74,6 @@ class Offload:
         return unpack
 
     def end_layer(self) -> None:
-        """End of a layer's forward."""
         self._layer.copied = self._stream.record()
         if (before := self._layer.before) is not None:
             self._stream.wait(before.copied)

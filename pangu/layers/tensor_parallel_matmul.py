@@ -28,20 +28,16 @@ if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALONE = TensorRegion()
-"""One rank: nothing to communicate."""
 
 
 def column_parallel_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
 ) -> Tensor:
-    """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3): [sequence, ..., outputs /
-    ranks].
+    """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
-    Args:
-        x: [sequence (/ ranks with sequence parallelism), ..., inputs], saved for backward and gathered again there.
-        weight: [outputs / ranks, inputs], a leaf.
-        bias: [outputs / ranks], a leaf.
-        store: takes the gradients of `weight` and `bias` while it is open.
+    x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
+    ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is, and gathered again in backward; weight and bias are
+    leaves, whose gradients `store` takes while it is open.
     """
     if region.size == 1 and store is None:
         return F.linear(x, weight, bias)

@@ -26,7 +26,6 @@ class Options:
     """How a model is computed; none of it changes what it computes."""
 
     kernel: str = "reference"
-    """Attention kernel, a key of `KERNELS`."""
     recompute: int | None = 0
     """Number of layers, from the first on, that backward recomputes; None: all."""
     recompute_parts: tuple[str, ...] = ()
@@ -35,7 +34,6 @@ class Options:
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None: all."""
     offload: bool = False
-    """Offload what the layers save for backward to host memory."""
 
     @classmethod
     def of(cls, config: RunConfig, kernel: str) -> Options:
@@ -63,8 +61,6 @@ class ForwardContext:
 
 
 class HiddenStates(NamedTuple):
-    """Input and output of a layer."""
-
     hidden: Tensor
     """[sequence (/ ranks with sequence parallelism), batch, hidden]."""
     scores: Tensor | None = None
@@ -128,8 +124,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; a gated activation stores its gate above `up`."""
-
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
@@ -162,7 +156,6 @@ class Block(nn.Module):
         self.recompute_norm = "norm" in options.recompute_parts
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
-        """`queries` as in `Attention`."""
         x, scores = below
         if self.post_norm:
             attended, scores = self.attention(x, context, scores, queries)

@@ -38,8 +38,6 @@ class ModuleHooks:
 
 
 class TokenEmbedding(nn.Module):
-    """Word vector + learned position vector (if positions are learned), then dropout."""
-
     def __init__(self, config: ModelConfig, build: Builder) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(build, "word")

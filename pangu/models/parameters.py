@@ -22,9 +22,7 @@ class ModelPart:
     """Consecutive layers, computed at once; a pipeline stage holds one or more of such parts."""
 
     layers: range
-    """Global numbers of the layers."""
     first: bool = False
-    """With the embedding."""
     last: bool = False
     """With the final norm, PanGu-α's query table and the head."""
 
@@ -143,7 +141,6 @@ def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
 
 
 def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) -> Parameters:
-    """A tensor that is stored alone, under its name."""
     yield name, [Placement(name, shape, std, **fields)]
 
 

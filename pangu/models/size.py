@@ -42,7 +42,6 @@ def layer_flops(config: ModelConfig) -> float:
 
 
 def head_flops(config: ModelConfig) -> float:
-    """FLOPs of the head's forward for one token."""
     return 2.0 * config.vocab * config.hidden
 
 

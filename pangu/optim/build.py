@@ -59,7 +59,6 @@ def make_optimizer(
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
-    """The kernels of the update, in words."""
     if isinstance(optimizer, torch.optim.AdamW):
         return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"
     return "multi-tensor operations"

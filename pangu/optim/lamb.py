@@ -50,7 +50,6 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every tensor that has a gradient."""
         loss = None if closure is None else closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         groups = [(group, tensors) for group, tensors in groups if tensors]
@@ -65,7 +64,6 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
     def _directions(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
-        """Update the moments and return u for each tensor."""
         for tensor in tensors:
             self.state[tensor]["step"] += 1
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]

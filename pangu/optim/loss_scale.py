@@ -20,7 +20,6 @@ class LossScale:
         self.clean_steps = 0
 
     def state(self) -> dict[str, float] | None:
-        """The state for a checkpoint; None without a loss scale."""
         return None if self.config is None else {"scale": self.scale, "clean_steps": self.clean_steps}
 
     def restore(self, state: Mapping[str, Any] | None) -> str | None:

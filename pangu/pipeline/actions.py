@@ -36,19 +36,16 @@ MESSAGES = frozenset(CONTENTS)
 
 
 class Action(NamedTuple):
-    """One action of a stage.
-
-    SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT the gradient of its input
-    to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`, RECV_GRADIENT of the
-    gradient of its output; the forward or backward that uses it waits for it. Sends never wait. Sharded parameters of a
-    chunk stay whole from their first use after UNSHARD to RESHARD; without these each is resharded after its use.
-    """
+    """One action of a stage. SEND_ACTIVATION sends the output of `chunk` to the stage of the next chunk, SEND_GRADIENT
+    the gradient of its input to the stage of the chunk before. RECV_ACTIVATION posts a receive of the input of `chunk`,
+    RECV_GRADIENT of the gradient of its output; the forward or backward that uses it waits for it. Sends never wait.
+    Sharded parameters of a chunk stay whole from their first use after UNSHARD to RESHARD; without these each is
+    resharded after its use."""
 
     kind: Kind
     chunk: int
     """In model order, 0 .. stages * virtual - 1."""
     micro: int | None = None
-    """Micro-batch; None for UNSHARD and RESHARD."""
     peer: int | None = None
     """The other stage of a message."""
     reduce: bool = False

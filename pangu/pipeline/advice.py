@@ -12,7 +12,6 @@ from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Durations, Timeline
 
 GOOD_BUBBLE = 0.1
-"""A larger bubble is worth a warning."""
 MOST_COMPARED = 4096
 """Forwards of a step, over all chunks, up to which other schedules are simulated: more take seconds."""
 WORTH_CHANGING = 0.03

@@ -13,15 +13,13 @@ from pangu.pipeline.orders import NumbersError
 def split_layers(
     num_layers: int, chunks: int, explicit: Sequence[int] | None = None, costs: Sequence[float] | None = None
 ) -> list[range]:
-    """The layers of each chunk, in model order; every chunk has at least one.
-
+    """The layers of each chunk, in model order; every chunk has at least one. PanGu's query layer is the last layer.
     `explicit`: layers of each chunk. `costs`: time of each layer in any unit, with the embedding's in the first layer
-    and the head's in the last; None: all the same. PanGu's query layer is the last layer.
+    and the head's in the last; None: all the same. Raises NumbersError if there are more chunks than layers, or
+    `explicit` does not add up.
 
     Without `explicit`, the largest chunk costs as little as possible; among such cuts the sum of squares is smallest,
     and then later chunks get more layers, since in most schedules early stages hold more activations.
-
-    Raises NumbersError if there are more chunks than layers, or `explicit` does not add up.
     """
     if chunks > num_layers:
         raise NumbersError(f"{chunks} chunks for {num_layers} layers", f"each needs a layer; at most {num_layers} work")

@@ -46,7 +46,6 @@ is that on parameters and sends in a measured step, and the time between actions
 MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
 """Marks of messages, which point to the receiving stage: their meaning, and their height in a stage's row."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
-"""Colours of the micro-batches, in turn."""
 INCHES_PER_ACTION = 0.17
 """Room for three digits at FONT_SIZE."""
 FONT_SIZE = 5
@@ -96,7 +95,6 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
 
 
 def _scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The timeline from time 0 on, in another unit."""
     start = timeline.start
     events = (e._replace(start=(e.start - start) * factor, stop=(e.stop - start) * factor) for e in timeline.events)
     return replace(timeline, events=tuple(events))
@@ -128,7 +126,6 @@ def _draw_computing(axes: Axes, timeline: Timeline, inches: float) -> None:
 
 
 def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: float) -> None:
-    """Draw the gaps."""
     boxes: dict[str | None, list[Gap]] = {}
     for gap in gaps:
         boxes.setdefault(_kind(gap), []).append(gap)
@@ -188,7 +185,6 @@ def _write(axes: Axes, span: Event | Gap, inches: float, *labels: str, **look: A
 
 
 def _label(action: Action, schedule: Schedule) -> str:
-    """Number of the micro-batch, and the letter of the stage's chunk if it has several."""
     if schedule.virtual == 1:
         return str(action.micro)
     nth, letters = schedule.stage_of[: action.chunk].count(schedule.stage_of[action.chunk]), ""

@@ -62,7 +62,6 @@ class _Live:
     received: HiddenStates | None
     """The chunk's input, leaves."""
     root: Tensor
-    """The scalar from which backward begins."""
     gradients: list[Tensor]
     """Where backward finds the gradients of the chunk's output; empty for the last chunk."""
 
@@ -77,7 +76,6 @@ class ParameterHooks:
     expect: Callable[[int], None] = lambda chunk: None
     """A whole backward of it is about to run, with `reduce` behind it: what becomes complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
-    """Its gradients are complete."""
 
 
 @dataclass

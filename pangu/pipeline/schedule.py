@@ -17,12 +17,10 @@ class Schedule:
     name: str
     stages: int
     virtual: int
-    """Model chunks per stage."""
     micro_batches: int
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
     actions: tuple[tuple[Action, ...], ...]
-    """One list per stage, in order."""
     two_phases: bool = False
     """A chunk stays unsharded through all its forwards, then through all its backwards."""
     reduce_each: bool = False
@@ -30,7 +28,6 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if weight gradients are computed apart from those of inputs."""
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
     @property

@@ -11,8 +11,6 @@ from pangu.pipeline.timeline import Durations, Event, Timeline
 
 
 class Gap(NamedTuple):
-    """A time in which a stage does not compute."""
-
     stage: int
     start: float
     stop: float
@@ -44,12 +42,10 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
 
 
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
-    """Run all action lists from time 0 on, each action as soon as its inputs are there.
-
-    A message's transfer begins when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit
-    (see check; not if they are `checked` already) or stages wait for each other in a circle, ValueError if the
-    durations are not for this many chunks.
-    """
+    """Run all action lists from time 0 on, each action as soon as its inputs are there; a message's transfer begins
+    when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit (see check; not if they are
+    `checked` already) or stages wait for each other in a circle, ValueError if the durations are not for this many
+    chunks."""
     # A plan simulates thousands of schedules, so no queue of events is sorted: a stage runs on until it needs a message
     # that is not sent yet, and the send takes it up again. Every action is looked at once or twice.
     #

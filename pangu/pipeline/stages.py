@@ -20,8 +20,6 @@ from pangu.topology.placement import TensorRank
 
 @dataclass(frozen=True)
 class Stages:
-    """The model cut into chunks, and the schedule of a step."""
-
     parts: tuple[ModelPart, ...]
     """Chunk -> its part of the model."""
     schedule: Schedule

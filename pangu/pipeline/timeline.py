@@ -60,7 +60,6 @@ class Timeline:
 
     @cached_property
     def computing(self) -> tuple[tuple[Event, ...], ...]:
-        """The forwards and backwards of each stage, in order of time."""
         stages: list[list[Event]] = [[] for _ in range(self.schedule.stages)]
         for event in self.events:
             if event.action.kind in COMPUTE:
@@ -69,7 +68,6 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first stage began to compute."""
         return min(events[0].start for events in self.computing)
 
     @cached_property
@@ -88,12 +86,10 @@ class Timeline:
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
 
     def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
-        """Most activations at once on each stage, in activations of one chunk for one micro-batch.
-
-        One lives from the start of its forward to the end of its backward. Where the backward is split, the share
-        `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
-        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
-        """
+        """Most activations at once on each stage, in activations of one chunk for one micro-batch. One lives from the
+        start of its forward to the end of its backward. Where the backward is split, the share `kept_for_weight` of it
+        (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B of arXiv 2401.10241,
+        2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r."""
         released = {Kind.FORWARD: -1.0, Kind.BACKWARD: 1.0, Kind.BACKWARD_INPUT: 1.0 - kept_for_weight}
         peaks = []
         for events in self.computing:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a command that only composes asks for its rank, and does wi
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all processes of the run. A plain `python pretrain.py` is one process."""
+    """A process of the run. A plain `python pretrain.py` is the only one."""
 
     rank: int = 0
     world: int = 1

@@ -13,8 +13,6 @@ node."""
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index on each axis."""
-
     pipeline: int
     data: int
     tensor: int
@@ -22,8 +20,6 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism."""
-
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -52,7 +48,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of devices."""
         return self.tensor * self.pipeline * self.data
 
     @property

@@ -43,7 +43,6 @@ class Mesh:
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """Axis of `Layout.peers` -> the group of this rank along it, if there are several ranks; `world`: all ranks."""
     timeout_s: float = 600.0
-    """Seconds that a process waits for another one before it gives up."""
     store: dist.Store | None = None
     """Where the processes met."""
     keeper: int | None = None

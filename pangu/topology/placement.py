@@ -67,7 +67,6 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's slice."""
         return tuple(self.stop - self.start if dim == self.cut_dim else n for dim, n in enumerate(self.shape))
 
     @property
@@ -138,5 +137,4 @@ class PlacementTable:
 
     @property
     def numel(self) -> int:
-        """Elements of the model; tied weights count once."""
         return sum(entry.numel for entry in self)

@@ -83,7 +83,6 @@ class FlatParameter:
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}
         self.numel = sum(shape.numel() for shape in shapes.values())
-        """Elements without padding."""
         self.padded = sharding.padded(self.numel)
         self.span = sharding.span(self.padded)
         """The local shard's place in the buffer."""
@@ -172,5 +171,4 @@ class FlatParameter:
         return self.weights
 
     def free(self) -> None:
-        """Free all weights at stage 3. The parameters stay views of the storage."""
         self.weights.untyped_storage().resize_(0)

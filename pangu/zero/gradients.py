@@ -50,7 +50,6 @@ class GradientSum:
         self._missing: dict[int, list[int]] = {}
         """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
-        """Chunk being reduced -> number of flat parameters sent."""
         self._in_flight: list[Handle] = []
         self._norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
         """Norms of this rank's gradients as they were sent: a reduction spreads what is not finite over all ranks.
@@ -61,7 +60,6 @@ class GradientSum:
                     parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, span))
 
     def start_step(self) -> None:
-        """Zero the sums."""
         for flat in self._all:
             (flat.grad if flat.total is None else flat.total).zero_()
         self._missing.clear()
@@ -73,7 +71,8 @@ class GradientSum:
         self._missing[chunk] = [len(flat.parameters) for flat in self.flat_parameters.get(chunk, ())]
 
     def reduce(self, chunk: int) -> None:
-        """Send the rest of a chunk, including flat parameters whose parameters backward did not reach."""
+        """Send the rest of a chunk, for which other replicas wait, including flat parameters with parameters that
+        backward did not reach."""
         self._send(chunk, len(self.flat_parameters.get(chunk, ())))
         self._missing.pop(chunk, None)
         self._num_sent.pop(chunk, None)

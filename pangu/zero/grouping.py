@@ -16,7 +16,7 @@ ALIGNMENT = 32
 IN_FLIGHT = 2
 """Whole gradients of flat parameters that may exist at a time where they are reduced after each micro-batch."""
 TABLES = ("embedding", "position_bias")
-"""Lookup tables."""
+"""Modules that are lookup tables."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,16 @@ class Sharding:
 
     @classmethod
     def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
-        """The sharding of a replica; of `offload` only what concerns flat parameters."""
         on_host = tuple(what for what in ("optimizer", "parameters") if what in offload)
         # with its parameters on the host even a rank that shares with nobody has to fetch them
         stage = layout.zero if layout.shards > 1 or "parameters" in on_host else 0
         return cls(stage, replica % layout.shards, layout.shards, layout.data, on_host)
 
     def padded(self, numel: int) -> int:
-        """Length of the buffer of `numel` elements."""
         step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
         return -(-numel // step) * step
 
     def span(self, padded: int) -> slice:
-        """This rank's local shard."""
         length = padded // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 
@@ -134,12 +131,10 @@ def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
 
 
 def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, list[str]]]:
-    """Chunk and parameters of each flat parameter, in the order of forward.
-
-    Parameters of a module stay together, and neighbouring modules of a chunk are joined until they fill the bucket; a
-    bucket must not straddle chunks, which are used at different times. A parameter that another stage has a copy of
-    stands alone, so that it is sharded alike there; so does one of several chunks, which belongs to none (-1).
-    """
+    """Chunk and parameters of each flat parameter, in the order of forward. Parameters of a module stay together, and
+    neighbouring modules of a chunk are joined until they fill the bucket, which must not straddle chunks, since they
+    are used at different times. A parameter that another stage has a copy of stands alone, so that it is sharded alike
+    there; so does one of several chunks, which belongs to none (-1)."""
     users: dict[str, set[int]] = {}
     for chunk, of_chunk in uses.items():
         for names in of_chunk.values():

@@ -47,11 +47,8 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
 
 def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
     """Euclidean norm of the model's gradient (not finite if any element is not) and the sum of the losses, in one
-    all-reduce.
-
-    `gradients`: of the shards that count (see `counts`). `loss`: fp64 scalar, the sum of this replica's token losses;
-    None on other stages.
-    """
+    all-reduce. `gradients`: of the shards that count (see `counts`). `loss`: fp64 scalar, the sum of this replica's
+    token losses; None on other stages."""
     both = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if gradients:
         both[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()

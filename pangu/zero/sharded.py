@@ -25,13 +25,10 @@ class Policy:
     """How parameters are stored and communicated; none of it changes what is computed."""
 
     seed: int
-    """Of the initial values."""
     dtype: torch.dtype
-    """Compute format."""
     bucket_bytes: float
     """Layers are joined to flat parameters of about this many bytes of fp32 gradients."""
     overlap: bool = True
-    """Communicate while layers compute."""
     reduce_each: bool = False
     """Reduce gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
     offload: tuple[str, ...] = ()
@@ -115,7 +112,6 @@ class ShardedParameters:
             self.unsharder.publish(flats)
 
     def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
-        """See `norms.norm_and_loss`."""
         return norm_and_loss(self._counted, loss, self._mesh)
 
     def scale_gradients(self, factor: float) -> None:

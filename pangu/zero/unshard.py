@@ -86,13 +86,11 @@ class Unsharder(ModuleHooks):
         self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != "position_bias"}
         """Module -> the next one in forward; none after the bias of all chunks, which several follow."""
         self.backward = {a: b for names in uses.values() for a, b in pairwise(backward_order(list(names), trained))}
-        """The same for backward."""
         self._handles: dict[FlatParameter, Handle] = {}
         """Gathers and copies in flight."""
         self._whole: set[FlatParameter] = set()
         """Those of stage 3 that are unsharded."""
         self._users = dict.fromkeys(self.flat_parameters, 0)
-        """Number of modules in use that need each."""
         self._kept: set[FlatParameter] = set()
         """Those of chunks that a schedule has unsharded."""
 
@@ -112,7 +110,6 @@ class Unsharder(ModuleHooks):
                 self._finish(flat)
 
     def wait(self) -> None:
-        """Wait for all gathers and copies."""
         for flat in list(self._handles):
             self._finish(flat)
 
@@ -121,7 +118,6 @@ class Unsharder(ModuleHooks):
         self._kept |= self._of_chunk[chunk]
 
     def reshard(self, chunk: int) -> None:
-        """End of `unshard`."""
         self._kept -= self._of_chunk[chunk]
         for flat in self._of_chunk[chunk]:
             self._finish(flat)

@@ -24,8 +24,6 @@ from pangu.models.parameters import logical_shapes
 
 @dataclass(frozen=True)
 class Format:
-    """A format's functions."""
-
     open: Callable[[Path], Source]
     """Open files to read. Raises UserError."""
     table: Callable[[ModelConfig, int], list[Stored]]

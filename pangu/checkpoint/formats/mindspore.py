@@ -327,7 +327,6 @@ def write(path: Path, job: Job) -> None:
 
 
 def _number(value: int) -> bytes:
-    """A varint."""
     parts = []
     while value >= 128:
         parts.append(value & 127 | 128)

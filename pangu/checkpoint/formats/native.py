@@ -62,7 +62,6 @@ class PanguSource(Source):
 
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
-    """Logical tensors as they are."""
     return [Stored(name, (name,), shape) for name, shape in logical_shapes(model).items()]
 
 

@@ -30,10 +30,7 @@ PANGU_VOCAB = {40064: 40000}
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file."""
-
     name: str
-    """Its name there."""
     parts: tuple[str, ...]
     """The logical tensors in it, stacked along dimension 0."""
     shape: tuple[int, ...]
