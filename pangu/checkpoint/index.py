@@ -241,7 +241,7 @@ _FACTS: dict[str, Any] = {
     },
     "loss_scale?": lambda value: value is None or _matches(value, _LOSS_SCALE),
     "order?": _is_count,
-    # what was timed at the start of the run, as far as it is told when it continues
+    # the times of autotuning, as far as a continued run reports them
     "choices?": lambda value: value is None or _are_choices(value),
     "frozen?": [str],
     "identity?": dict,

@@ -38,8 +38,8 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Handle:
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
-    """Begin to all-gather the flat shards `part`, which may be a view of `whole`. gloo's own algorithm goes round a
-    ring; an exchange takes one step and a copy of the shard for each rank."""
+    """Begin to all-gather the flat shards `part`, which may be a view of `whole`. gloo's all-gather goes round a ring;
+    an exchange takes one step and a copy of the shard for each rank."""
     if group is None:
         return Completion()
     if algorithms.gather == "exchange":
@@ -52,8 +52,8 @@ def start_reduce_scatter(
     part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
 ) -> Handle:
     """Begin to sum the flat `whole` over the ranks; this rank's share goes to `part`, which may be a view of it. gloo's
-    own algorithm reduces everything everywhere. An exchange adds up in the order of the ranks, which gives the same sum
-    wherever an element stands in a message."""
+    reduce-scatter reduces everything everywhere. An exchange adds up in the order of the ranks, which gives the same
+    sum wherever an element stands in a message."""
     if group is None:
         return Completion()
     if algorithms.scatter == "own":

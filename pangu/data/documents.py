@@ -84,7 +84,7 @@ def _read_records(path: Path, text_key: str) -> Iterator[str]:
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # the library's readers raise errors of their own and of theirs
+    # the library's readers raise many kinds of errors
     with reading(path, Exception, rule=f"cannot be read as {READERS[path.suffix]}"):
         path.open("rb").close()  # the library does not say which file is missing
         name = glob.escape(str(path))

@@ -25,7 +25,7 @@ class Sources:
 
 
 def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
-    """Make the files of a data source that makes its own, and check those of the others. May write and take long; one
+    """Make the files of a data source that needs it, and check those of the others. May write and take long; one
     process of each file system calls it, before `open_sources` of any. Raises UserError."""
     if isinstance(data, StdlibData):
         from pangu.data.stdlib import prepare_stdlib

@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
             ) from error
         if not Path(path).is_dir():
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
-        # of a damaged file, the library's readers raise errors of their own and any other
+        # the library's readers raise any kind of error for a damaged file
         with reading(path, Exception, rule="transformers cannot load a tokenizer from there"):
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         self.vocab_size: int = len(self._tokenizer)
@@ -136,7 +136,7 @@ def _jieba() -> Any:
         warnings.simplefilter("ignore")  # of old escapes and of setuptools
         import jieba
     words = jieba.Tokenizer()
-    # its own `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
+    # jieba's `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
     # have put another one, and is no faster
     words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
     words.initialized = True

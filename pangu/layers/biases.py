@@ -63,6 +63,10 @@ def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:
     """int64 [length], the bucket of each distance 0, 1, ... (Raffel et al. 2020, section 2.1, released code, causal):
     half of the buckets hold one distance each, the others grow in proportion to it, the last one holds all from
     `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike."""
+    # 8 buckets, furthest 32:
+    #
+    #     distance   0  1  2  3  4-6  7-11  12-19  20-
+    #     bucket     0  1  2  3  4    5     6      7
     exact = buckets // 2
     distances = torch.arange(length)
     share = (distances.clamp(min=1).float() / exact).log() / math.log(furthest / exact)

@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
                 hidden = hooks.before(f"layers.{layer}", hidden)
                 if layer == self.config.query_layer:
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
-                    # the row of a token's own position asks for the token after it; no shift of the index
+                    # the query at a token's position is for the token after it; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, below = self.layers[str(layer)], HiddenStates(hidden, scores)
                 hidden, scores = checkpointed(block, below, context, queries, on=layer < part.layers.start + recomputed)

@@ -117,7 +117,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
             name = "embedding.word.weight" if config.tied_head else "head.weight"
             yield "head.weight", [Placement(name, (config.vocab, width), std, cut_dim=0, shared=shared)]
         if config.query_layer is not None:
-            # every rank looks all positions up, for its own heads
+            # every rank looks up all positions, for its heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
 
 

@@ -123,15 +123,12 @@ def bubble_by_formula(
     The times are those of one chunk and one micro-batch, the same for all chunks; messages take no time. With m >= p:
 
     - gpipe, 1f1b: (p-1) / (m+p-1) (arXiv 2104.04473, 2.2, which gives idle / busy, (p-1)/m)
-
     - interleaved, breadth_first: (p-1) / (v m + p-1) (the same; arXiv 2211.05953)
-
     - zb_h1: idle (p-1)(F + I - W) (arXiv 2401.10241, table 2), if W <= F and W <= I
-
     - zb_v: idle (p-1) F, if F = I = W
 
     With m < p each round over the chunks (gpipe to breadth_first) takes p, not m; the zero-bubble schedules are as long
-    as the way of the first micro-batch, and the others behind it, allows.
+    as the path of the first micro-batch, and the others behind it, allows.
     """
     p, v, m = stages, virtual, micro_batches
     whole = forward + backward_input + backward_weight

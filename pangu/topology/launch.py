@@ -22,8 +22,7 @@ class Launch:
     local_rank: int = 0
     local_world: int = 1
     attempt: int = 0
-    """How often the launcher has restarted the processes (`torchrun --max-restarts`); 0 if each start has its own
-    rendezvous."""
+    """How often the launcher has restarted the processes (`--max-restarts`); 0 if each start meets elsewhere."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:

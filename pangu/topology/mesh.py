@@ -20,7 +20,7 @@ from pangu.topology.orphan import end_with_launcher
 
 
 def is_silence(error: RuntimeError) -> bool:
-    """True if another process did not answer. gloo has no exception of its own for that."""
+    """True if another process did not answer. gloo has no exception type for that."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -83,7 +83,7 @@ class Mesh:
             ranks = layout.peers(mesh.rank, axis)
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must make as
-                # many, those that are not in this one a group of their own
+                # many, those that are not in this one a group of one rank
                 is_member = mesh.rank in ranks
                 group = mesh.new_group(ranks if is_member else [mesh.rank])
                 if is_member:
@@ -108,7 +108,7 @@ class Mesh:
         return group
 
     def silent_ranks(self) -> list[int]:
-        """After a timeout: the ranks that report none of their own soon after, because they are stuck or gone. Empty if
+        """After a timeout: the ranks that do not report one soon after, because they are stuck or gone. Empty if
         unknown."""
         if self.store is None:
             return []

@@ -62,7 +62,7 @@ class Buffer:
     """fp32 (fp64 in fp64) rather than the compute format."""
     on_host: bool = False
     alias: str | None = None
-    """The buffer that it is, or whose local shard it is; None: it has its own memory."""
+    """The buffer that it is, or whose local shard it is; None: separate memory."""
     lasting: bool = True
     """False: it is allocated and freed within a step."""
 
@@ -70,7 +70,7 @@ class Buffer:
 def buffer_table(padded: int, narrow: bool, sharding: Sharding, trained: bool) -> list[Buffer]:
     """The buffers of a flat parameter of `padded` elements; `narrow`: the model computes in less than fp32."""
     # Which of them are the same memory, for 8 elements on 2 ranks in bf16 (in fp32 main is local, unless offloaded),
-    # for the aliases are the sharding: no stage has code of its own.
+    # for the aliases are the sharding: no stage has separate code.
     #
     #     stage   weights   local          total   grad         main
     #     0       8         = weights      8       = total      8

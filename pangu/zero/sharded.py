@@ -56,7 +56,7 @@ class ShardedParameters:
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = sharding.offload, mesh
         self.gradients = GradientSum(trained_of, mesh, policy.reduce_each, policy.overlap, policy.message)
-        # nothing is copied to a CPU's own memory beside what it computes
+        # without offload there are no copies, and a CPU has no stream for them
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
         trained, group = trained_modules(table, uses), mesh.group("gather")
         self.unsharder = Unsharder(flats_of, trained, group, self._stream, policy.overlap, mesh.algorithms)

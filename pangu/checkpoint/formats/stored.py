@@ -99,8 +99,8 @@ def make_table(
     Args:
         names: the format's entry in tensor_names.yaml.
         multiple: rows of the word embedding and the head are padded to a multiple of it.
-        ranks: files may have padded them to a multiple of 128 for each of so many.
-        groups: modules whose parts are dealt out in so many blocks.
+        ranks: tensor-parallel ranks, for each of which files may have padded these rows to a multiple of 128.
+        groups: number of blocks of the parts of a module, see `Stored.groups`.
     """
     shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
     table = []
