@@ -171,4 +171,5 @@ class FlatParameter:
         return self.weights
 
     def free(self) -> None:
+        """Free all weights at stage 3. The parameters stay views of the storage."""
         self.weights.untyped_storage().resize_(0)
