@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import role_ranks, run_jobs
 from pangu.metrics.text import size
@@ -37,6 +38,10 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
+    if config.model.attention in ("flex", "flash_attn"):
+        rule = "a dry run cannot carry out a kernel that is compiled at run time, or comes from another package"
+        works = "model.attention=auto works, and takes as much memory where both are fused"
+        raise ConfigError([Problem("model.attention", config.model.attention, rule, works)])
     roles = run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")])
     for role in roles:
         role |= _fit(config, role)

@@ -108,3 +108,16 @@ def test_a_rank_that_cannot_be_carried_out_is_one_message() -> None:
             process.report(values(""), 7)
     finally:
         process.end()
+
+
+def test_kernels_of_other_packages_are_refused() -> None:
+    done = called("tools/plan", *SMALL, "precision=bf16", "model.attention=flash_attn", "--dry-run", "--json")
+    assert done.returncode == 2
+    assert "a dry run cannot carry out" in done.stderr
+    assert "model.attention=auto works" in done.stderr
+
+
+def test_a_dry_run_says_whether_it_fits() -> None:
+    fits, not_ = (called("tools/plan", *SMALL, "cluster=a100", f"cluster.memory.gib={n}", "--dry-run") for n in (40, 1))
+    assert "memory       fits on a100" in fits.stdout
+    assert "memory       does not fit on a100" in not_.stdout
