@@ -60,8 +60,9 @@ class Bounds:
         numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
         shards = (plan.shards or plan.data) if plan.zero else 1
         latency, per_byte = self._link(plan)
-        gradients, weights = (numbers * size * per_byte + latency for size in (system.gradient_bytes, 2))
-        host = numbers / shards * (system.gradient_bytes + 2) / (self._space.cluster.host_gb_s * 1e9)
+        sizes = (system.gradient_bytes, system.number_bytes)
+        gradients, weights = (numbers * size * per_byte + latency for size in sizes)
+        host = numbers / shards * sum(sizes) / (self._space.cluster.host_gb_s * 1e9)
         host *= "optimizer" in plan.offload
         hidden = system.hidden_data
         if plan.zero == 3:
@@ -86,13 +87,16 @@ class Bounds:
     def gib(self, plan: Plan) -> float:
         """GiB of the first stage: states of its layers, and their activations in flight."""
         shape = self._space.shape
-        layers = min(plan.layers) * plan.virtual
+        system, layers = self._space.system, min(plan.layers) * plan.virtual
         numbers = layers * shape.layer_matrices / plan.tensor
         shards = (plan.shards or plan.data) if plan.zero else 1
-        kept = 0 if "optimizer" in plan.offload else 12 / shards
-        gradients = self._space.system.gradient_bytes
+        kept = 0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
         whole = plan.zero < 2 or plan.schedule not in REDUCES_EACH
-        each = kept + 2 / (shards if plan.zero == 3 else 1) + gradients / (1 if whole else shards)
+        each = (
+            kept
+            + system.number_bytes / (shards if plan.zero == 3 else 1)
+            + system.gradient_bytes / (1 if whole else shards)
+        )
         again = min(plan.recomputed * plan.virtual, layers)
         flying = in_flight(plan.steps, 0) / plan.virtual
         return (numbers * each + flying * (layers - again) * self._of(plan, plan.recompute).saved) / 2**30

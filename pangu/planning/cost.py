@@ -109,6 +109,10 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     rate, memory = cluster.matmul, cluster.memory
     if product.fused:
         return product.flops / (rate.tflops * 1e12 * rate.attention)
+    if rate.measured:
+        share = measured_share(rate.measured, product.rows, product.columns, product.depth)
+        if share is not None:
+            return product.flops / (rate.tflops * 1e12 * share)
     tiles = math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE) * product.batch
     lost = tiles * TILE * TILE / (product.rows * product.columns * product.batch)
     lost *= (1 + rate.depth / product.depth) * (1 + rate.waves * rate.units / tiles)
@@ -119,6 +123,23 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     computing = product.flops * lost / (rate.tflops * 1e12 * rate.efficiency)
     moved = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
     return max(computing, 2.0 * moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency))
+
+
+NEAR = math.log(1.1)
+"""By how much a dimension may differ from that of a product that was timed."""
+
+
+@lru_cache(maxsize=100_000)
+def measured_share(
+    table: tuple[tuple[float, float, float, float], ...], rows: int, columns: int, depth: int
+) -> float | None:
+    """Share of the peak of the nearest product that was timed; None: none is near."""
+
+    def distance(entry: tuple[float, float, float, float]) -> float:
+        return max(abs(math.log(a / b)) for a, b in zip(entry, (rows, columns, depth), strict=False))
+
+    nearest = min(table, key=distance)
+    return nearest[3] if distance(nearest) <= NEAR else None
 
 
 def collective_seconds(collective: Collective, group: Group, cluster: ClusterConfig) -> float:

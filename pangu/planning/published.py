@@ -74,6 +74,15 @@ class System:
     """Share of the communication of replicas that runs beside backward."""
     hidden_messages: float = 0.0
     """Share of the messages between stages that runs beside computing."""
+    number_bytes: int = 2
+    """Of weights and activations."""
+    moved: float = 1.0
+    """Bytes of a layer's operations that are no products, over those of the formulas."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter's moments, and of its main copy where weights are shorter (Rajbhandari et al. 2020, 3.1)."""
+        return 12 if self.number_bytes == 2 else 8
 
 
 MEGATRON_2021 = System("megatron", False, True, True, 22, 4, 8)
@@ -84,8 +93,9 @@ MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 0, 0.5, 0.5, 0
 """Megatron-Core since 2023: flash attention, communication beside computing."""
 NANOTRON = System("nanotron", True, False, False, 30, 4, 12)
 """nanotron of 2024."""
-PANGU = System("pangu", True, True, False, 30, 4, 12, 0.0, 0.0, 0.9)
-"""This program, until a dry run counts it: fused attention, element-wise operations one by one."""
+PANGU = System("pangu", True, True, False, 32, 4, 12, 0.0, 0.0, 0.9, moved=1.42)
+"""This program: fused attention, element-wise operations one by one. Launches and bytes are those that a dry run of
+pangu_350m counts (tools/plan.py +config=pangu_350m --dry-run: 93 launches and 2.7 GiB of a layer and micro-batch)."""
 FSDP = System("fsdp", True, False, False, 24, 4, 8, 0.0, 0.0, 1.0)
 """FSDP of PyTorch with flash attention."""
 
@@ -152,7 +162,7 @@ def _layer_bytes(shape: Shape, system: System, plan: Plan, tokens: float) -> tup
     forward = residual / shared + (2 * shape.ffn / h + up + 4 + 2 * shape.kv_heads / shape.heads * 2) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * shape.ffn / h + 12) / t
     scores = 0.0 if system.flash else shape.heads / t * shape.sequence / h * (6.5 if system.dropout else 4)
-    unit = 2.0 * tokens * h
+    unit = system.moved * system.number_bytes * tokens * h
     return unit * (forward + scores), unit * (backward + scores * 1.6)
 
 
@@ -161,11 +171,12 @@ def _saved(shape: Shape, system: System, plan: Plan, tokens: float) -> float:
     h, t, s = shape.hidden, plan.tensor, shape.sequence
     shared = t if plan.sequence else 1
     if plan.recompute == "full":
-        return 2 * tokens * h / shared
+        return system.number_bytes * tokens * h / shared
     kv = shape.kv_heads / shape.heads
     mlp = (6 if shape.gated else 4) * shape.ffn / h
     replicated = 8 + (2 if system.dropout else 0)
-    saved = tokens * h * (replicated / shared + (4 + 4 * kv + mlp) / t)
+    # counted with two bytes a number
+    saved = tokens * h * (replicated / shared + (4 + 4 * kv + mlp) / t) * system.number_bytes / 2
     if system.flash and plan.recompute == "selective":
         return saved / 2  # torchtitan's selective-op: every other product's output is kept
     if not system.flash and plan.recompute == "none":
@@ -176,14 +187,15 @@ def _saved(shape: Shape, system: System, plan: Plan, tokens: float) -> float:
 def _communication(shape: Shape, system: System, plan: Plan, tokens: float) -> tuple[Collective, ...]:
     """Of a layer's forward; backward sends the same."""
     found: list[Collective] = []
-    whole = 2.0 * tokens * shape.hidden
+    whole = 1.0 * system.number_bytes * tokens * shape.hidden
     if plan.tensor > 1 and plan.sequence:
         found.append(Collective("all_gather", "tensor", whole, 2, system.hidden_tensor))
         found.append(Collective("reduce_scatter", "tensor", whole, 2, system.hidden_tensor))
     elif plan.tensor > 1:
         found.append(Collective("all_reduce", "tensor", whole, 2, system.hidden_tensor))
     if plan.context > 1:
-        keys = 4.0 * tokens * plan.context * shape.hidden * shape.kv_heads / shape.heads / plan.tensor
+        keys = 2.0 * system.number_bytes * tokens * plan.context * shape.hidden
+        keys *= shape.kv_heads / shape.heads / plan.tensor
         found.append(Collective("all_gather", "context", keys, 1, 0.9))
     return tuple(found)
 
@@ -201,7 +213,8 @@ def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     parameters = shape.layer_matrices / t + 13 * h / t
     sharded = plan.zero == 3 and plan.data > 1
-    gather = (Collective("all_gather", "shard", 2.0 * parameters, 1, system.hidden_data),) if sharded else ()
+    whole = Collective("all_gather", "shard", system.number_bytes * parameters, 1, system.hidden_data)
+    gather = (whole,) if sharded else ()
     reduce = (
         (Collective("reduce_scatter", "shard", 1.0 * system.gradient_bytes * parameters, 1, system.hidden_data),)
         if sharded
@@ -271,7 +284,7 @@ TILES = 128
 def embedding_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
     """The lookup of words and positions."""
     tokens = plan.micro_size * max(1, shape.sequence // plan.context)
-    whole = 2.0 * tokens * shape.hidden
+    whole = 1.0 * system.number_bytes * tokens * shape.hidden
     sends = (Collective("all_reduce", "tensor", whole),) if plan.tensor > 1 else ()
     rows = math.ceil(shape.vocab / (TILES * plan.tensor)) * TILES + shape.sequence
     return ModuleWork(
@@ -336,7 +349,8 @@ def describe(shape: Shape, system: System, plan: Plan) -> Workload:
     tied = shape.tied and plan.pipeline == 1
     steps = tuple(_step(modules, counts, shape, system, plan, tied) for counts in sums)
     tokens = plan.micro_size * shape.sequence / plan.context
-    message = 2.0 * tokens * shape.hidden / plan.tensor  # tensor ranks send a part each: Narayanan et al. 2021, 4.1
+    # tensor ranks send a part each: Narayanan et al. 2021, 4.1
+    message = system.number_bytes * tokens * shape.hidden / plan.tensor
     sequences = plan.micro_size * plan.micro_batches * plan.data
     return Workload(modules, tuple(chunks), steps, message, shape.flops(sequences))
 
@@ -359,7 +373,7 @@ def _step(
         # whole gradients are there for one micro-batch only: each is reduced
         often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
         found.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
-        found.append(Collective("all_gather", "shard", numbers * 2, 1, system.hidden_data))
+        found.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
     if plan.zero and shards < replicas:
         found.append(
             Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
@@ -368,12 +382,12 @@ def _step(
         found.append(Collective("all_reduce", "ends", modules["head"].parameters * system.gradient_bytes))
     gradients = system.gradient_bytes
     state = (
-        numbers * (2 / (shards if plan.zero == 3 else 1))
+        numbers * (system.number_bytes / (shards if plan.zero == 3 else 1))
         + numbers * gradients / kept
-        + (0 if "optimizer" in plan.offload else numbers * 12 / shards)
+        + (0 if "optimizer" in plan.offload else numbers * system.optimizer_bytes / shards)
     )
     # gradients there, weights back
-    host = numbers / shards * (gradients + 2) if "optimizer" in plan.offload else 0.0
+    host = numbers / shards * (gradients + system.number_bytes) if "optimizer" in plan.offload else 0.0
     update = numbers / shards * 34 + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = 24.0 * (counts["layer"] + counts["recomputed"])
     return StepWork(update, launches, tuple(found), host, state)

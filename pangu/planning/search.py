@@ -89,6 +89,9 @@ def shape_of(model: ModelConfig) -> Shape:
 def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
     """The space of a configuration's model and batch on a cluster."""
     system = replace(PANGU, dropout=config.model.dropout > 0)
+    if config.precision.compute in ("fp32", "fp64"):
+        system = replace(system, number_bytes=4)
+        cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
     return Space(shape_of(config.model), system, cluster, config, fixed)
 
 
