@@ -130,6 +130,8 @@ def _row(values: Mapping[str, str]) -> Row:
         raise UnusableRowError("tp x pp x cp x dp is not the number of devices")
     if shape.heads % tensor and shape.hidden % tensor:
         raise UnusableRowError("tp does not divide the model")
+    if shape.ffn < tensor:
+        raise UnusableRowError("tp does not divide the model")
     if stages > shape.layers:
         raise UnusableRowError("there are more stages than layers")
     zero = _number(values, "zero") or 0
@@ -154,7 +156,7 @@ def _row(values: Mapping[str, str]) -> Row:
         memory,
         bool(re.search(r"\bOOM\b|out of memory", note)) and _number(values, "step_time_s") is None,
     )
-    sizes = {"tensor": tensor, "pipeline": stages, "data": data, "context": context, "zero": min(3, int(zero))}
+    sizes = {"tensor": tensor, "pipeline": stages, "data": data, "context": context, "zero": max(0, min(3, int(zero)))}
     plans = _plans(values, row, sizes, recompute)
     return row._replace(plans=plans, seconds=_seconds(values, row, plans[0], note))
 
@@ -218,16 +220,16 @@ def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recomp
     batch, stages, layers = _count(values, "global_batch"), sizes["pipeline"], row.shape.layers
     if batch < sizes["data"]:
         raise UnusableRowError("the batch is smaller than the number of replicas")
-    micro = _number(values, "micro_batch")
+    micro = _count(values, "micro_batch", 0)
     each = batch / sizes["data"]
-    micros = [int(micro)] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
-    virtual = _number(values, "vpp")
+    micros = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
+    virtual = _count(values, "vpp", 0)
     if virtual or stages == 1 or row.system not in (MEGATRON_2021, MEGATRON_2022):
-        virtuals = [int(virtual or 1)]
+        virtuals = [virtual or 1]
     else:
         told = "interleaved" in values.get("note", "")
         virtuals = [2] if told and layers % (stages * 2) == 0 else [1]
-    named = re.search(r"schedule (zb-\w+)", values.get("table", ""), re.IGNORECASE)
+    named = re.search(r"schedule (zb-[12]p)", values.get("table", ""), re.IGNORECASE)
     plans = []
     for size in micros or [1]:
         for chunks in virtuals:

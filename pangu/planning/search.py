@@ -202,6 +202,9 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
         least, most = SCHEDULES[schedule].virtual
         chunks = [v for v in (1, *VIRTUAL) if v >= least and (most is None or v <= most)]
         for virtual in _options(space.fixed, "virtual", chunks):
+            if virtual < least or (most is not None and virtual > most):
+                refused[f"parallel.virtual: {schedule} does not allow so many chunks"] += 1
+                continue
             if plan.pipeline * virtual > space.shape.layers:
                 refused["parallel.pipeline x parallel.virtual: each chunk needs at least one layer"] += 1
                 continue
@@ -226,12 +229,13 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     most = max(plan.layers)
     recomputes: list[tuple[Recompute, int]] = [("none", 0), ("full", 0)]
     recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]
+    if "recompute" in space.fixed:
+        given = space.fixed["recompute"]
+        recomputes = [("none", given)] if isinstance(given, int) else [(given, 0)]
     for zero, shards in zeros:
         if space.fixed.get("zero", zero) != zero:
             continue
         for recompute, recomputed in recomputes:
-            if space.fixed.get("recompute", recompute) != recompute:
-                continue
             for offload in _options(space.fixed, "offload", ((), ("optimizer",))):
                 yield plan._replace(
                     zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload

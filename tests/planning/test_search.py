@@ -92,6 +92,15 @@ def test_the_tool_prints_layouts_and_reasons(capsys: pytest.CaptureFixture[str],
     assert "http" not in written
 
 
+@pytest.mark.parametrize("given", ["memory.recompute=3", "memory.recompute=selective", "parallel.virtual=2"])
+def test_other_keys_that_are_given_stay_too(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *PLAN, given, "--json", "--top", "2")
+    assert status == 0
+    for one in json.loads(out)["best"]:
+        assert given in one["overrides"]
+        assert given != "parallel.virtual=2" or "parallel.schedule=1f1b" not in one["overrides"]
+
+
 def test_what_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, *PLAN, "parallel.tensor=8", "--json", "--top", "3")
     assert status == 0

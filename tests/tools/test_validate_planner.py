@@ -100,6 +100,8 @@ def test_hostile_tables_end_in_one_message(
         ("x,,,4,8192,64,,,51200,2048,,A100,8,8,1,8,,1,,,,,,8,1.0,,,,,", "more stages than layers"),
         ("x,,,48,8192,64,,,51200,2048,,A100,8,8,8,1,,1,,,,,,-8,1.0,,,,,", "global_batch is not above 0"),
         ("x,,,48,8192,64,,,51200,2048,,A100,8.5,8,8,1,,1,,,,,,8,1.0,,,,,", "gpus is no whole number"),
+        ("x,,,48,8192,64,,4,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1.0,,,,,", "tp does not divide the model"),
+        ("x,,,48,8192,64,,,51200,2048,,A100,8,8,1,8,0.5,1,,,,,,8,1.0,,,,,", "vpp is no whole number"),
         ("x", "is not told"),
     ],
 )
@@ -109,6 +111,12 @@ def test_rows_that_make_no_sense_are_counted(row: str, reason: str, table: Path)
     assert len(rows) == 7
     assert sum(skipped.values()) == 1
     assert reason in next(iter(skipped))
+
+
+def test_schedules_that_are_not_known_count_as_1f1b(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = "x,schedule ZB-V,,48,8192,64,,,51200,2048,,A100,8,8,1,8,,1,,-1,,,1,8,1.0,,,,,"
+    table.write_text(f"{EXCERPT}{row}\n", encoding="utf-8")
+    assert report(capsys, "--table", table)["sources"]["x"]["rows"] == 1
 
 
 def test_words_that_name_no_source_are_refused(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
