@@ -1,5 +1,4 @@
-"""A run folder: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer, so that it can be
-moved."""
+"""A run folder: its configuration in config.yaml, its checkpoints, and a copy of its tokenizer."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Keys that must not change between the parts of one run. The attention kernel may: it computes the same
-    function."""
+    """Keys that must not change within a run. The attention kernel may: it computes the same function."""
     model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
     del model["attention"]
     values = {f"model.{key}": value for key, value in model.items()}

@@ -26,8 +26,7 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 
 def check(config: RunConfig, world: int) -> int:
     """Check a configuration against the number of processes; returns the data-parallel size, `parallel.data` or what
-    remains. For a dry run it need not fit `world`. Raises ConfigError with every wrong value and every
-    contradiction."""
+    remains. For a dry run it need not fit `world`. Raises ConfigError with all wrong values and contradictions."""
     checked, problems = find_problems(asdict(config))
     problems += layout_problems(checked, world)
     if problems:

@@ -61,7 +61,7 @@ class Blend:
         self._total = sum(self._parts)
         self._settles = -(-self._total // min(self._parts))
         self._cursor = (0, tuple(0 for _ in weights))
-        """A number of samples and each dataset's count of them: a cache, replaced as a whole, so that threads may read
+        """A cache: a number of samples and each dataset's count of them, replaced as a whole for threads that read
         it."""
 
     def locate(self, sample: int) -> tuple[int, int]:

@@ -24,8 +24,8 @@ class Bias:
     """fp32 [heads / ranks], where the bias is -slope x distance."""
 
     def dense(self, first: int = 0) -> Tensor:
-        """[heads / ranks, sequence - first, sequence]: rows are queries from `first` on; above the diagonal it is
-        meaningless."""
+        """[heads / ranks, sequence - first, sequence]; rows: queries from `first` on; meaningless above the
+        diagonal."""
         places = torch.arange(self.by_distance.shape[0], device=self.by_distance.device)
         distances = (places[first:, None] - places).abs()
         return F.embedding(distances, self.by_distance).permute(2, 0, 1)
@@ -61,8 +61,8 @@ class Alibi(nn.Module):
 
 def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:
     """int64 [length], the bucket of each distance 0, 1, ... (Raffel et al. 2020, section 2.1, released code, causal):
-    half of the buckets hold one distance each, the others grow in proportion to it, the last one holds all from
-    `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike."""
+    the first half of the buckets hold one distance each, the others grow in proportion to it, the last one holds all
+    from `furthest` on. Computed in fp32 on the CPU, as released, so that every device rounds alike."""
     # 8 buckets, furthest 32:
     #
     #     distance   0  1  2  3  4-6  7-11  12-19  20-

@@ -20,8 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Builder:
-    """The placement table, the path of the module being built, e.g. `layers.3.attention`, and the tensor-parallel
-    group."""
+    """The placement table, the path of a module, e.g. `layers.3.attention`, and the tensor-parallel group."""
 
     table: PlacementTable = field(default_factory=PlacementTable)
     path: str = ""

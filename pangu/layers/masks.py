@@ -37,8 +37,7 @@ class AttentionMask:
         return sees
 
     def dense(self, length: int, device: torch.device, first: int = 0) -> Tensor:
-        """bool [batch or 1, 1, sequence - first, sequence], true where row (query) sees column (key). Queries begin at
-        `first`."""
+        """bool [batch or 1, 1, sequence - first, sequence]: whether row (query, from `first` on) sees column (key)."""
         rows = 1 if self.documents is None else self.documents.shape[0]
         batch = torch.arange(rows, device=device)[:, None, None, None]
         places = torch.arange(length, device=device)

@@ -126,19 +126,18 @@ class LanguageModel(nn.Module):
         return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
     def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of the weighted token losses of a micro-batch, from the last part's hidden states; the caller divides by
-        the global number of targets."""
+        """Sum of a micro-batch's weighted token losses; the caller divides by the global number of targets."""
         assert self.head is not None
         return self.hooks.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Losses and misses [2, batch, sequence] from the last part's hidden states, see `Head.token_losses`."""
+        """Losses and misses [2, batch, sequence], see `Head.token_losses`."""
         assert self.head is not None
         losses_and_misses = self.head.token_losses(hidden, self._output_matrix, batch.labels, batch.weights)
         return self.hooks.after("head", torch.stack(losses_and_misses))
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
-        """Logits [places, batch, vocab] of the tokens after these places, from the last part's hidden states."""
+        """Logits [places, batch, vocab] of the tokens after these places."""
         assert self.head is not None
         return self.hooks.after("head", self.head.logits(hidden, self._output_matrix, places))
 

@@ -143,8 +143,7 @@ def _draw_gaps(axes: Axes, schedule: Schedule, gaps: Sequence[Gap], inches: floa
 
 
 def _draw_messages(axes: Axes, timeline: Timeline, measured: bool) -> None:
-    """A mark where a message is sent, and a line for its transfer. Of a measured one only the sender's part is
-    known."""
+    """A mark where a message is sent, and a line for its transfer, of which only the sender's part is ever measured."""
     for marker, (_, height) in MARKERS.items():
         sends = [event for event in timeline.events if event.action.kind in SENDS and _marker(event) == marker]
         colours = [_colour(event.action) for event in sends]

@@ -78,8 +78,8 @@ class GradientSum:
         self._num_sent.pop(chunk, None)
 
     def finish(self) -> None:
-        """Send what several chunks use, wait for all sums, and all-reduce over stages and tensor-parallel ranks that
-        hold copies."""
+        """Send what several chunks use, wait for all sums, and all-reduce copies over stages and tensor-parallel
+        ranks."""
         self.reduce(-1)
         self._wait(0)
         for flat, group in self._shared:
@@ -91,8 +91,8 @@ class GradientSum:
             torch._foreach_copy_(self._partial, parts)
 
     def not_finite(self) -> list[str]:
-        """Tensors whose gradient on this rank, before any reduction, has a norm that is not finite; about in the order
-        of backward."""
+        """Tensors with a gradient norm on this rank, before any reduction, that is not finite; about in backward's
+        order."""
         names = [
             name
             for flat, norms in self._norms

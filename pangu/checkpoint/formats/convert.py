@@ -27,8 +27,7 @@ class Format:
     open: Callable[[Path], Source]
     """Open files to read. Raises UserError."""
     table: Callable[[ModelConfig, int], list[Stored]]
-    """The tensors of a model for a number of tensor-parallel ranks. Raises UserError for a model that it cannot
-    express."""
+    """The tensors of a model for so many tensor-parallel ranks. Raises UserError for a model that it cannot express."""
     write: Callable[[Path, Job], None]
     ranks: bool = False
     """Its files are sharded over tensor-parallel ranks."""
@@ -103,7 +102,7 @@ def convert(
     tensor: int,
     tick: Callable[[int], None],
 ) -> None:
-    """Write a model in another format beside `output`, which it replaces when it is complete.
+    """Write a model in another format. The result has a temporary name beside `output` until it is complete.
 
     Args:
         source: the open files.

@@ -28,8 +28,7 @@ def check_fields(
     harmless: Iterable[str],
     only: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise UserError, naming every field that is not allowed, unless a model with these fields computes what we
-    compute.
+    """Raise a UserError that names every field with which a model would not compute what we compute.
 
     Args:
         config: the fields.

@@ -27,8 +27,7 @@ from pangu.config.model import ModelConfig
 
 
 def options_of(content: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Megatron's options, as far as a file has them. Raises UserError if they are in any other object than
-    Megatron's."""
+    """Megatron's options, as far as a file has them. Raises UserError if they are in any other kind of object."""
     options = content.get("args")
     if options is None:
         return {}
