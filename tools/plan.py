@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.checks import find_problems
-from pangu.config.errors import ConfigError, UserError, exit_status, writing
+from pangu.config.errors import UserError, exit_status, writing
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
-from pangu.planning.cluster import cluster_in
+from pangu.planning.auto import find_layouts
 from pangu.planning.layouts import Chosen, choose_layout
 from pangu.planning.report import describe, make_table
-from pangu.planning.search import MODEL_ERROR, search, space_of
+from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
     HEADS,
     Outcome,
@@ -43,8 +42,9 @@ from pangu.planning.search_report import (
 )
 from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
+from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
-from pangu.training.command import compose
+from pangu.training.command import asks_for_layout, compose, given_keys, plan_layout
 
 _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
@@ -86,13 +86,19 @@ def load(overrides: Sequence[str]) -> Chosen:
     Raises:
         UserError: for everything that is wrong with it.
     """
-    return choose_layout(planned(overrides), world=1)
+    return choose_layout(laid_out(overrides), world=1)
 
 
 def planned(overrides: Sequence[str]) -> dict[str, Any]:
     """The composed configuration of a dry run. Raises UserError."""
     values = compose(_CONFIGS, overrides)
     return {**values, "dry_run": values["dry_run"] or True}
+
+
+def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The same, with the planner's choice in the place of `parallel=auto`. Raises UserError."""
+    values = planned(overrides)
+    return plan_layout(_CONFIGS, values, overrides, Launch())[0] if asks_for_layout(values) else values
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -109,54 +115,20 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
     console.print(table)
 
 
-_FIXED = {
-    "parallel.tensor": "tensor",
-    "parallel.pipeline": "pipeline",
-    "parallel.virtual": "virtual",
-    "parallel.schedule": "schedule",
-    "parallel.sequence": "sequence",
-    "parallel.zero": "zero",
-    "batch.micro_size": "micro_size",
-    "memory.recompute": "recompute",
-}
-"""Keys that a search keeps to where they are given, and the fields of a plan."""
-
-
-def find_layouts(options: argparse.Namespace) -> Outcome:
+def find(options: argparse.Namespace) -> Outcome:
     """Search. Raises UserError, if there is nothing to search on, or nothing fits."""
-    config, problems = find_problems(planned(options.overrides))
-    if problems:
-        raise ConfigError(problems)
-    if config.cluster is None:
-        names = ", ".join(sorted(path.stem for path in (_CONFIGS / "cluster").glob("*.yaml") if path.stem != "none"))
-        raise UserError(f"--search needs a cluster: cluster=NAME works, where NAME is one of {names}")
     if options.top < 1 or not (options.tokens is None or 0 < options.tokens < 1e20):
         raise UserError(f"--top {options.top} --tokens {options.tokens}: must be above 0; --top 10 --tokens 300e9 work")
-    given = {word.partition("=")[0] for word in options.overrides}
-    layout = {
-        "virtual": config.parallel.virtual,
-        "schedule": config.parallel.schedule,
-        "tensor": config.parallel.tensor,
-        "pipeline": config.parallel.pipeline,
-        "sequence": config.parallel.sequence,
-        "zero": config.parallel.zero,
-        "micro_size": config.batch.micro_size,
-        "recompute": config.memory.recompute,
-    }
-    fixed = {name: layout[name] for key, name in _FIXED.items() if key in given}
-    space = space_of(config, cluster_in(config.cluster), fixed)
-    found = search(space, options.top)
-    if not found.best:
-        raise UserError(
-            f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(found.refused)}; more devices, a larger batch or fewer fixed keys may work"
-        )
-    return Outcome(space, found, options.tokens)
+    values = planned(options.overrides)
+    if values["cluster"] is None:
+        names = ", ".join(sorted(path.stem for path in (_CONFIGS / "cluster").glob("*.yaml") if path.stem != "none"))
+        raise UserError(f"--search needs a cluster: cluster=NAME works, where NAME is one of {names}")
+    return find_layouts(values, given_keys(options.overrides), options.top, options.tokens)
 
 
 def print_layouts(options: argparse.Namespace) -> None:
     """What --search asks for. Raises UserError."""
-    outcome = find_layouts(options)
+    outcome = find(options)
     if options.html is not None:
         with writing(options.html):
             options.html.write_text(page(outcome), encoding="utf-8")
@@ -198,7 +170,7 @@ def plan(options: argparse.Namespace) -> None:
         print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))
         return
     if options.json:
-        print(json.dumps(plan_dry_run(planned(options.overrides)), indent=1))
+        print(json.dumps(plan_dry_run(laid_out(options.overrides)), indent=1))
         return
     config, layout, stages = load(options.overrides)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -212,7 +184,7 @@ def plan(options: argparse.Namespace) -> None:
 
         print_sharding(console, config, layout)
     if options.dry_run:
-        report = plan_dry_run(planned(options.overrides))
+        report = plan_dry_run(laid_out(options.overrides))
         print_dry_run(console, layout, report, config.dry_run == "all")
 
 

@@ -58,6 +58,9 @@ class ParallelConfig:
     """Layouts to choose from, for runs whose number of processes changes: keys of this group that replace the group's
     own, e.g. [{tensor: 4, pipeline: 2}, {tensor: 4}]. The first that goes with the number of processes is taken.
     [] or null: the group itself is the layout."""
+    auto: bool
+    """The planner chooses this group, `batch.micro_size`, `memory.recompute` and `memory.offload` for the devices of
+    `cluster`, or for those that the run finds; what is given on the command line is kept."""
 
     @property
     def bucket_bytes(self) -> float:

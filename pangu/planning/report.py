@@ -22,7 +22,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
         (
             "layout",
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = {layout.world} devices, "
-            f"ZeRO stage {layout.zero}",
+            f"ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
         ),
         ("each device", f"keeps at most {largest.words()} (activations and buffers come on top)"),
         (

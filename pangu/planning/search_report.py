@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pangu.config.errors import shown
 from pangu.planning.cost import memory_of_stages
 from pangu.planning.published import Plan, describe
 from pangu.planning.search import (
@@ -34,22 +35,26 @@ class Outcome(NamedTuple):
     """Of the whole run."""
 
 
-def overrides_of(plan: Plan) -> list[str]:
-    """The keys of a layout as pretrain.py takes them."""
-    keys = {
+def keys_of(plan: Plan) -> dict[str, Any]:
+    """The keys of a configuration that a layout stands for, with their values."""
+    return {
         "parallel.tensor": plan.tensor,
         "parallel.pipeline": plan.pipeline,
         "parallel.virtual": plan.virtual,
         "parallel.schedule": plan.schedule,
         "parallel.data": plan.data,
-        "parallel.sequence": str(plan.sequence).lower(),
+        "parallel.sequence": plan.sequence,
         "parallel.zero": plan.zero,
-        "parallel.zero_group": plan.shards or "null",
+        "parallel.zero_group": plan.shards or None,
         "batch.micro_size": plan.micro_size,
         "memory.recompute": plan.recomputed or plan.recompute,
-        "memory.offload": f"[{','.join(plan.offload)}]",
+        "memory.offload": list(plan.offload),
     }
-    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def overrides_of(plan: Plan) -> list[str]:
+    """The same as words of a command line."""
+    return [f"{key}={shown(value)}" for key, value in keys_of(plan).items()]
 
 
 def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
 
 if TYPE_CHECKING:
+    from pangu.planning.forecast import Forecast
     from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
@@ -46,6 +47,7 @@ class Loop:
         checkpoint: Mapping[str, Any],
         signals: StopSignals,
         heartbeat: Heartbeat,
+        forecast: Forecast | None = None,
     ) -> None:
         """`trainer` is fresh, or as a checkpoint left it, whose index is `checkpoint`, empty for a new run."""
         self.config = config
@@ -55,6 +57,7 @@ class Loop:
         self.benchmarks = benchmarks
         self.signals = signals
         self.heartbeat = heartbeat
+        self.forecast = forecast
         self.spikes = SpikeDetector(config.faults)
         self.samples = 0
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
@@ -263,6 +266,7 @@ class Loop:
         if self.trainer.mesh.is_first and step < total:
             output = Path(self.config.train.output)
             self._writers = make_writers(self.config.metrics, output, total, step, asdict(self.config))
+            self._writers += [] if self.forecast is None else [self.forecast]
 
     def _close_writers(self) -> None:
         with ExitStack() as closing:

@@ -46,7 +46,7 @@ class Node:
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> Node:
         """This process's."""
-        values = asdict(replace(config, train=replace(config.train, output="")))
+        values = asdict(replace(config, cluster=None, train=replace(config.train, output="")))
         del values["data"]
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
         versions = f"pangu {pangu.__version__}, torch {torch.__version__}"

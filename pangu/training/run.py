@@ -25,6 +25,7 @@ from pangu.planning.layouts import choose_layout
 from pangu.planning.report import describe
 from pangu.planning.states import fullest_states, held_bytes, plan_states, tell_states
 from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.loop import Loop
@@ -33,6 +34,7 @@ from pangu.training.saving import begin_with, find_checkpoint, load_checkpoint
 from pangu.training.step import Trainer
 
 if TYPE_CHECKING:
+    from pangu.planning.forecast import Forecast
     from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
@@ -62,6 +64,7 @@ def run(values: Mapping[str, Any]) -> None:
 
         for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
             log.info(line)
+    forecast = None if config.cluster is None else _forecast(config, layout, stages)
     if config.dry_run:
         return
     device = choose_device(config.train.device, launch)
@@ -81,12 +84,26 @@ def run(values: Mapping[str, Any]) -> None:
 
                 check_cluster(config, mesh)
             agree(mesh, lambda: stack.enter_context(only_run(output)), here=mesh.is_first)
-            _train(config, mesh, launch, stages, StopSignals(mesh, began, config.train.stop_after_s))
+            signals = StopSignals(mesh, began, config.train.stop_after_s)
+            _train(config, mesh, launch, stages, signals, forecast)
     finally:
         mesh.close()
 
 
-def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signals: StopSignals) -> None:
+def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
+    """What the run is expected to take. Raises UserError if that is more memory than a device has."""
+    from pangu.planning.forecast import Forecast
+
+    forecast = Forecast.of(config, layout, stages)
+    log.info(forecast.line())
+    if not config.dry_run:
+        forecast.require_room(config, layout, stages)
+    return forecast
+
+
+def _train(
+    config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signals: StopSignals, forecast: Forecast | None
+) -> None:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
@@ -108,7 +125,7 @@ def _train(config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signal
     agree(mesh, lambda: _describe_folder(output, config, choices), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         validation = _validation(config, sources, mesh)
-        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat)
+        loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
         started = time.perf_counter()

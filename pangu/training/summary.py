@@ -16,7 +16,6 @@ from pangu.config.errors import writing
 from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
-from pangu.metrics.plots import plot_loss
 from pangu.metrics.text import duration
 from pangu.models.size import num_parameters
 from pangu.training.loop import Loop
@@ -47,6 +46,7 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
         "evaluation": record and record.evaluation,
         "seconds": seconds,
         "peak_memory_gib": peak_memory_gib(loop.trainer.mesh.device),
+        "forecast": loop.forecast and loop.forecast.as_dict(),
         "checkpoint": str(loop.checkpoint) if loop.checkpoint else None,
         "samples": texts,
     }
@@ -59,6 +59,8 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
 
 def draw_pictures(loop: Loop) -> None:
     """The loss curve and, of a pipeline, what each stage did when."""
+    from pangu.metrics.plots import plot_loss  # whose matplotlib takes memory that training did not
+
     output = Path(loop.config.train.output)
     with writing(output):
         if loop.trainer.mesh.layout.pipeline > 1:

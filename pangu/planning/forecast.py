@@ -1,0 +1,118 @@
+"""What a run is expected to take, said before it takes any, and compared with what it took."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from pangu.config.errors import UserError
+from pangu.config.schema import RunConfig
+from pangu.metrics.record import StepRecord
+from pangu.pipeline.stages import Stages
+from pangu.planning.auto import difference
+from pangu.planning.cluster import cluster_in
+from pangu.planning.cost import Memory, StepTime, memory_of_stages
+from pangu.planning.published import Plan, describe
+from pangu.planning.search import search, space_of, time_of
+from pangu.planning.search_report import TERMS
+from pangu.topology.layout import Layout
+
+log = logging.getLogger("pangu")
+
+MEMORY_ERROR = 0.05
+"""Of a prediction, as dry runs show it. What is refused needs more than the room by more than this."""
+COMPARED_AFTER = 20
+"""Steps after which what was measured is compared with the forecast."""
+WARM_UP = 5
+"""Of these steps, the first that do not count."""
+
+
+@dataclass
+class Forecast:
+    """Time and memory of a step; a writer of metrics that compares them with what is measured."""
+
+    cluster: str
+    time: StepTime
+    memory: Memory
+    """Of the fullest stage."""
+    room_gib: float
+    """Memory of a device."""
+    _seconds: list[float] = field(default_factory=list)
+    _measured: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
+        """The forecast of a configuration on its `cluster`. Raises ConfigError if that is no cluster."""
+        assert config.cluster is not None
+        cluster = cluster_in(config.cluster)
+        space, plan = space_of(config, cluster, {}), plan_of(config, layout, stages)
+        stages_memory = memory_of_stages(describe(space.shape, space.system, plan), plan.steps, plan.layout, cluster)
+        fullest = max(stages_memory, key=lambda stage: stage.total)
+        return cls(cluster.name, time_of(space, plan), fullest, cluster.memory.gib)
+
+    def line(self) -> str:
+        """What is expected, for the log."""
+        terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in TERMS)
+        return (
+            f"{'expected':<12} on {self.cluster}: a step of {self.time.total:.3g} s ({terms}); "
+            f"{self.memory.total:.3g} of {self.room_gib:g} GiB"
+        )
+
+    def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
+        """Raises UserError, naming the layouts of as many devices that fit, if this one cannot."""
+        if self.memory.total <= self.room_gib * (1 + MEMORY_ERROR):
+            return
+        assert config.cluster is not None
+        cluster = cluster_in({**config.cluster, "devices": layout.world})
+        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
+        works = "; ".join(f"{difference(plan, one.plan)} ({one.fullest:.3g} GiB)" for one in best)
+        raise UserError(
+            f"memory: the fullest device needs about {self.memory.total:.3g} GiB, and {self.cluster} has "
+            f"{self.room_gib:g}; {f'these fit: {works}' if works else 'no layout of as many devices fits'}"
+        )
+
+    def write(self, record: StepRecord) -> None:
+        """Count a step; after `COMPARED_AFTER` of them, compare."""
+        self._seconds.append(record.step_time_s)
+        if len(self._seconds) == COMPARED_AFTER:
+            taken = median(self._seconds[WARM_UP:])
+            tensors, others = self.memory.states + self.memory.activations, self.memory.overhead
+            self._measured = {"measured_step_time_s": taken, "measured_memory_gib": record.peak_memory_gib}
+            log.info(
+                f"{'measured':<12} a step of {taken:.3g} s ({taken / self.time.total - 1:+.0%} of what was expected), "
+                f"{record.peak_memory_gib:.3g} GiB of memory (expected: {tensors:.3g} of tensors, "
+                f"{others:.3g} of the device)"
+            )
+
+    def close(self) -> None:
+        """A writer has an end; this one keeps what it has measured."""
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """For summary.json."""
+        expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
+        return {**expected, "terms_s": vars(self.time), **self._measured}
+
+
+def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
+    """A configuration's layout as the cost model knows it."""
+    recompute, parallel, batch = config.memory.recompute, config.parallel, config.batch
+    return Plan(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual=layout.virtual,
+        data=layout.data,
+        context=1,
+        zero=layout.zero,
+        sequence=layout.sequence,
+        recompute=recompute if isinstance(recompute, str) else "none",
+        micro_size=batch.micro_size,
+        micro_batches=batch.global_size // (batch.micro_size * layout.data),
+        schedule=parallel.schedule,
+        layers=tuple(len(part.layers) for part in stages.parts),
+        recomputed=0 if isinstance(recompute, str) else recompute,
+        shards=layout.zero_group,
+        offload=config.memory.offload,
+    )
