@@ -23,7 +23,7 @@ SMALL = (
     "parallel.bucket_mib=0.01",
 )
 LAYOUTS = (
-    "",
+    "batch.global_size=2",
     "parallel.data=2",
     "parallel.data=2 parallel.overlap=false",
     "parallel.data=2 parallel.zero=1",
@@ -31,28 +31,28 @@ LAYOUTS = (
     "parallel.data=2 parallel.zero=3",
     "batch.global_size=8 parallel.data=4 parallel.zero=3 parallel.zero_group=2",
     "batch.global_size=8 parallel.data=4 parallel.zero=1 parallel.zero_group=2 precision.reduce=bf16",
-    "parallel.tensor=2",
-    "parallel.tensor=2 parallel.sequence=true",
-    "parallel.tensor=2 parallel.sequence=true parallel.overlap_chunks=2 memory.recompute=selective",
-    "parallel.tensor=2 parallel.overlap_chunks=4 loss.chunk=8",
-    "parallel.pipeline=2",
+    "batch.global_size=2 parallel.tensor=2 parallel.sequence=true",
+    "batch.global_size=2 parallel.tensor=2 parallel.sequence=true parallel.overlap_chunks=2 memory.recompute=selective",
+    "batch.global_size=2 parallel.tensor=2 parallel.overlap_chunks=4 loss.chunk=8",
     "parallel.pipeline=2 parallel.schedule=gpipe model.tied_head=true",
     "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=interleaved",
     "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=breadth_first parallel.data=2 "
     "parallel.zero=3",
     "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
     "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=zb_v model.positions=relative",
-    "parallel.pipeline=2 parallel.data=2 parallel.zero=2 parallel.tensor=2",
+    "batch.global_size=8 parallel.pipeline=2 parallel.data=2 parallel.zero=2 parallel.tensor=2",
     "optimizer=lamb parallel.data=2 parallel.zero=2",
-    "optimizer=lamb parallel.tensor=2 precision=fp16",
+    "batch.global_size=2 optimizer=lamb parallel.tensor=2 precision=fp16",
     "precision=fp16 memory.recompute=full parallel.data=2",
     "precision=bf16 model.dropout=0.1 model.attention_dropout=0.1 parallel.data=2 parallel.zero=1",
-    "precision=bf16 data.packing.reset_mask=true data.packing.eod=3 model.positions=rope",
+    "batch.global_size=2 precision=bf16 data.packing.reset_mask=true data.packing.eod=3 model.positions=rope",
     "memory.offload=[optimizer] parallel.data=2 parallel.zero=1",
     "memory.offload=[parameters] parallel.data=2 parallel.zero=3 precision=bf16",
-    "memory.offload=[activations]",
+    "batch.global_size=2 memory.offload=[activations]",
     "memory.offload=[activations,optimizer,parameters] parallel.data=2 parallel.zero=3 precision=bf16",
 )
+"""At least two micro-batches, of a pipeline four. Left out are `parallel.tensor=2` and `parallel.pipeline=2` alone:
+LAMB's layout and that of all axes show the same."""
 
 
 def values(layout: str, *others: str) -> dict[str, Any]:

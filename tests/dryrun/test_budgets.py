@@ -9,9 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pangu.dryrun.roles import Worker
+from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import values
-from tests.dryrun.test_layouts import worker
 
 FILE = Path(__file__).with_name("budgets.json")
 SHAPE = (
@@ -36,7 +35,7 @@ LAYOUTS = {
 }
 
 
-def counted(process: Worker, layout: str) -> dict[str, int]:
+def counted(process: SharedWorker, layout: str) -> dict[str, int]:
     """The counts of a step of one micro-batch, and what one more layer adds."""
     fewer, more = (process.report(values(layout, *SHAPE, f"model.layers={n}"), 0, whole=True) for n in (2, 3))
     return {
@@ -47,10 +46,9 @@ def counted(process: Worker, layout: str) -> dict[str, int]:
     }
 
 
-def test_nothing_costs_more_than_it_did() -> None:
+def test_nothing_costs_more_than_it_did(process: SharedWorker) -> None:
     budgets: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    with worker() as process:
-        measured = {name: counted(process, layout) for name, layout in LAYOUTS.items()}
+    measured = {name: counted(process, layout) for name, layout in LAYOUTS.items()}
     problems = [
         f"{name}: {what} {'grew' if value > budget else 'fell'} from {budget:,} to {value:,}"
         for name, counts in measured.items()

@@ -5,73 +5,59 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from pangu.dryrun.roles import Worker, role_ranks
+from pangu.dryrun.roles import role_ranks
 from pangu.planning.layouts import choose_layout
 from pangu.planning.states import plan_states
 from pangu.topology.layout import Coordinates
 from tests.configs import composed
+from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
 from tests.spawn import repository
 
-BATCHES = 3
-
-
-@contextmanager
-def worker() -> Iterator[Worker]:
-    """A process with the fake device; it takes seconds to import torch, so that it serves many layouts."""
-    process = Worker()
-    try:
-        yield process
-    finally:
-        process.end()
+BATCHES = 2
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_no_layout_has_a_race_or_mixes_devices(batch: int) -> None:
+def test_no_layout_has_a_race_or_mixes_devices(process: SharedWorker, batch: int) -> None:
     """Two steps of the last rank, and of the first where that is another stage."""
     wrong = {}
-    with worker() as process:
-        for layout in LAYOUTS[batch::BATCHES]:
-            chosen = values(layout)
-            layout_of = choose_layout(chosen, 1).layout
-            world = layout_of.world
-            for rank in {0, world - 1} if layout_of.pipeline > 1 else {world - 1}:
-                report = process.report(chosen, rank, steps=2, whole=True)
-                assert report["device"] is None
-                assert report["peak"] == sum(report["peak_bytes"].values()) > 0
-                if report["races"] or report["findings"]:
-                    wrong[layout, rank] = report["races"], report["findings"]
+    for layout in LAYOUTS[batch::BATCHES]:
+        chosen = values(layout)
+        layout_of = choose_layout(chosen, 1).layout
+        world = layout_of.world
+        for rank in {0, world - 1} if layout_of.pipeline > 1 else {world - 1}:
+            report = process.report(chosen, rank, steps=2, whole=True)
+            assert report["device"] is None
+            assert report["peak"] == sum(report["peak_bytes"].values()) > 0
+            if report["races"] or report["findings"]:
+                wrong[layout, rank] = report["races"], report["findings"]
     assert not wrong
 
 
-def test_a_step_with_few_micro_batches_tells_of_all() -> None:
+def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> None:
     """What repeats is not carried out: every figure is that of the whole step."""
-    with worker() as process:
-        for layout in (
-            "precision=bf16 batch.global_size=12",
-            "parallel.pipeline=2 batch.global_size=12 data.packing.reset_mask=true data.packing.eod=3",
-            "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=24",
-        ):
-            chosen = values(layout)
-            for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
-                short, whole = (process.report(chosen, rank, whole=whole) for whole in (False, True))
-                # live bytes of a phase: fewer micro-batches are on the device
-                assert all(report.pop("peak_place") and report.pop("phases") for report in (short, whole))
-                # the losses are added up at the end, in one operation over all micro-batches
-                moved = short.pop("memory_bound_bytes")
-                assert moved == pytest.approx(whole.pop("memory_bound_bytes"), rel=1e-3)
-                assert short == whole, layout
+    for layout in (
+        "precision=bf16 batch.global_size=6",
+        "parallel.pipeline=2 batch.global_size=8 data.packing.reset_mask=true data.packing.eod=3",
+        "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=16",
+    ):
+        chosen = values(layout)
+        for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
+            short, whole = (process.report(chosen, rank, whole=whole) for whole in (False, True))
+            # live bytes of a phase: fewer micro-batches are on the device
+            assert all(report.pop("peak_place") and report.pop("phases") for report in (short, whole))
+            # the losses are added up at the end, in one operation over all micro-batches
+            moved = short.pop("memory_bound_bytes")
+            assert moved == pytest.approx(whole.pop("memory_bound_bytes"), rel=1e-3)
+            assert short == whole, layout
 
 
-def test_phases_are_those_of_a_micro_batch() -> None:
+def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
     """One micro-batch more costs a forward and a backward more; what forward leaves is what backward gives back."""
-    with worker() as process:
-        fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
+    fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
     forward, backward = (more["phases"][kind] for kind in "FB")
     for count in ("launches", "flops"):
         assert more[count] > fewer[count] > 0
@@ -90,13 +76,12 @@ def test_a_missing_wait_is_found() -> None:
     assert all(found.values()), found
 
 
-def test_a_stage_of_the_largest_preset_on_2048_devices() -> None:
+def test_a_stage_of_the_largest_preset_on_2048_devices(process: SharedWorker) -> None:
     """Its states are those of the plan from formulas; its peak is more."""
     chosen = {**composed("+config=pangu_200b", "parallel.data=16"), "dry_run": True}
     config, layout, stages = choose_layout(chosen, 1)
     rank = layout.rank(Coordinates(pipeline=14, data=15, tensor=7))
-    with worker() as process:
-        report = process.report(chosen, rank)
+    report = process.report(chosen, rank)
     planned = sum(plan_states(config, layout, rank, stages).bytes.values())
     lasting = sum(report["lasting_bytes"][kind] for kind in ("parameters", "gradients", "optimizer"))
     assert layout.world == 2048

@@ -13,6 +13,7 @@ from pangu.planning.layouts import choose_layout
 from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 
+pytestmark = pytest.mark.usefixtures("commands_share_it")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
 SEQUENCE = "parallel.tensor=2 parallel.sequence=true memory.recompute=full"
 

@@ -13,13 +13,16 @@ from pangu.dryrun import report as reports
 from pangu.dryrun.roles import Worker, role_ranks
 from pangu.topology.layout import Layout
 from tests.configs import config
+from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 
 PIPELINE = (*SMALL, "parallel.pipeline=2", "parallel.tensor=2", "parallel.data=64", "batch.global_size=256")
 GIB = 2**30
+SHARED = pytest.mark.usefixtures("commands_share_it")
 
 
+@SHARED
 def test_a_plan_gives_the_step_as_data() -> None:
     done = called("tools/plan", *PIPELINE, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
@@ -35,6 +38,7 @@ def test_a_plan_gives_the_step_as_data() -> None:
     assert plan["fits"] is None
 
 
+@SHARED
 def test_a_dry_run_prints_the_fullest_device() -> None:
     done = called("pretrain", *SMALL, "dry_run=true")
     assert done.returncode == 0, done.stderr
@@ -50,6 +54,7 @@ def test_a_dry_run_prints_the_fullest_device() -> None:
 
 
 def test_all_prints_every_role() -> None:
+    """Each in a process of its own."""
     done = called("pretrain", *SMALL, "parallel.tensor=2", "dry_run=all")
     assert done.returncode == 0, done.stderr
     assert "2 roles of 2 ranks" in done.stderr
@@ -101,13 +106,9 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found["peak"] > 0
 
 
-def test_a_rank_that_cannot_be_carried_out_is_one_message() -> None:
-    process = Worker()
-    try:
-        with pytest.raises(UserError, match="the dry run of rank 7 failed"):
-            process.report(values(""), 7)
-    finally:
-        process.end()
+def test_a_rank_that_cannot_be_carried_out_is_one_message(process: SharedWorker) -> None:
+    with pytest.raises(UserError, match="the dry run of rank 7 failed"):
+        process.report(values(""), 7)
 
 
 def test_kernels_of_other_packages_are_refused() -> None:
@@ -117,6 +118,7 @@ def test_kernels_of_other_packages_are_refused() -> None:
     assert "model.attention=auto works" in done.stderr
 
 
+@SHARED
 def test_a_dry_run_says_whether_it_fits() -> None:
     fits, not_ = (called("tools/plan", *SMALL, "cluster=a100", f"cluster.memory.gib={n}", "--dry-run") for n in (40, 1))
     assert "memory       fits on a100" in fits.stdout
