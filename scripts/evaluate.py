@@ -19,7 +19,8 @@ from rich.progress import Progress
 
 from pangu.checkpoint.run_folder import newest_checkpoint
 from pangu.collectives.agreement import agree
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, writing
+from pangu.config.exit_status import exit_status
 from pangu.data.documents import find_inputs, read_documents
 from pangu.data.files import progress_bar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive

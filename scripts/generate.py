@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pangu.config.errors import UserError, exit_status, printable, writing
+from pangu.config.errors import UserError, printable, writing
+from pangu.config.exit_status import exit_status
 from pangu.config.files import parse_json, write_atomically
 from pangu.data.files import progress_bar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive

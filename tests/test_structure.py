@@ -118,6 +118,26 @@ def test_files_and_functions_fit_a_screen() -> None:
     assert sum(count <= 25 for count in lines.values()) >= 0.9 * len(lines)
 
 
+def docstring_lines(tree: ast.Module) -> int:
+    """Lines of all docstrings of a file, those of fields included."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    texts = [node.value for parent in nodes for node in parent.body if isinstance(node, ast.Expr)]
+    texts = [text for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    return sum((text.end_lineno or 0) - text.lineno + 1 for text in texts)
+
+
+def test_docstrings_are_an_eighth_of_the_package() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in FILES]
+    share = sum(docstring_lines(ast.parse(source)) for source in sources) / sum(map(len, map(str.splitlines, sources)))
+    assert 0.12 <= share <= 0.15
+
+
+def test_the_package_stays_small() -> None:
+    """What plans (`planning`, `dryrun`) apart. A change that needs more says why where it raises this."""
+    files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_700
+
+
 def public_names(path: Path) -> Iterator[str]:
     """Functions, classes and methods that a file offers. A method of a class with a base may be asked for by others."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -150,7 +170,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_050, "run": 11_750}
+MOST_LINES = {"trainer": 5_500, "run": 11_200}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
 
 

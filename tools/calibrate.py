@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, writing
+from pangu.config.exit_status import exit_status
 from pangu.planning.cluster import load_clusters
 from pangu.planning.cost import Group, collective_seconds, matmul_seconds
 from pangu.planning.workload import Collective, Matmul

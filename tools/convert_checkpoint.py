@@ -18,7 +18,8 @@ from pangu.checkpoint.formats.stored import Source
 from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.data import IndexedData
-from pangu.config.errors import UserError, exit_status
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.data.files import progress_bar
 from pangu.models.size import num_parameters

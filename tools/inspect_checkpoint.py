@@ -17,7 +17,8 @@ from rich.text import Text
 
 from pangu.checkpoint.files import read_tensor
 from pangu.checkpoint.index import find_damage, read_index, require_facts
-from pangu.config.errors import UserError, exit_status, printable
+from pangu.config.errors import UserError, printable
+from pangu.config.exit_status import exit_status
 from pangu.metrics.text import size
 
 SHOWN = ("step", "samples", "skipped", "layout", "identity")

@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, writing
+from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, writing
+from pangu.config.exit_status import exit_status
 from pangu.data.documents import add_input_arguments, batched, find_inputs, parallel_map, read_documents
 from pangu.data.files import progress_bar
 from pangu.data.indexed import IndexedWriter, bin_path, idx_path

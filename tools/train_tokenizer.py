@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from pangu.config.errors import UserError, exit_status, writing
+from pangu.config.errors import UserError, writing
+from pangu.config.exit_status import exit_status
 from pangu.config.files import write_atomically
 from pangu.data.documents import add_input_arguments, find_inputs, read_documents
 from pangu.data.files import progress_bar

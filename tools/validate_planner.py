@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import UserError, exit_status
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from pangu.planning.cluster import load_clusters
 from pangu.planning.measurements import Row, read_rows
 from pangu.planning.report import make_table

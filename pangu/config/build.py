@@ -6,13 +6,13 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pangu.config.bounds import FREE, Bounds, Filled
-from pangu.config.errors import ConfigError, Problem, close_names
+from pangu.config.errors import ConfigError, Problem
 
 T = TypeVar("T")
 _MISSING = object()
@@ -268,3 +268,11 @@ def _describe_item(hint: Any) -> str:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def close_names(name: str, names: Iterable[str]) -> list[str]:
+    """The dotted names whose last part is much like that of `name`."""
+    everywhere = dict.fromkeys(names)
+    last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
+    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
+    return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

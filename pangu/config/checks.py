@@ -10,8 +10,8 @@ from typing import Any
 from pangu.config.attention import obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData
-from pangu.config.errors import ConfigError, Problem, any_of, divisors_near, multiples_near
-from pangu.config.layout_checks import data_size, layout_problems
+from pangu.config.errors import ConfigError, Problem
+from pangu.config.layout_checks import any_of, data_size, divisors_near, layout_problems, multiples_near
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 

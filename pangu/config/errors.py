@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import logging
-import math
 import re
 import reprlib
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,11 +137,6 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
         raise UserError(f"{text}; {works}" if works else text) from error
 
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of any command that SIGINT ends."""
-_OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
-"""Errors of a path that cannot even be asked about, which a user gave. All others of the system are faults of ours."""
-
 # How long a process of a run waits, besides parallel.timeout_s, where another one may be gone or slow.
 FIRST_SPEAKS_SECONDS = 30.0
 """For the first process to say why all fail: the launcher ends all processes as soon as one has failed."""
@@ -158,48 +149,3 @@ SAVE_SECONDS = 60.0
 will not come."""
 LAUNCHER_SECONDS = 3.0
 """For the launcher to end this process, where others join the run: it looks every 0.1 s whether they have come."""
-
-
-def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
-    """Run a command's action: 0 if it succeeds, 2 with one message on standard error, after `says`, for what the user
-    can mend. `first`: this is the first process of the command, which prints what is wrong for all."""
-    try:
-        action()
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError) and (error.filename is None or error.errno not in _OF_A_PATH):
-            raise
-        if not first and not isinstance(error, LocalError):
-            # most errors are everybody's; the launcher ends this process before the pause is over
-            time.sleep(FIRST_SPEAKS_SECONDS)
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"{says}: {printable(text)}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
-
-
-def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
-    """The divisors of `number` that are nearest to `near`, in increasing order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
-    return sorted(divisors[:count])
-
-
-def multiples_near(factor: int, near: int) -> list[int]:
-    """The multiples of `factor` on either side of `near`, without 0."""
-    below = near // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple > 0]
-
-
-def any_of(values: list[int]) -> str:
-    """How they are told."""
-    return f"nearest that work: {', '.join(map(str, values))}"
-
-
-def close_names(name: str, names: Iterable[str]) -> list[str]:
-    """The dotted names whose last part is much like that of `name`."""
-    everywhere = dict.fromkeys(names)
-    last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
-    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
-    return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pangu.config.build import describe, hints_of, options_of, tag_of
-from pangu.config.errors import UserError, close_names, exit_status
+from pangu.config.build import close_names, describe, hints_of, options_of, tag_of
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 
 WIDTH = 120

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pangu.config.build import findings
-from pangu.config.errors import Problem, any_of, divisors_near, multiples_near
+from pangu.config.errors import Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 
@@ -117,3 +117,21 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
         rule = f"makes {accumulation:,} micro-batches{through} in a step; {MOST_FORWARDS // chunks:,} are possible"
         works = f"{MOST_FORWARDS // chunks * unit} works, or a larger batch.micro_size"
         yield Problem("batch.global_size", batch.global_size, rule, works)
+
+
+def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
+    """The divisors of `number` that are nearest to `near`, in increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
+    return sorted(divisors[:count])
+
+
+def multiples_near(factor: int, near: int) -> list[int]:
+    """The multiples of `factor` on either side of `near`, without 0."""
+    below = near // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple > 0]
+
+
+def any_of(values: list[int]) -> str:
+    """How they are told."""
+    return f"nearest that work: {', '.join(map(str, values))}"

@@ -22,7 +22,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from pangu.config.errors import UserError, exit_status
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from pangu.evaluation.arguments import connected
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel

@@ -1,7 +1,9 @@
-"""The actions of a pipeline stage."""
+"""The actions of a pipeline stage, and how long they take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -57,3 +59,35 @@ class Action(NamedTuple):
         micro = "" if self.micro is None else f", micro-batch {self.micro}"
         peer = "" if self.peer is None else f", peer stage {self.peer}"
         return f"{self.kind} of chunk {self.chunk}{micro}{peer}" + ", reduce" * self.reduce
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds (or any one unit) per action; a sequence has one entry per chunk in model order."""
+
+    forward: float | Sequence[float] = 1.0
+    backward_input: float | Sequence[float] = 1.0
+    backward_weight: float | Sequence[float] = 1.0
+    """A BACKWARD takes backward_input + backward_weight."""
+    link: float = 0.0
+    """A message's time from when it is sent and its receive posted until it can be used. Messages do not slow each
+    other down; gathers and reductions of parameters take no time."""
+
+    def per_chunk(self, num_chunks: int) -> dict[Kind, list[float]]:
+        """Duration of each kind of compute action, by chunk. Raises ValueError for a sequence of another length."""
+
+        def spread(name: str, value: float | Sequence[float]) -> list[float]:
+            values = list(value) if isinstance(value, Sequence) else [value] * num_chunks
+            if len(values) != num_chunks:
+                raise ValueError(f"{name} has {len(values)} entries: needs one per chunk, {num_chunks}")
+            return values
+
+        forward = spread("forward", self.forward)
+        to_input = spread("backward_input", self.backward_input)
+        to_weight = spread("backward_weight", self.backward_weight)
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: [a + b for a, b in zip(to_input, to_weight, strict=True)],
+            Kind.BACKWARD_INPUT: to_input,
+            Kind.BACKWARD_WEIGHT: to_weight,
+        }

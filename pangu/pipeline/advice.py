@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pangu.pipeline.actions import Kind
+from pangu.pipeline.actions import Durations, Kind
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.timeline import Durations, Timeline
+from pangu.pipeline.timeline import Timeline
 
 GOOD_BUBBLE = 0.1
 MOST_COMPARED = 4096

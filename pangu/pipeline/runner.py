@@ -22,13 +22,13 @@ from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import hidden_state_shapes
-from pangu.pipeline.timeline import Event
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 
 if TYPE_CHECKING:
     from pangu.collectives.point_to_point import Channels, Transfer
     from pangu.layers.weight_gradient_store import WeightGradientStore
+    from pangu.pipeline.timeline import Event
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -169,6 +169,8 @@ class Runner:
                 case Kind.RESHARD:
                     self.hooks.reshard(action.chunk)
             if self.events is not None:
+                from pangu.pipeline.timeline import Event
+
                 self.events.append(Event(self.stage, action, self._began, self.now()))
             self._free_sent()
         while self._leaving:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Kind
+from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Durations, Kind
 from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.timeline import Durations, Event, Timeline
+from pangu.pipeline.timeline import Event, Timeline
 
 
 class Gap(NamedTuple):

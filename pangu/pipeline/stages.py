@@ -10,10 +10,9 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.models.size import head_flops, layer_flops
-from pangu.pipeline.balance import split_layers
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES, NumbersError
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.timeline import Durations
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
 
@@ -33,7 +32,12 @@ class Stages:
 def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) -> tuple[ModelPart, ...]:
     """The model in `chunks` parts that take equal time, or with the numbers of layers in `explicit`. Raises
     NumbersError if the layers do not fit."""
-    parts = [ModelPart(layers) for layers in split_layers(model.layers, chunks, explicit, _costs(model))]
+    spans = [range(model.layers)]
+    if chunks > 1 or explicit is not None:
+        from pangu.pipeline.balance import split_layers
+
+        spans = split_layers(model.layers, chunks, explicit, _costs(model))
+    parts = [ModelPart(layers) for layers in spans]
     parts[0] = replace(parts[0], first=True)
     parts[-1] = replace(parts[-1], last=True)
     return tuple(parts)

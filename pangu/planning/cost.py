@@ -14,9 +14,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, LinkConfig
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import Durations, simulate
+from pangu.pipeline.simulate import simulate
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, StepWork, Work, Workload
 
 TILE = 128

@@ -19,10 +19,11 @@ from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.size import head_flops, layer_flops
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, simulate
+from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Timeline
 from pangu.planning.bounds import Bounds
 from pangu.planning.cost import Memory, StepTime, chunk_times, memory_of_stages, module_time, step_time

@@ -15,7 +15,8 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pangu.config.build import build
-from pangu.config.errors import INTERRUPTED, ConfigError, Problem, UserError, exit_status, shown
+from pangu.config.errors import ConfigError, Problem, UserError, shown
+from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.topology.launch import Launch
 

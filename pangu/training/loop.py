@@ -21,13 +21,13 @@ from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, perplexity, speed
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
-from pangu.pipeline.timeline import Timeline
 from pangu.training.faults import SpikeDetector, culprits, find_non_finite, find_replica_difference
 from pangu.training.process import Heartbeat, StopSignals
 from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
 
 if TYPE_CHECKING:
+    from pangu.pipeline.timeline import Timeline
     from pangu.planning.forecast import Forecast
     from pangu.training.validation import Benchmarks, Validation
 

@@ -11,9 +11,9 @@ import torch
 
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch
-from pangu.pipeline.actions import COMPUTE, Kind
+from pangu.pipeline.actions import COMPUTE, Durations, Kind
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.timeline import Durations, Timeline
+from pangu.pipeline.timeline import Timeline
 from pangu.training.step import StepResult, Trainer
 
 log = logging.getLogger("pangu")

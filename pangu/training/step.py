@@ -59,17 +59,9 @@ class Trainer:
     def __init__(
         self, config: RunConfig, mesh: Mesh, stages: Stages | None = None, choices: Choices | None = None
     ) -> None:
-        """Build this rank's chunks of the model with their first values, and a fresh optimizer.
-
-        Args:
-            config: the run.
-            mesh: live groups and device.
-            stages: from `plan_stages`, if it is at hand.
-            choices: of autotuning; None: the preferred ones, without timing any.
-
-        Raises:
-            ConfigError: if the pipeline's schedule or the attention kernel does not allow what is asked for.
-        """
+        """Build this rank's chunks of the model with their first values, and a fresh optimizer. `choices` of
+        autotuning: None takes the preferred ones. Raises ConfigError if the pipeline's schedule or the attention kernel
+        does not allow what is asked for."""
         self.config = config
         self.stages = stages or plan_stages(config, mesh.layout)
         self.choices = None if choices is None else asdict(choices)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import ListConfig, OmegaConf
 
 from pangu.config.checks import check, find_problems
-from pangu.config.errors import ConfigError, divisors_near, multiples_near
-from pangu.config.layout_checks import layout_problems
+from pangu.config.errors import ConfigError
+from pangu.config.layout_checks import divisors_near, layout_problems, multiples_near
 from pangu.config.schema import TaskName
 from pangu.evaluation.tasks.catalogue import TASKS
 from tests.configs import RECIPES, composed, config

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pangu.config.errors import UserError, exit_status
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from tests.end_to_end.commands import called
 
 LONG = "a" * 300

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pangu.config import files
-from pangu.config.errors import PrintableFormatter, UserError, exit_status, printable, writing
+from pangu.config.errors import PrintableFormatter, UserError, printable, writing
+from pangu.config.exit_status import exit_status
 from pangu.config.files import open_regular, parse_json, read_json, refuse_links, write_atomically
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.advice import advise
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.timeline import Durations
 
 
 def test_a_large_bubble_is_warned_of_with_numbers() -> None:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.actions import COMPUTE, Action, Durations, Kind
 from pangu.pipeline.check import ScheduleError
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.timeline import Durations
 from tests.pipeline.test_schedule import NAMES, virtuals
 
 Actions = list[Action]

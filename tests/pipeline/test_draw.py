@@ -12,10 +12,11 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from pangu.config.errors import UserError
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.draw import MARKERS, draw, write_trace
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import gaps, simulate
-from pangu.pipeline.timeline import Durations, Timeline
+from pangu.pipeline.timeline import Timeline
 
 
 def texts(svg: Path) -> list[str]:

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.timeline import Durations, Timeline
+from pangu.pipeline.timeline import Timeline
 from tests.spawn import repository
 
 TABLES = repository().parent / "shared" / "reference" / "tables"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pangu.pipeline.actions import COMPUTE, Kind
+from pangu.pipeline.actions import COMPUTE, Durations, Kind
 from pangu.pipeline.orders import SCHEDULES, Family, Order
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import bubble_by_formula, simulate
-from pangu.pipeline.timeline import Durations, Timeline
+from pangu.pipeline.timeline import Timeline
 from tests.pipeline.formulas import peak_live
 
 NAMES = ["1f1b", "breadth_first", "gpipe", "interleaved", "zb_h1", "zb_v"]

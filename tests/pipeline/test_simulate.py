@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.actions import Action, Durations, Kind
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import Gap, gaps, simulate
-from pangu.pipeline.timeline import Durations, Event
+from pangu.pipeline.timeline import Event
 
 
 def test_two_stages_by_hand() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pangu.config.cluster import ClusterConfig
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Durations, simulate
+from pangu.pipeline.simulate import simulate
 from pangu.planning.cluster import load_cluster, load_clusters
 from pangu.planning.cost import (
     Chunk,
