@@ -70,8 +70,7 @@ class Durations:
     backward_weight: float | Sequence[float] = 1.0
     """A BACKWARD takes backward_input + backward_weight."""
     link: float = 0.0
-    """A message's time from when it is sent and its receive posted until it can be used. Messages do not slow each
-    other down; gathers and reductions of parameters take no time."""
+    """Of a message, once it is sent and awaited; messages do not slow each other, those of parameters take none."""
 
     def per_chunk(self, num_chunks: int) -> dict[Kind, list[float]]:
         """Duration of each kind of compute action, by chunk. Raises ValueError for a sequence of another length."""

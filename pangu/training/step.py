@@ -44,8 +44,7 @@ class StepResult:
     lr: float
     loss_scale: float
     not_finite: tuple[tuple[str, ...], ...] = ()
-    """If the step was skipped: for every rank the tensors whose gradient was not finite there, before gradients were
-    added up."""
+    """If the step was skipped: of every rank, the tensors whose gradient was not finite before it was reduced."""
 
     @property
     def skipped(self) -> bool:
