@@ -78,8 +78,9 @@ class FlatParameter:
         device: torch.device,
         sharding: Sharding,
     ) -> None:
-        """Allocate the buffers, fill in the initial values and make the parameters `names` of `model` views of them.
-        They are all trained or all frozen; frozen ones have no gradients and only weights, in `dtype`."""
+        """Allocate the buffers, fill in the initial values and make the parameters `names` of `model` views of them,
+        up to date once they are published. They are all trained or all frozen; frozen ones have no gradients and only
+        weights, in `dtype`."""
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}
         self.numel = sum(shape.numel() for shape in shapes.values())
@@ -108,7 +109,6 @@ class FlatParameter:
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
             parameter.requires_grad_(self.trained)
             self.parameters.append((parameter, span))
-        self.publish()
         if sharding.stage == 3:
             self.free()
 

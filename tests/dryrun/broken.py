@@ -1,4 +1,5 @@
-"""Steps with a fault each, in a process with the fake device: what is broken -> what the auditor says of it."""
+"""Steps with a fault each, in a process with the fake device: what is broken -> what the auditor says of it; and
+what it says of those with copies while they are whole."""
 
 from pangu.dryrun.device import load_device
 
@@ -28,6 +29,16 @@ class Unwaited:
         self.work = work
 
     def wait(self) -> None:
+        """Does not."""
+
+
+class Unsynchronized:
+    """An event that the host does not wait for."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
         """Does not."""
 
 
@@ -63,27 +74,31 @@ def report(layout: str) -> Any:
 
 
 def main() -> None:
-    found = {}
+    found, whole = {}, {}
     for name, (module, function, layout) in BROKEN.items():
         with patch.object(module, function, never_waited(getattr(module, function))):
             found[name] = report(layout).races
     with patch.object(point_to_point.Transfer, "wait", lambda message: message.tensors):
         found["message between stages"] = report("parallel.pipeline=2").races
-    for kind, layout in (
-        ("activations", ""),
-        ("parameters", "parallel.zero=3"),  # alone: otherwise a gather follows the copy, and is waited for
-        ("optimizer", "parallel.data=2 parallel.zero=1"),
-    ):
-        layout += f" precision=bf16 memory.offload=[{kind}]"
+    for kind in ("activations", "parameters", "optimizer"):
+        # alone: otherwise a gather follows the copy, and is waited for
+        layout = f"precision=bf16 memory.offload=[{kind}] parallel.zero={3 * (kind == 'parameters')}"
+        whole[kind] = report(layout).races
         with patch.object(offload.CopyStream, "wait", staticmethod(lambda event: None)):
             found[f"copy of {kind}"] = report(layout).races
         with patch.object(offload.CopyStream, "after_computation", lambda lane: lane._stream or nullcontext()):
             found[f"what is copied of {kind}"] = report(layout).races
+    waits, record = offload.CopyStream.wait, offload.CopyStream.record
+    with (
+        patch.object(offload.CopyStream, "record", lambda stream: Unsynchronized(record(stream))),
+        patch.object(offload.CopyStream, "wait", staticmethod(lambda handle: waits(handle.event))),
+    ):
+        found["gradients on the host"] = report("precision=bf16 memory.offload=[optimizer]").races
     with patch.object(Batch, "to", half_moved):
         found["labels on the host"] = report("").findings
     with patch.object(norms, "norm_and_loss", on_the_host), patch("pangu.zero.sharded.norm_and_loss", on_the_host):
         found["a collective of the host's memory"] = report("parallel.data=2").findings
-    print(json.dumps(found))
+    print(json.dumps([found, whole]))
 
 
 if __name__ == "__main__":
