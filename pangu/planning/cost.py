@@ -266,15 +266,16 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, e
         bubble = (p - 1) * max(0.0, forward + back - weight if pipeline.schedule == "zb_h1" else late)
         return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
     most = min(m, max(4 * p, 8))  # from then on each takes as long as the longest stage computes
-    schedule = _schedule(pipeline.schedule, p, v, most)
-    durations = Durations(
-        [chunk.forward for chunk in chunks],
-        [chunk.backward_input for chunk in chunks],
-        [chunk.backward_weight for chunk in chunks],
-        link,
-    )
-    makespan = simulate(schedule, durations, checked=True).makespan
+    makespan = _makespan(pipeline._replace(micro_batches=most), tuple(chunks), link)
     return makespan + (m - most) * stages[longest] + m * waiting / max(1, v), longest
+
+
+@lru_cache(maxsize=10_000)
+def _makespan(pipeline: Pipeline, chunks: tuple[Chunk, ...], link: float) -> float:
+    """Of the very actions; layouts that differ in their states only have the same."""
+    schedule = _schedule(*pipeline)
+    forward, back, weight = ([chunk[place] for chunk in chunks] for place in range(3))
+    return simulate(schedule, Durations(forward, back, weight, link), checked=True).makespan
 
 
 @lru_cache(maxsize=64)

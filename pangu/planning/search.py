@@ -117,7 +117,10 @@ def search(space: Space, top: int = 10) -> Found:
         if max(stage.total for stage in memory) > room:
             refused[TOO_LARGE] += 1
             continue
-        costed.append(Candidate(plan, time_of(space, plan), memory))
+        time = time_of(space, plan, exact=False)
+        if time.total <= worst:
+            time = time_of(space, plan)
+        costed.append(Candidate(plan, time, memory))
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
@@ -131,11 +134,11 @@ def _preference(one: Candidate) -> tuple[float, ...]:
     return (one.time.total, *map(float, simplicity))
 
 
-def time_of(space: Space, plan: Plan) -> StepTime:
-    """The time of a layout."""
+def time_of(space: Space, plan: Plan, exact: bool = True) -> StepTime:
+    """The time of a layout; `exact`: irregular schedules are carried out, which takes longer."""
     workload = describe(space.shape, space.system, plan)
     hidden = space.system.hidden_messages
-    return step_time(workload, plan.steps, plan.layout, space.cluster, hidden, exact=False)
+    return step_time(workload, plan.steps, plan.layout, space.cluster, hidden, exact)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:

@@ -52,13 +52,13 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
         assert sum(one.plan.layers) == where.shape.layers
 
 
-def test_estimates_of_irregular_schedules_are_what_the_simulator_finds() -> None:
+def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() -> None:
     where = space(64, "+config=pangu_13b", "batch.global_size=512")
     for schedule in ("zb_h1", "zb_v"):
         (best, *_) = search(where._replace(fixed={"schedule": schedule, "pipeline": 4}), top=1).best
         workload = describe(where.shape, where.system, best.plan)
         exact = step_time(workload, best.plan.steps, best.plan.layout, where.cluster)
-        assert best.time.total == pytest.approx(exact.total, rel=0.03)
+        assert best.time.total == pytest.approx(exact.total)
 
 
 def test_layouts_of_200b_on_2048_devices_are_searched_within_a_second() -> None:
