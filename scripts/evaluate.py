@@ -22,7 +22,7 @@ from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.data.documents import find_inputs, read_documents
-from pangu.data.files import progress_bar
+from pangu.data.progress import progress_bar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model

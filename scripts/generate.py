@@ -11,7 +11,7 @@ from pathlib import Path
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import parse_json, write_atomically
-from pangu.data.files import progress_bar
+from pangu.data.progress import progress_bar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel

@@ -21,7 +21,7 @@ from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
-from pangu.data.files import progress_bar
+from pangu.data.progress import progress_bar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 

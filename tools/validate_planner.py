@@ -20,10 +20,7 @@ from rich.console import Console
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
-from pangu.planning.cluster import load_clusters
-from pangu.planning.measurements import Row, read_rows
-from pangu.planning.report import make_table
-from pangu.planning.validation import (
+from pangu.planning.accuracy import (
     LEAST_ROWS,
     Coefficients,
     Fitted,
@@ -36,6 +33,9 @@ from pangu.planning.validation import (
     predict_rows,
     summarise,
 )
+from pangu.planning.cluster import load_clusters
+from pangu.planning.measurements import Row, read_rows
+from pangu.planning.report import make_table
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"

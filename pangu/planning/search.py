@@ -25,8 +25,8 @@ from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Timeline
-from pangu.planning.bounds import Bounds
 from pangu.planning.cost import Memory, StepTime, chunk_times, memory_of_stages, module_time, step_time
+from pangu.planning.lower_bounds import Bounds
 from pangu.planning.published import PANGU, Plan, Recompute, Shape, System, describe
 
 MODEL_ERROR = 0.05

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pangu.planning.accuracy import kendall_tau
 from pangu.planning.measurements import read_rows
-from pangu.planning.validation import kendall_tau
 from tests.spawn import repository
 from tools.validate_planner import main
 

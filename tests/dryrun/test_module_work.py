@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pangu.dryrun.profile import profile_modules
+from pangu.dryrun.module_work import profile_modules
 from pangu.models.size import layer_flops
 from pangu.planning.activations import layer_activations
 from pangu.planning.layouts import choose_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pangu.data.files import progress_bar
+from pangu.data.progress import progress_bar
 
 
 @pytest.mark.parametrize("show", [True, False])
