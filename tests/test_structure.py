@@ -31,8 +31,8 @@ FLOORS = {
     "dryrun": 9,
 }
 PACKAGE = repository() / "pangu"
-CALLED_BY_OTHERS = {"PanguLM", "head_peak"}
-"""What only other programs call (lm-eval's command, by a registered name), and what the planner is to use."""
+CALLED_BY_OTHERS = {"PanguLM"}
+"""What only other programs call: lm-eval's command, by a registered name."""
 FILES = sorted(PACKAGE.glob("*/**/*.py"))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,8 +22,10 @@ from pangu.collectives.algorithms import (
     scatter_trial,
 )
 from pangu.collectives.reduce import gather_objects, largest_of
+from pangu.config.attention import ABILITIES
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
@@ -91,7 +93,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     shapes = _collectives(config, mesh)
     gathered, summed = [shape for shape in shapes if shape.gathered], [shape for shape in shapes if shape.summed]
     candidates = {
-        "attention": _affordable(config, attention_kernels(config.model, compute, device), device),
+        "attention": _affordable(config.model, attention_kernels(config.model, compute, device)),
         "products": _common(of_ranks, ""),
         "gather": _common([gather_algorithms(shape.group) for shape in gathered], mesh.algorithms.gather),
         "scatter": _common([scatter_algorithms(shape.group) for shape in summed], mesh.algorithms.scatter),
@@ -176,19 +178,11 @@ def _common(lists: Sequence[list[str]], default: str) -> list[str]:
     return [name for name in lists[0] if all(name in names for names in lists)] if lists else [default]
 
 
-def _affordable(config: RunConfig, kernels: list[str], device: torch.device) -> list[str]:
-    """Without kernels that keep more than twice as much of a layer for backward as the preferred one does: what
-    explicit scores save in time on long sequences is not worth their memory."""
-    if len(kernels) == 1:
-        return kernels
-    from pangu.planning.activations import layer_activations
-
-    kind: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
-
-    def saved_bytes(kernel: str) -> int:
-        return sum(layer_activations(config, kernel, device=kind).values())
-
-    return [k for k in kernels if k == kernels[0] or saved_bytes(k) <= 2 * saved_bytes(kernels[0])]
+def _affordable(model: ModelConfig, kernels: list[str]) -> list[str]:
+    """Without kernels that keep the scores, where these are more than half of what a layer keeps for backward: what
+    that saves in time is not worth its memory. 5as of 34h + 5as bytes a token (Korthikanti et al. 2022, table 2)."""
+    large = 5 * model.heads * model.sequence > 34 * model.hidden
+    return [name for name in kernels if name == kernels[0] or not (large and ABILITIES[name].scores)]
 
 
 def _keep(candidates: dict[str, list[str]], previous: Mapping[str, Any], device: str, compute: str) -> list[str]:
