@@ -40,7 +40,8 @@ from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.collectives.reduce import sum_of
 from pangu.config.schema import RunConfig
-from pangu.training.saving import Saver, load_checkpoint
+from pangu.training.resuming import load_checkpoint
+from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 
 Peer = tuple[Callable[[Path], None], Callable[[Path], None]]

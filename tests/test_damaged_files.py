@@ -25,7 +25,8 @@ from pangu.checkpoint.run_folder import save_config, trained_model
 from pangu.config.build import build
 from pangu.config.errors import UserError, printable
 from pangu.config.schema import RunConfig
-from pangu.data.indexed import IndexedWriter, open_indexed
+from pangu.data.indexed import open_indexed
+from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer

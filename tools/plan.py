@@ -26,7 +26,7 @@ from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import find_layouts
+from pangu.planning.auto import find_layouts, given_keys, plan_layout
 from pangu.planning.layouts import Chosen, choose_layout
 from pangu.planning.report import describe, make_table
 from pangu.planning.search import MODEL_ERROR
@@ -45,7 +45,7 @@ from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
-from pangu.training.command import asks_for_layout, compose, given_keys, plan_layout
+from pangu.training.command import asks_for_layout, compose
 
 _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
@@ -99,7 +99,7 @@ def planned(overrides: Sequence[str]) -> dict[str, Any]:
 def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
     """The same, with the planner's choice in the place of `parallel=auto`. Raises UserError."""
     values = planned(overrides)
-    return plan_layout(_CONFIGS, values, overrides, Launch())[0] if asks_for_layout(values) else values
+    return plan_layout(_CONFIGS / "cluster", values, overrides, Launch())[0] if asks_for_layout(values) else values
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:

@@ -18,7 +18,8 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.data.documents import add_input_arguments, batched, find_inputs, parallel_map, read_documents
-from pangu.data.indexed import IndexedWriter, bin_path, idx_path
+from pangu.data.indexed import bin_path, idx_path
+from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.progress import progress_bar
 from pangu.data.tokenizers import load_tokenizer
 from pangu.topology.random import random_key

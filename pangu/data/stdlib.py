@@ -24,7 +24,8 @@ from rich.progress import Progress
 from pangu.config.data import PackingConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.files import open_regular, read_json, write_atomically
-from pangu.data.indexed import IndexedWriter, bin_path, idx_path
+from pangu.data.indexed import bin_path, idx_path
+from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.progress import progress_bar
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key

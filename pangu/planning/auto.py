@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pangu.config.checks import find_problems
 from pangu.config.errors import ConfigError, UserError
 from pangu.config.schema import RunConfig
+from pangu.metrics.devices import device_name
 from pangu.planning.cluster import cluster_in, load_clusters
 from pangu.planning.search import search, space_of
 from pangu.planning.search_report import Outcome, keys_of, overrides_of, refusals
+from pangu.topology.launch import Launch, choose_device
 
 SEARCHED = {
     "parallel.tensor": "tensor",
@@ -102,10 +105,40 @@ def difference(plan: Any, other: Any) -> str:
     return " ".join(f"{key}={value}" for key, value in keys_of(other).items() if before[key] != value)
 
 
-def cluster_of_device(name: str, folder: Path) -> str | None:
-    """The file of configs/cluster/ that describes a device; None if there is none.
+def given_keys(overrides: Collection[str]) -> set[str]:
+    """The keys that words of a command line set."""
+    return {word.lstrip("+").partition("=")[0] for word in overrides if "=" in word}
 
-    `name`: as the driver tells it, e.g. `NVIDIA H100 80GB HBM3`.
+
+def plan_layout(
+    folder: Path, values: Mapping[str, Any], overrides: Collection[str], launch: Launch
+) -> tuple[Mapping[str, Any], list[str]]:
+    """What `parallel=auto` stands for, and why. `folder`: configs/cluster/.
+
+    Raises:
+        UserError: if nothing says for which devices, or if no layout fits.
     """
-    matching = [file for file in load_clusters(folder) if file in name.lower().replace(" ", "")]
+    if (cluster := values["cluster"]) is None:
+        names = ", ".join(load_clusters(folder))
+        raise UserError(
+            f"parallel=auto: no file of {folder} is for the devices here; cluster=NAME says for which to plan (one of "
+            f"{names}); tools/calibrate.py --output {folder}/mine.yaml makes one for cluster=mine"
+        )
+    devices, node = (cluster["devices"], cluster["node"]) if values["dry_run"] else (launch.world, launch.local_world)
+    return choose_automatically(values, given_keys(overrides), devices, node)
+
+
+def cluster_here(folder: Path, device: str, launch: Launch) -> dict[str, Any] | None:
+    """The file of configs/cluster/ that describes the accelerators of this process, for all that take part; None: there
+    is none. `device`: `train.device`."""
+    clusters = load_clusters(folder)
+    name = cluster_of_device(device_name(choose_device(device, launch)), clusters)
+    if name is None:
+        return None
+    return {**asdict(clusters[name]), "devices": launch.world, "node": launch.local_world}
+
+
+def cluster_of_device(name: str, files: Collection[str]) -> str | None:
+    """The file that describes a device, e.g. `NVIDIA H100 80GB HBM3`; None if there is none."""
+    matching = [file for file in files if file in name.lower().replace(" ", "")]
     return max(matching, key=len, default=None)

@@ -33,13 +33,20 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def train(values: Mapping[str, Any]) -> None:
-        from pangu.training.run import run  # all of the trainer, which those who only compose do without
+        # all of the trainer, which those who only compose do without
+        import torch
+
+        from pangu.training.run import run
 
         launch = Launch.from_environment()
-        if values["cluster"] is None and not values["dry_run"]:
-            values = {**values, "cluster": cluster_here(configs, values, launch)}
+        if values["cluster"] is None and not values["dry_run"] and torch.accelerator.is_available():
+            from pangu.planning.auto import cluster_here
+
+            values = {**values, "cluster": cluster_here(configs / "cluster", values["train"]["device"], launch)}
         if asks_for_layout(values):
-            values, reasons = plan_layout(configs, values, overrides, launch)
+            from pangu.planning.auto import plan_layout
+
+            values, reasons = plan_layout(configs / "cluster", values, overrides, launch)
             if launch.rank == 0:
                 print(*reasons, sep="\n", flush=True)
         run(values)
@@ -60,48 +67,6 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 def asks_for_layout(values: Mapping[str, Any]) -> bool:
     """Whether the planner is to choose the layout of a composed configuration."""
     return isinstance(values["parallel"], Mapping) and values["parallel"].get("auto") is True
-
-
-def given_keys(overrides: Sequence[str]) -> set[str]:
-    """The keys that words of a command line set."""
-    return {word.lstrip("+").partition("=")[0] for word in overrides if "=" in word}
-
-
-def cluster_here(configs: Path, values: Mapping[str, Any], launch: Launch) -> dict[str, Any] | None:
-    """The file of configs/cluster/ that describes the accelerators of this process, for all that take part."""
-    import torch
-
-    if values["train"]["device"] == "cpu" or not torch.accelerator.is_available():
-        return None
-    from pangu.metrics.devices import device_name
-    from pangu.planning.auto import cluster_of_device
-    from pangu.topology.launch import choose_device
-
-    name = cluster_of_device(device_name(choose_device(values["train"]["device"], launch)), configs / "cluster")
-    if name is None:
-        return None
-    return {**compose(configs, [f"cluster={name}"])["cluster"], "devices": launch.world, "node": launch.local_world}
-
-
-def plan_layout(
-    configs: Path, values: Mapping[str, Any], overrides: Sequence[str], launch: Launch
-) -> tuple[Mapping[str, Any], list[str]]:
-    """What `parallel=auto` stands for, and why.
-
-    Raises:
-        UserError: if nothing says for which devices, or if no layout fits.
-    """
-    from pangu.planning.auto import choose_automatically
-
-    if (cluster := values["cluster"]) is None:
-        names = ", ".join(sorted(path.stem for path in (configs / "cluster").glob("*.yaml") if path.stem != "none"))
-        raise UserError(
-            f"parallel=auto: no file of {configs / 'cluster'} is for the devices here; cluster=NAME says for which to "
-            f"plan (one of {names}); tools/calibrate.py --output {configs / 'cluster'}/mine.yaml makes one for "
-            "cluster=mine"
-        )
-    devices, node = (cluster["devices"], cluster["node"]) if values["dry_run"] else (launch.world, launch.local_world)
-    return choose_automatically(values, given_keys(overrides), devices, node)
 
 
 def _show(values: Mapping[str, Any]) -> None:

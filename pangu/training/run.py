@@ -30,7 +30,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, only_run
-from pangu.training.saving import begin_with, find_checkpoint, load_checkpoint
+from pangu.training.saving import find_checkpoint
 from pangu.training.step import Trainer
 
 if TYPE_CHECKING:
@@ -116,9 +116,13 @@ def _train(
     _log_states(config, trainer)
     index: dict[str, Any] = {}
     if checkpoint is not None:
+        from pangu.training.resuming import load_checkpoint
+
         index = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
     elif config.checkpoint.init_from is not None:
+        from pangu.training.resuming import begin_with
+
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left

@@ -1,12 +1,11 @@
-"""What of a run goes into a checkpoint, and how it comes back."""
+"""What of a run goes into a checkpoint."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -24,18 +23,15 @@ from pangu.checkpoint.files import (
     commit,
     discard,
     list_checkpoints,
-    load,
     prune,
     start,
-    tidy,
     write_slices,
 )
-from pangu.checkpoint.index import read_index, require_facts
+from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import identity
-from pangu.checkpoint.weights import damage, intact, load_weights
+from pangu.checkpoint.weights import intact
 from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
-from pangu.config.data import DataConfig, IndexedData
-from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, shown, writing
+from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
 from pangu.config.files import flush
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
@@ -64,28 +60,19 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
             f"checkpoint.resume = none: {paths[-1]} is there already; choose another train.output, delete the folder, "
             "or let checkpoint.resume=auto continue it"
         )
+    if resume in ("auto", "none") and not paths:
+        return None
+    from pangu.training.resuming import newest_intact
+
     if resume not in ("auto", "none"):
         return intact(Path(resume), mesh)
-    path, problems = _newest_intact(paths, mesh)
+    path, problems = newest_intact(paths, mesh)
     if path is None and problems:
         raise UserError(
             f"{folder}: no checkpoint here is intact; choose another train.output to start from the beginning:\n"
             + "\n".join(f"  {line}" for line in problems)
         )
     return path
-
-
-def _newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
-    """The newest intact one of some checkpoints, if there is one, and what is wrong with those after it."""
-    problems: list[str] = []
-    for path in reversed(paths):
-        lines = damage(path, mesh)
-        if not lines:
-            return path, problems
-        problems += lines
-        for line in lines:
-            log.warning("skipping a checkpoint: %s", line)
-    return None, problems
 
 
 class Saver:
@@ -163,10 +150,12 @@ class Saver:
 
         Raises UserError on all ranks if there is no intact checkpoint.
         """
+        from pangu.training.resuming import load_checkpoint, newest_intact
+
         self.settle()
         mesh = self._trainer.mesh
         (paths, *_) = agree(mesh, lambda: list_checkpoints(self._folder), here=mesh.is_first)
-        path, _ = _newest_intact(paths or [], mesh)
+        path, _ = newest_intact(paths or [], mesh)
         if path is None:
             raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
         facts = change(read_index(path))
@@ -239,84 +228,6 @@ def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[t
     return copies
 
 
-def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
-    """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
-
-    Returns:
-        Its index: among others `samples` and `watch`, as given to `Saver.save`.
-
-    Raises:
-        UserError: if the checkpoint belongs to another model, optimizer or seed, or does not say where its run was.
-    """
-    index = read_index(path)
-    require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
-    _compare(path, index["identity"], identity(config))
-    _compare_order(path, index, config.data)
-    updates = index["step"] - index["skipped"]
-    slices = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
-    for state in trainer.optimizer.state.values():
-        state["step"].fill_(updates)
-        for moment in MOMENTS:
-            state[moment].zero_()
-    for moment in MOMENTS if updates else ():
-        slices += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
-    agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
-    agree(trainer.mesh, lambda: load(path, index, slices), here=True)
-    trainer.parameters.publish()
-    trainer.step, trainer.skipped = index["step"], index["skipped"]
-    if scale := trainer.loss_scale.restore(index["loss_scale"]):
-        log.info("%-12s %s", "loss scale", scale)
-    folder = Path(config.train.output) / "checkpoints"
-    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
-    for checkpoint in abandoned or ():
-        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", checkpoint)
-    return index
-
-
-def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise a UserError if tensors that are trained now were frozen when a checkpoint was written."""
-    if index["step"] == index["skipped"]:
-        return
-    patterns = config.train.frozen
-    missing = [
-        name
-        for kind, _, name in (key.partition("/") for key in index["tensors"])
-        if kind == "weight"
-        and f"{MOMENTS[0]}/{name}" not in index["tensors"]
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
-    if missing:
-        frozen = index.get("frozen", [])
-        raise UserError(
-            f"train.frozen = {shown(patterns)}: {len(missing)} tensors ({', '.join(missing[:3])}"
-            f"{', ...' * (len(missing) > 3)}) were frozen in the run that wrote {path}, which has no optimizer state "
-            f"of theirs; "
-            f"train.frozen={shown(frozen)} continues it, checkpoint.init_from={path} with another train.output begins "
-            "a new run with its weights"
-        )
-
-
-def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
-    """Say so if the place that a checkpoint has in a blend of datasets was reached in another order."""
-    if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
-        log.warning(
-            "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
-            "few samples by which its count differed there come again or are left out",
-            path,
-            index["samples"],
-        )
-
-
-def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Give a new run the weights of a checkpoint. Raises UserError as `load_weights`."""
-    index = load_weights(path, trainer.mesh, weights_of(trainer))
-    trainer.parameters.publish()
-    current = identity(config)
-    for key, value in index["identity"].items():
-        if key.startswith("model.") and current.get(key) != value:
-            log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
-
-
 def _of(shards: Iterable[Shard], values: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of them that this rank has; `values` of a shard are flat."""
     for shard in shards:
@@ -352,14 +263,3 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
                 # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
                 tensor = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
                 yield f"{kind}/{name}", replace(part, tensor=tensor)
-
-
-def _compare(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    wrong = [
-        f"  {key} = {current.get(key)}: the checkpoint has {value}"
-        for key, value in saved.items()
-        if current.get(key) != value
-    ]
-    if wrong:
-        advice = "give the same values to continue it, or another train.output to start a new run"
-        raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pangu.data.indexed import IndexedTokens, IndexedWriter, open_indexed
+from pangu.data.indexed import IndexedTokens, open_indexed
+from pangu.data.indexed_writer import IndexedWriter
 
 
 def library_files(*names: str) -> list[Path]:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
-from pangu.data.indexed import IndexedWriter, bin_path, idx_path, open_indexed, token_format
+from pangu.data.indexed import bin_path, idx_path, open_indexed, token_format
+from pangu.data.indexed_writer import IndexedWriter
 from tests.documents import document_lengths
 
 

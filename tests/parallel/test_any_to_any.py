@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pangu.topology.layout import Layout
-from pangu.training.saving import load_checkpoint
+from pangu.training.resuming import load_checkpoint
 from tests.covering import Case, Cover, all_pairs, pairs_of
 from tests.parallel.harness import OVERRIDES, whole
 from tests.parallel.test_layouts import CHUNKS, among

@@ -12,7 +12,8 @@ from torch import Tensor
 from pangu.data.loader import Loader
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import Saver, load_checkpoint
+from pangu.training.resuming import load_checkpoint
+from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole

@@ -10,6 +10,7 @@ import pytest
 
 from pangu.config.errors import UserError
 from pangu.planning.auto import choose_automatically, cluster_of_device
+from pangu.planning.cluster import load_clusters
 from pangu.planning.forecast import Forecast
 from pangu.planning.layouts import choose_layout
 from tests.configs import composed
@@ -59,9 +60,10 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do() -> None:
 
 
 def test_devices_are_known_by_their_makers_name() -> None:
-    assert cluster_of_device("NVIDIA H100 80GB HBM3", CLUSTERS) == "h100"
-    assert cluster_of_device("NVIDIA A100-SXM4-80GB", CLUSTERS) == "a100"
-    assert cluster_of_device("x86_64 CPU", CLUSTERS) is None
+    files = load_clusters(CLUSTERS)
+    assert cluster_of_device("NVIDIA H100 80GB HBM3", files) == "h100"
+    assert cluster_of_device("NVIDIA A100-SXM4-80GB", files) == "a100"
+    assert cluster_of_device("x86_64 CPU", files) is None
 
 
 def test_where_no_file_is_for_the_devices_the_message_says_what_to_do() -> None:

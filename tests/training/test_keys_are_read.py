@@ -13,7 +13,7 @@ from pangu.config import data, model, optimizer, schema
 from pangu.config.build import keys_of
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
-from pangu.data.indexed import IndexedWriter
+from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
 from pangu.training.run import run
 from tests.configs import composed

@@ -17,7 +17,7 @@ from pangu.checkpoint.files import list_checkpoints
 from pangu.config.errors import UserError
 from pangu.data.order import ORDER_VERSION
 from pangu.training import loop, saving
-from pangu.training.saving import _compare_order
+from pangu.training.resuming import _compare_order
 from pangu.training.step import StepResult, Trainer
 from tests.configs import config
 from tests.end_to_end.commands import metrics

@@ -1,0 +1,79 @@
+"""Writes indexed token files, see `indexed`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.config.files import NewFile
+from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
+
+
+class IndexedWriter:
+    """Writes one pair of files, one sequence per document. A context manager: the files get their names when the block
+    ends without an exception, otherwise nothing of them is left. Opening, adding and closing raise OSError."""
+
+    def __init__(self, prefix: str | Path, vocab: int) -> None:
+        self.num_tokens = 0
+        self._vocab = vocab
+        self._format = token_format(vocab)
+        self._lengths = array("i")
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._bin.parent.mkdir(parents=True, exist_ok=True)
+        self._new = [NewFile(self._bin)]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def add(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append one document. Raises ValueError for an id outside the vocabulary."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab):
+            raise ValueError(f"ids {ids.min()} to {ids.max()} do not fit a vocabulary of {self._vocab}")
+        self._new[0].file.write(ids.astype(self._format).tobytes())
+        self._lengths.append(ids.size)
+        self.num_tokens += ids.size
+
+    def close(self) -> None:
+        """Flush both files to disk and give them their names, the index last, for it makes the pair readable."""
+        try:
+            self._new.append(NewFile(self._idx))
+            self._write_index(self._new[1].file)
+            for new in self._new:
+                new.finish()
+            # An old index must not outlive its tokens: a kill between the two renames would pair old with new.
+            self._idx.unlink(missing_ok=True)
+            for new in self._new:
+                new.publish()
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what has no name yet."""
+        for new in self._new:
+            new.discard()
+
+    def _write_index(self, file: BinaryIO) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        stops = np.cumsum(lengths, dtype="<i8") * self._format.itemsize
+        code = next(code for code, name in FORMATS.items() if np.dtype(name) == self._format)
+        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.tobytes())
+        file.write((stops - lengths * np.int64(self._format.itemsize)).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()

@@ -1,0 +1,126 @@
+"""How a run comes back from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pangu.checkpoint.files import load, tidy
+from pangu.checkpoint.index import read_index, require_facts
+from pangu.checkpoint.run_folder import identity
+from pangu.checkpoint.weights import damage, load_weights
+from pangu.collectives.agreement import agree
+from pangu.config.data import DataConfig, IndexedData
+from pangu.config.errors import UserError, shown
+from pangu.config.schema import RunConfig
+from pangu.data.order import ORDER_VERSION
+from pangu.topology.mesh import Mesh
+from pangu.training.saving import MOMENTS, moments_of, weights_of
+from pangu.training.step import Trainer
+
+log = logging.getLogger("pangu")
+
+
+def newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
+    """The newest intact one of some checkpoints, if there is one, and what is wrong with those after it."""
+    problems: list[str] = []
+    for path in reversed(paths):
+        lines = damage(path, mesh)
+        if not lines:
+            return path, problems
+        problems += lines
+        for line in lines:
+            log.warning("skipping a checkpoint: %s", line)
+    return None, problems
+
+
+def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
+    """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
+
+    Returns:
+        Its index: among others `samples` and `watch`, as given to `Saver.save`.
+
+    Raises:
+        UserError: if the checkpoint belongs to another model, optimizer or seed, or does not say where its run was.
+    """
+    index = read_index(path)
+    require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
+    _compare(path, index["identity"], identity(config))
+    _compare_order(path, index, config.data)
+    updates = index["step"] - index["skipped"]
+    slices = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
+    for state in trainer.optimizer.state.values():
+        state["step"].fill_(updates)
+        for moment in MOMENTS:
+            state[moment].zero_()
+    for moment in MOMENTS if updates else ():
+        slices += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
+    agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
+    agree(trainer.mesh, lambda: load(path, index, slices), here=True)
+    trainer.parameters.publish()
+    trainer.step, trainer.skipped = index["step"], index["skipped"]
+    if scale := trainer.loss_scale.restore(index["loss_scale"]):
+        log.info("%-12s %s", "loss scale", scale)
+    folder = Path(config.train.output) / "checkpoints"
+    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    for checkpoint in abandoned or ():
+        log.warning("%s: this run continues from an earlier step; delete it if you do not need it", checkpoint)
+    return index
+
+
+def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise a UserError if tensors that are trained now were frozen when a checkpoint was written."""
+    if index["step"] == index["skipped"]:
+        return
+    patterns = config.train.frozen
+    missing = [
+        name
+        for kind, _, name in (key.partition("/") for key in index["tensors"])
+        if kind == "weight"
+        and f"{MOMENTS[0]}/{name}" not in index["tensors"]
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if missing:
+        frozen = index.get("frozen", [])
+        raise UserError(
+            f"train.frozen = {shown(patterns)}: {len(missing)} tensors ({', '.join(missing[:3])}"
+            f"{', ...' * (len(missing) > 3)}) were frozen in the run that wrote {path}, which has no optimizer state "
+            f"of theirs; "
+            f"train.frozen={shown(frozen)} continues it, checkpoint.init_from={path} with another train.output begins "
+            "a new run with its weights"
+        )
+
+
+def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
+    """Say so if the place that a checkpoint has in a blend of datasets was reached in another order."""
+    if index.get("order", 1) != ORDER_VERSION and isinstance(data, IndexedData) and len(data.train) > 1:
+        log.warning(
+            "%s: written when datasets were blended by another rule. Each goes on from its share of sample %d; the "
+            "few samples by which its count differed there come again or are left out",
+            path,
+            index["samples"],
+        )
+
+
+def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
+    """Give a new run the weights of a checkpoint. Raises UserError as `load_weights`."""
+    index = load_weights(path, trainer.mesh, weights_of(trainer))
+    trainer.parameters.publish()
+    current = identity(config)
+    for key, value in index["identity"].items():
+        if key.startswith("model.") and current.get(key) != value:
+            log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
+
+
+def _compare(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    wrong = [
+        f"  {key} = {current.get(key)}: the checkpoint has {value}"
+        for key, value in saved.items()
+        if current.get(key) != value
+    ]
+    if wrong:
+        advice = "give the same values to continue it, or another train.output to start a new run"
+        raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
