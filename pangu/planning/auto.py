@@ -25,6 +25,9 @@ SEARCHED = {
     "parallel.zero": "zero",
     "batch.micro_size": "micro_size",
     "memory.recompute": "recompute",
+    "memory.offload": "offload",
+    "parallel.zero_group": "shards",
+    "parallel.data": "data",
 }
 """Keys that a search tries all values of unless they are given, and the fields of a plan."""
 

@@ -161,6 +161,8 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
     for tensor in _options(fixed, "tensor", _divisors(min(world, space.cluster.node))):
         for pipeline in _options(fixed, "pipeline", _divisors(world // tensor)):
             data = world // (tensor * pipeline)
+            if space.fixed.get("data") not in (None, data):
+                continue
             for sequence in _options(fixed, "sequence", (False, True)):
                 base = Plan(tensor, pipeline, 1, data, 1, 0, sequence, "none", 1, 1, "1f1b")
                 for micro_size in _options(fixed, "micro_size", MICRO_SIZES):
@@ -230,6 +232,11 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     node = max(1, space.cluster.node // plan.tensor)
     if 1 < node < plan.data and plan.data % node == 0:
         zeros += [(1, node), (3, node)]
+    if space.fixed.get("zero") == 0:
+        zeros = [(0, 0)]
+    if "shards" in space.fixed:
+        group = space.fixed["shards"] or 0  # null: all replicas
+        zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.data % (group or 1) == 0]
     most = max(plan.layers)
     recomputes: list[tuple[Recompute, int]] = [("none", 0), ("full", 0)]
     recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]

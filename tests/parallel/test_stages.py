@@ -35,7 +35,7 @@ def most_alive(rank: int, world: int, layout: Layout, *overrides: str) -> int:
 
     def counted(self: Runner) -> None:  # after every action
         free_sent(self)
-        alive.append(len(self._live.keys() | self.store._stored.keys()))
+        alive.append(len(self._live.keys() | (set() if self.store is None else self.store._stored.keys())))
 
     with replaced_here(Runner, _free_sent=counted):
         trainer.train_step(batches)

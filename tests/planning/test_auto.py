@@ -89,3 +89,16 @@ def test_the_tool_plans_what_would_be_run() -> None:
     assert done.returncode == 0, done.stderr
     assert "= 16 devices, ZeRO stage" in done.stdout
     assert "as the planner chose" in done.stdout
+
+
+def test_every_key_of_a_layout_that_is_given_is_kept() -> None:
+    words = ("parallel.data=8", "parallel.zero=1", "parallel.zero_group=4", "memory.offload=[optimizer]")
+    values, _ = chosen(*words, given=tuple(word.partition("=")[0] for word in words))
+    assert (values["parallel"]["data"], values["parallel"]["zero"], values["parallel"]["zero_group"]) == (8, 1, 4)
+    assert values["memory"]["offload"] == ["optimizer"]
+
+
+def test_what_cannot_go_together_is_refused_and_no_sharding_is_kept() -> None:
+    assert chosen("parallel.zero=0", given=("parallel.zero",))[0]["parallel"]["zero"] == 0
+    with pytest.raises(UserError, match="no layout of 16 devices"):
+        chosen("parallel.data=8", "parallel.zero_group=3", given=("parallel.data", "parallel.zero_group"))
