@@ -121,13 +121,14 @@ def plan_layout(
     Raises:
         UserError: if nothing says for which devices, or if no layout fits.
     """
-    if (cluster := values["cluster"]) is None:
+    if values["cluster"] is None:
         names = ", ".join(load_clusters(folder))
         raise UserError(
             f"parallel=auto: no file of {folder} is for the devices here; cluster=NAME says for which to plan (one of "
             f"{names}); tools/calibrate.py --output {folder}/mine.yaml makes one for cluster=mine"
         )
-    devices, node = (cluster["devices"], cluster["node"]) if values["dry_run"] else (launch.world, launch.local_world)
+    cluster = cluster_in(values["cluster"])
+    devices, node = (cluster.devices, cluster.node) if values["dry_run"] else (launch.world, launch.local_world)
     return choose_automatically(values, given_keys(overrides), devices, node)
 
 

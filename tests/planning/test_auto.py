@@ -73,6 +73,16 @@ def test_where_no_file_is_for_the_devices_the_message_says_what_to_do() -> None:
     assert "cluster=NAME says for which to plan (one of a100," in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "rule"), [("cluster.devices=x", "must be an integer"), ("cluster.node=null", "must be an integer")]
+)
+def test_a_cluster_that_is_none_is_one_message(word: str, rule: str) -> None:
+    done = called("pretrain", *RECIPE, word, "dry_run=true")
+    assert done.returncode == 2
+    assert f"{word.partition('=')[0]} = " in done.stderr
+    assert rule in done.stderr
+
+
 def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     words = (*SYNTHETIC, "parallel=auto", "cluster=a100", "train.steps=20", "checkpoint.every=0")
     done = pretrain(tmp_path / "run", *words)
