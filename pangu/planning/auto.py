@@ -10,7 +10,6 @@ from typing import Any
 from pangu.config.checks import find_problems
 from pangu.config.errors import ConfigError, UserError
 from pangu.config.schema import RunConfig
-from pangu.metrics.devices import device_name
 from pangu.planning.cluster import cluster_in, load_clusters
 from pangu.planning.search import search, space_of
 from pangu.planning.search_report import Outcome, keys_of, overrides_of, refusals
@@ -135,6 +134,8 @@ def plan_layout(
 def cluster_here(folder: Path, device: str, launch: Launch) -> dict[str, Any] | None:
     """The file of configs/cluster/ that describes the accelerators of this process, for all that take part; None: there
     is none. `device`: `train.device`."""
+    from pangu.metrics.devices import device_name  # which imports torch; a plan does without
+
     clusters = load_clusters(folder)
     name = cluster_of_device(device_name(choose_device(device, launch)), clusters)
     if name is None:
