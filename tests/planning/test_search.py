@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 
 import pytest
 
@@ -61,14 +60,11 @@ def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() 
         assert best.time.total == pytest.approx(exact.total)
 
 
-def test_layouts_of_200b_on_2048_devices_are_searched_within_a_second() -> None:
-    where = space(2048, "+config=pangu_200b")
-    search(space(8, *SMALL))  # what is imported late
-    begin = process_time()
-    found = search(where)
-    assert found.best
-    # a second on a machine of its own; this one may be busy
-    assert process_time() - begin < 3
+def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:
+    """Bounds decide most of them, which is what makes the search quick."""
+    found = search(space(2048, "+config=pangu_200b"))
+    assert found.layouts > 20_000
+    assert 10 <= found.costed < found.layouts / 10
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
