@@ -165,7 +165,7 @@ def plan(options: argparse.Namespace) -> None:
         print_layouts(options)
         return
     if options.modules:
-        from pangu.dryrun.module_work import profile_modules
+        from pangu.planning.module_work import profile_modules
 
         modules = profile_modules(planned(options.overrides))
         print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import role_ranks, run_jobs
 from pangu.metrics.text import size
 from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import choose_layout
 from pangu.planning.report import make_table
+from pangu.planning.roles import role_ranks, run_jobs
 from pangu.topology.layout import Layout
 
 WIDTH = 200

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pangu.dryrun.roles import role_ranks
 from pangu.planning.layouts import choose_layout
+from pangu.planning.roles import role_ranks
 from pangu.planning.states import plan_states
 from pangu.topology.layout import Coordinates
 from tests.configs import composed

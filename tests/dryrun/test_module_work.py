@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from pangu.dryrun.module_work import profile_modules
 from pangu.models.size import layer_flops
 from pangu.planning.layouts import choose_layout
+from pangu.planning.module_work import profile_modules
 from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pangu.dryrun.roles import run_jobs
+from pangu.planning.roles import run_jobs
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
 
 Phase = Mapping[str, Any]

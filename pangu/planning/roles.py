@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
@@ -88,29 +87,3 @@ class Worker:
     def _last_words(self) -> str:
         _, said = self._process.communicate()
         return said.strip().rpartition("\n")[2] or f"its process ended with status {self._process.returncode}"
-
-
-def serve() -> None:
-    """Read a configuration, a rank and options a line; write what the rank does, a line."""
-    from pangu.dryrun.device import load_device
-
-    fake = load_device()
-    import torch
-
-    from pangu.dryrun.run import dry_run
-    from pangu.planning.layouts import choose_layout
-
-    torch.set_num_threads(1)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    for line in sys.stdin:
-        values, rank, options = json.loads(line)
-        try:
-            chosen = choose_layout(values, 1)
-            report = asdict(dry_run(chosen, rank, device, None if isinstance(fake, str) else fake, **options))
-            answer: dict[str, Any] = {**report, "device": fake if device.type == "cpu" else None}
-        except Exception as error:
-            answer = {"error": str(error)}
-        answers.write(f"{json.dumps(answer)}\n")
-        answers.flush()
