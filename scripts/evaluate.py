@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from pangu.checkpoint.run_folder import newest_checkpoint
+from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status

@@ -21,7 +21,8 @@ import torch
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, start, write_slices
 from pangu.checkpoint.formats.mindspore import MindSporeSource
 from pangu.checkpoint.index import checksum, find_damage, read_index, require_facts
-from pangu.checkpoint.run_folder import save_config, trained_model
+from pangu.checkpoint.reading import trained_model
+from pangu.checkpoint.run_folder import save_config
 from pangu.config.build import build
 from pangu.config.errors import UserError, printable
 from pangu.config.schema import RunConfig

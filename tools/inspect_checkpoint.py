@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pangu.checkpoint.files import read_tensor
 from pangu.checkpoint.index import find_damage, read_index, require_facts
+from pangu.checkpoint.reading import read_tensor
 from pangu.config.errors import UserError, printable
 from pangu.config.exit_status import exit_status
 from pangu.metrics.text import size

@@ -11,6 +11,7 @@ from it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -21,15 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pangu.checkpoint.index import FORMAT, VERSION, checksum, read_index
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.errors import UserError, reading
 from pangu.config.files import flush, write_atomically
 
+FORMAT = "pangu-checkpoint"
+VERSION = 3
 FILE_BYTES = 2**30
 """Approximate size of a file, which bounds the host memory of a save."""
 
@@ -125,9 +125,8 @@ def commit(path: Path, parts: Sequence[Written], facts: Mapping[str, Any]) -> No
         flush(path.parent)
 
 
-def amend(path: Path, facts: Mapping[str, Any]) -> None:
-    """Change facts of a committed checkpoint, all at once or not at all. Raises UserError."""
-    index = read_index(path) | dict(facts)
+def amend(path: Path, index: Mapping[str, Any]) -> None:
+    """Give a committed checkpoint another index, at once or not at all. Raises UserError."""
     with _saving(path):
         _write_index(path, index)
 
@@ -167,54 +166,6 @@ def tidy(folder: Path, step: int) -> list[Path]:
     return aside
 
 
-def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
-    """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
-    every tensor of the kind `every` that is not in `shapes`."""
-    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
-    for name, entry in index["tensors"].items():
-        if name in shapes and entry["shape"] != list(shapes[name]):
-            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(shapes[name])} in the model")
-        elif name not in shapes and every and name.startswith(f"{every}/"):
-            problems.append(f"{name}: not in the model")
-    if problems:
-        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
-
-
-def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
-    """Fill slices, named `KIND/NAME`, from an undamaged checkpoint of any layout. Raises a UserError that names every
-    tensor that is missing or has another shape, or a file that cannot be read."""
-    require_fit(path, index, {name: part.shape for name, part in slices})
-    by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
-    for name, part in slices:
-        for piece in index["tensors"][name]["pieces"]:
-            if common := _common(part, piece):
-                by_file.setdefault(piece["file"], []).append((part, piece, common))
-    for file, pieces in by_file.items():
-        with reading(path / file, SafetensorError), safe_open(path / file, framework="pt") as opened, torch.no_grad():
-            for part, piece, common in pieces:
-                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
-                target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
-                part.tensor[target].copy_(opened.get_slice(piece["key"])[source])
-
-
-def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
-    """One whole tensor, named `KIND/NAME`, of an undamaged checkpoint."""
-    entry = index["tensors"][name]
-    shape = tuple(entry["shape"])
-    tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
-    load(path, index, [(name, Slice(tensor, shape, (0,) * len(shape)))])
-    return tensor
-
-
-def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
-    """Global bounds, for each dimension, of the intersection of a slice and a stored piece; None if it is empty."""
-    bounds = [
-        (max(o, p), min(o + size, p + length))
-        for o, size, p, length in zip(part.offsets, part.tensor.shape, piece["offsets"], piece["shape"], strict=True)
-    ]
-    return bounds if all(a < b for a, b in bounds) else None
-
-
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
@@ -251,6 +202,10 @@ def _write_file(
         entry["pieces"].append({"file": path.name, "key": key, "offsets": list(part.offsets), "shape": shape})
     digest = write_safetensors(path, described, contents)
     written.files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def checksum(index: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _write_index(folder: Path, index: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import re
 import stat
@@ -23,12 +22,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from pangu.checkpoint.files import FORMAT, VERSION, checksum
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.errors import UserError
 from pangu.config.files import open_regular, read_json
 
-FORMAT = "pangu-checkpoint"
-VERSION = 3
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
 """dtype -> its name in a file and the bytes of an element."""
 _FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
@@ -62,10 +60,6 @@ def read_index(path: Path) -> dict[str, Any]:
     if problem := next(_problems(index), None):
         raise UserError(f"{file}: damaged: {problem}")
     return index
-
-
-def checksum(index: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def require_facts(path: Path, index: Mapping[str, Any], *names: str) -> None:

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pangu.checkpoint.files import list_checkpoints, require_fit
-from pangu.config.build import build
 from pangu.config.data import DataConfig, TokenizerConfig
-from pangu.config.errors import ConfigError, UserError, reading, writing
-from pangu.config.files import new_path, open_regular, refuse_links, remove, write_atomically
-from pangu.config.model import ModelConfig
-from pangu.config.optimizer import PrecisionConfig
+from pangu.config.errors import UserError, writing
+from pangu.config.files import new_path, refuse_links, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.sources import tokenizer_of
-from pangu.models.parameters import logical_shapes
 
-
-@dataclass(frozen=True)
-class Trained:
-    """The groups of `RunConfig` that describe a trained model."""
-
-    model: ModelConfig
-    data: DataConfig
-    precision: PrecisionConfig
-
-
-_UNREADABLE = "the configuration of the run cannot be read"
 _TOKENIZER_FILE, _TOKENIZER_FOLDER = "tokenizer.model", "tokenizer"
 _TOKENIZER_NAMES = (
     *("tokenizer", "tokenization", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
     "chat_template",
 )
 """Beginnings of the names of a tokenizer's files in a folder of Hugging Face."""
-MOST_BYTES = 4 * 2**20
-"""Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
 
 
@@ -72,63 +53,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses references to parts of the file: a few lines of them stand for more than the memory holds."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not read here")
-        return super().compose_node(parent, index)
-
-
 def identity(config: RunConfig) -> dict[str, Any]:
     """Keys that must not change within a run. The attention kernel may: it computes the same function."""
     model = asdict(replace(config.model, attention="auto", ffn=config.model.ffn_size))
     del model["attention"]
     values = {f"model.{key}": value for key, value in model.items()}
     return values | {"optimizer.name": config.optimizer.name, "train.seed": config.train.seed}
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """The newest checkpoint if `path` is a run folder; otherwise `path`."""
-    checkpoints = list_checkpoints(path / "checkpoints")
-    return checkpoints[-1] if checkpoints else path
-
-
-def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
-    """Read config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...). Other groups of keys are ignored,
-    so that a model outlives keys that say how it was trained. The weights of `index` must be those of the model, which
-    bounds the memory for it by the files' size.
-
-    Raises:
-        UserError: naming the file, and each key that is missing or wrong, or each tensor that does not fit.
-    """
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    values = _read_yaml(path)
-    with reading(path, TypeError, KeyError, rule=_UNREADABLE):
-        groups = {field.name: values[field.name] for field in fields(Trained)}
-    try:
-        trained = build(Trained, groups)
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from error
-    weights = sum(name.startswith("weight/") for name in index["tensors"])
-    if trained.model.layers > weights:
-        raise UserError(f"{path}: model.layers = {trained.model.layers}: {checkpoint} holds {weights} tensors in all")
-    # no heads, or a negative width
-    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of model describe none"):
-        shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
-    require_fit(checkpoint, index, shapes, "weight")
-    return trained
-
-
-def _read_yaml(path: Path) -> Any:
-    # ValueError: not UTF-8, or a date that there never was; RecursionError: brackets within brackets
-    with reading(path, ValueError, RecursionError, yaml.YAMLError, rule=_UNREADABLE):
-        with open_regular(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        return yaml.load(content.decode(), _Loader)
 
 
 def kept_tokenizer(run: Path, data: DataConfig) -> TokenizerConfig | None:

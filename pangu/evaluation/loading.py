@@ -16,8 +16,8 @@ from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import take
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.run_folder import kept_tokenizer, newest_checkpoint, trained_model
-from pangu.checkpoint.weights import load_weights
+from pangu.checkpoint.reading import load_weights, newest_checkpoint, trained_model
+from pangu.checkpoint.run_folder import kept_tokenizer
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.config.checks import find_model_problems

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import load, tidy
+from pangu.checkpoint.files import tidy
 from pangu.checkpoint.index import read_index, require_facts
+from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
-from pangu.checkpoint.weights import damage, load_weights
 from pangu.collectives.agreement import agree
 from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import UserError, shown
@@ -22,6 +22,20 @@ from pangu.training.saving import MOMENTS, moments_of, weights_of
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
+
+
+def intact_checkpoint(config: RunConfig, paths: Sequence[Path], mesh: Mesh) -> Path | None:
+    """What `checkpoint.resume` names, or the newest intact one of a run folder's checkpoints, if it has any. Raises
+    UserError if there is none that is intact."""
+    if config.checkpoint.resume not in ("auto", "none"):
+        return intact(Path(config.checkpoint.resume), mesh)
+    path, problems = newest_intact(paths, mesh)
+    if path is None and problems:
+        raise UserError(
+            f"{paths[0].parent}: no checkpoint here is intact; choose another train.output to start from the "
+            "beginning:\n" + "\n".join(f"  {line}" for line in problems)
+        )
+    return path
 
 
 def newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.config.errors import PrintableFormatter
@@ -110,7 +109,12 @@ def _train(
     benchmarks = _benchmarks(config, sources)
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
-    choices = choose(config, mesh, None if checkpoint is None else read_index(checkpoint).get("choices"))
+    recorded = None
+    if checkpoint is not None:
+        from pangu.checkpoint.index import read_index
+
+        recorded = read_index(checkpoint).get("choices")
+    choices = choose(config, mesh, recorded)
     torch.set_float32_matmul_precision(choices.products)
     trainer = Trainer(config, mesh, stages, choices)
     _log_states(config, trainer)

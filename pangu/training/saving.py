@@ -27,9 +27,7 @@ from pangu.checkpoint.files import (
     start,
     write_slices,
 )
-from pangu.checkpoint.index import read_index
 from pangu.checkpoint.run_folder import identity
-from pangu.checkpoint.weights import intact
 from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
 from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
 from pangu.config.files import flush
@@ -62,17 +60,9 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
         )
     if resume in ("auto", "none") and not paths:
         return None
-    from pangu.training.resuming import newest_intact
+    from pangu.training.resuming import intact_checkpoint
 
-    if resume not in ("auto", "none"):
-        return intact(Path(resume), mesh)
-    path, problems = newest_intact(paths, mesh)
-    if path is None and problems:
-        raise UserError(
-            f"{folder}: no checkpoint here is intact; choose another train.output to start from the beginning:\n"
-            + "\n".join(f"  {line}" for line in problems)
-        )
-    return path
+    return intact_checkpoint(config, paths, mesh)
 
 
 class Saver:
@@ -150,6 +140,7 @@ class Saver:
 
         Raises UserError on all ranks if there is no intact checkpoint.
         """
+        from pangu.checkpoint.index import read_index
         from pangu.training.resuming import load_checkpoint, newest_intact
 
         self.settle()
@@ -158,8 +149,8 @@ class Saver:
         path, _ = newest_intact(paths or [], mesh)
         if path is None:
             raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
-        facts = change(read_index(path))
-        agree(mesh, lambda: amend(path, facts), here=mesh.is_first)
+        index = read_index(path)
+        agree(mesh, lambda: amend(path, {**index, **change(index)}), here=mesh.is_first)
         self.newest = path
         return load_checkpoint(path, self._config, self._trainer)
 

@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 
 from pangu.checkpoint import files
 from pangu.checkpoint.files import (
+    FORMAT,
     Slice,
     checkpoint_path,
     commit,
     list_checkpoints,
-    load,
     prune,
     start,
     tidy,
     write_slices,
 )
-from pangu.checkpoint.index import FORMAT, NewerFormatError, find_damage, read_index
+from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
+from pangu.checkpoint.reading import load
 from pangu.config.errors import UserError
 
 TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pangu.checkpoint.files import list_checkpoints, read_tensor
+from pangu.checkpoint.files import list_checkpoints
 from pangu.checkpoint.formats import huggingface, mindspore
 from pangu.checkpoint.index import read_index
+from pangu.checkpoint.reading import read_tensor
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_shapes, random_weights
 from tools.convert_checkpoint import main

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, load, start, write_slices
+from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, start, write_slices
 from pangu.checkpoint.index import checksum, cover, find_damage, read_index, require_facts
+from pangu.checkpoint.reading import load
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.errors import UserError
 

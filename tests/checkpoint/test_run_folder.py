@@ -13,7 +13,8 @@ import yaml
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import read_index
-from pangu.checkpoint.run_folder import FOLDERS, make_run_folder, save_config, trained_model
+from pangu.checkpoint.reading import trained_model
+from pangu.checkpoint.run_folder import FOLDERS, make_run_folder, save_config
 from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, commit, start, write_slices
-from pangu.checkpoint.index import checksum
+from pangu.checkpoint.index import checksum, read_index
 from tools.inspect_checkpoint import main
 
 FACTS = {"step": 5, "samples": 20, "skipped": 0, "layout": {"tensor": 2}, "identity": {"optimizer.name": "adam"}}
@@ -43,7 +43,7 @@ def test_words_and_json_say_the_same(checkpoint: Path, capsys: pytest.CaptureFix
 
 def test_rollbacks_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = {"step": 9, "fault": "the loss is nan", "back_to": 5, "left_out": [20, 40]}
-    amend(checkpoint, {"watch": {"rollbacks": [event]}})
+    amend(checkpoint, {**read_index(checkpoint), "watch": {"rollbacks": [event]}})
     assert main([str(checkpoint), "--verify"]) == 0
     expected = "went back    from step 9 to 5, without the samples 20 to 39: the loss is nan"
     assert expected in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.checkpoint.files import read_index
+from pangu.checkpoint.index import read_index
 from pangu.collectives.algorithms import gather_algorithms, scatter_algorithms
 from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.errors import UserError

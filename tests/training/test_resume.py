@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.checkpoint.files import read_tensor
 from pangu.checkpoint.index import read_index
+from pangu.checkpoint.reading import read_tensor
 from pangu.config.errors import UserError
 from pangu.training.process import only_run
 from pangu.training.run import run

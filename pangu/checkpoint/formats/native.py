@@ -12,19 +12,17 @@ from pangu.checkpoint.files import (
     Slice,
     checkpoint_path,
     commit,
-    read_tensor,
     start,
     write_slices,
 )
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.index import find_damage, read_index
+from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_model
 from pangu.checkpoint.run_folder import (
     identity,
     keep_tokenizer,
     kept_tokenizer,
-    newest_checkpoint,
     save_config,
-    trained_model,
 )
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError

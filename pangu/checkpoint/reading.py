@@ -1,0 +1,175 @@
+"""Reading a checkpoint: its tensors under any layout, by all ranks of a mesh together, and what was trained in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pangu.checkpoint.files import Slice, list_checkpoints
+from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
+from pangu.collectives.reduce import gather_objects
+from pangu.config.build import build
+from pangu.config.data import DataConfig
+from pangu.config.errors import ConfigError, UserError, reading
+from pangu.config.files import open_regular
+from pangu.config.model import ModelConfig
+from pangu.config.optimizer import PrecisionConfig
+from pangu.models.parameters import logical_shapes
+from pangu.topology.mesh import Mesh
+
+_UNREADABLE = "the configuration of the run cannot be read"
+MOST_BYTES = 4 * 2**20
+"""Of a config.yaml; a larger one would keep Python's reader busy for minutes."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The groups of `RunConfig` that describe a trained model."""
+
+    model: ModelConfig
+    data: DataConfig
+    precision: PrecisionConfig
+
+
+def require_fit(path: Path, index: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], every: str = "") -> None:
+    """Raise a UserError that names every tensor of `shapes` that the checkpoint lacks or has in another shape, and
+    every tensor of the kind `every` that is not in `shapes`."""
+    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in index["tensors"]]
+    for name, entry in index["tensors"].items():
+        if name in shapes and entry["shape"] != list(shapes[name]):
+            problems.append(f"{name}: {entry['shape']} in the checkpoint, {list(shapes[name])} in the model")
+        elif name not in shapes and every and name.startswith(f"{every}/"):
+            problems.append(f"{name}: not in the model")
+    if problems:
+        raise UserError(f"{path}: does not fit this model:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def load(path: Path, index: Mapping[str, Any], slices: Sequence[tuple[str, Slice]]) -> None:
+    """Fill slices, named `KIND/NAME`, from an undamaged checkpoint of any layout. Raises a UserError that names every
+    tensor that is missing or has another shape, or a file that cannot be read."""
+    require_fit(path, index, {name: part.shape for name, part in slices})
+    by_file: dict[str, list[tuple[Slice, Mapping[str, Any], list[tuple[int, int]]]]] = {}
+    for name, part in slices:
+        for piece in index["tensors"][name]["pieces"]:
+            if common := _common(part, piece):
+                by_file.setdefault(piece["file"], []).append((part, piece, common))
+    for file, pieces in by_file.items():
+        with reading(path / file, SafetensorError), safe_open(path / file, framework="pt") as opened, torch.no_grad():
+            for part, piece, common in pieces:
+                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, piece["offsets"], strict=True))
+                target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offsets, strict=True))
+                part.tensor[target].copy_(opened.get_slice(piece["key"])[source])
+
+
+def read_tensor(path: Path, index: Mapping[str, Any], name: str) -> Tensor:
+    """One whole tensor, named `KIND/NAME`, of an undamaged checkpoint."""
+    entry = index["tensors"][name]
+    shape = tuple(entry["shape"])
+    tensor = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+    load(path, index, [(name, Slice(tensor, shape, (0,) * len(shape)))])
+    return tensor
+
+
+def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+    """Global bounds, for each dimension, of the intersection of a slice and a stored piece; None if it is empty."""
+    bounds = [
+        (max(o, p), min(o + size, p + length))
+        for o, size, p, length in zip(part.offsets, part.tensor.shape, piece["offsets"], piece["shape"], strict=True)
+    ]
+    return bounds if all(a < b for a, b in bounds) else None
+
+
+def damage(path: Path, mesh: Mesh) -> list[str]:
+    """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files. Raises
+    NewerFormatError on all ranks."""
+    newer = None
+    try:
+        lines = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
+    except NewerFormatError as error:
+        lines, newer = [], str(error)
+    except UserError as error:
+        lines = [str(error)]
+    answers = gather_objects((lines, newer), mesh.group("world"))
+    for _, newer in answers:
+        if newer is not None:
+            raise NewerFormatError(newer)
+    return list(dict.fromkeys(line for lines, _ in answers for line in lines))
+
+
+def intact(path: Path, mesh: Mesh) -> Path:
+    """`path`. Raises UserError on all ranks unless it is an undamaged checkpoint."""
+    if lines := damage(path, mesh):
+        raise UserError("\n".join(lines))
+    return path
+
+
+def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -> dict[str, Any]:
+    """Fill this rank's slices of a model with the weights of a checkpoint, nothing else; returns its index. The ranks
+    of `mesh` together hold all tensors. Raises UserError on all of them if the checkpoint is damaged, or naming every
+    tensor that only one of the two has or whose shape differs."""
+    index = read_index(intact(path, mesh))
+    slices = [(f"weight/{name}", part) for name, part in weights]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather_objects({name: slice_.shape for name, slice_ in slices}, mesh.group("world")):
+        shapes |= part
+    require_fit(path, index, shapes, "weight")
+    load(path, index, slices)
+    return index
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The newest checkpoint if `path` is a run folder; otherwise `path`."""
+    checkpoints = list_checkpoints(path / "checkpoints")
+    return checkpoints[-1] if checkpoints else path
+
+
+def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
+    """Read config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...). Other groups of keys are ignored,
+    so that a model outlives keys that say how it was trained. The weights of `index` must be those of the model, which
+    bounds the memory for it by the files' size.
+
+    Raises:
+        UserError: naming the file, and each key that is missing or wrong, or each tensor that does not fit.
+    """
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    values = _read_yaml(path)
+    with reading(path, TypeError, KeyError, rule=_UNREADABLE):
+        groups = {field.name: values[field.name] for field in fields(Trained)}
+    try:
+        trained = build(Trained, groups)
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from error
+    weights = sum(name.startswith("weight/") for name in index["tensors"])
+    if trained.model.layers > weights:
+        raise UserError(f"{path}: model.layers = {trained.model.layers}: {checkpoint} holds {weights} tensors in all")
+    # no heads, or a negative width
+    with reading(path, ArithmeticError, RuntimeError, ValueError, rule="the keys of model describe none"):
+        shapes = {f"weight/{name}": shape for name, shape in logical_shapes(trained.model).items()}
+    require_fit(checkpoint, index, shapes, "weight")
+    return trained
+
+
+def _read_yaml(path: Path) -> Any:
+    # ValueError: not UTF-8, or a date that there never was; RecursionError: brackets within brackets
+    with reading(path, ValueError, RecursionError, yaml.YAMLError, rule=_UNREADABLE):
+        with open_regular(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return yaml.load(content.decode(), _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses references to parts of the file: a few lines of them stand for more than the memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("references (*name) are not read here")
+        return super().compose_node(parent, index)
