@@ -92,31 +92,6 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-_TAGS = {
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "tokens": "train/tokens",
-    "skipped": "train/skipped",
-    "loss_scale": "train/loss_scale",
-    "step_time_s": "speed/step_time_s",
-    "tokens_per_s": "speed/tokens_per_s",
-    "tflops_per_device": "speed/tflops_per_device",
-    "mfu": "speed/mfu",
-    "peak_memory_gib": "speed/peak_memory_gib",
-    "validation_loss": "validation/loss",
-    "validation_perplexity": "validation/perplexity",
-}
-
-
-def tracked(record: StepRecord) -> dict[str, float]:
-    """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
-    figures = {tag: value for name, tag in _TAGS.items() if (value := getattr(record, name)) is not None}
-    figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
-    figures |= {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
-    return figures | {f"slow_rank/{rank}": factor for rank, factor in (record.slow_ranks or {}).items()}
-
-
 def to_json(record: StepRecord) -> str:
     """One line of strict JSON. Floats keep every digit of their double (`repr`), so that runs can be compared exactly.
 

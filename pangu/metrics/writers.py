@@ -14,7 +14,7 @@ from rich.text import Text
 from pangu.config.errors import writing
 from pangu.config.files import flush, open_regular, write_atomically
 from pangu.config.schema import MetricsConfig
-from pangu.metrics.record import StepRecord, from_json, read_lines, to_json, tracked
+from pangu.metrics.record import StepRecord, from_json, read_lines, to_json
 from pangu.metrics.text import compact, duration
 
 
@@ -108,30 +108,6 @@ class JsonLinesWriter:
             self._file.close()
 
 
-class TensorBoardWriter:
-    """TensorBoard event files, with the step as x-axis."""
-
-    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
-        """Events of steps after `resumed_step` that `folder` holds are hidden. Raises UserError if not writable."""
-        # Imported only here: it takes more than a second, and not every run wants it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder = folder
-        with writing(folder):
-            self._events = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=30)
-
-    def write(self, record: StepRecord) -> None:
-        """Queue the step's figures. Raises UserError if the disk is full."""
-        with writing(self._folder):
-            for tag, value in tracked(record).items():
-                self._events.add_scalar(tag, value, record.step)
-
-    def close(self) -> None:
-        """Write what is still queued."""
-        with writing(self._folder):
-            self._events.close()
-
-
 def make_writers(
     config: MetricsConfig, output: Path, total_steps: int, resumed_step: int, resolved_config: dict[str, Any]
 ) -> list[Writer]:
@@ -147,9 +123,11 @@ def make_writers(
         ConsoleWriter(config.every, total_steps),
     ]
     if config.tensorboard:
+        from pangu.metrics.trackers import TensorBoardWriter
+
         writers.append(TensorBoardWriter(output / "tensorboard", resumed_step))
     if config.wandb != "off":
-        from pangu.metrics.wandb_writer import WandbWriter
+        from pangu.metrics.trackers import WandbWriter
 
         writers.append(WandbWriter(output, config.wandb, config.wandb_project, resumed_step, resolved_config))
     return writers

@@ -10,17 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pangu.collectives.algorithms import (
-    CollectiveShape,
-    gather_algorithms,
-    gather_trial,
-    scatter_algorithms,
-    scatter_trial,
-)
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.config.attention import ABILITIES
 from pangu.config.errors import writing
@@ -35,6 +28,9 @@ from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.models.size import layer_matrices
 from pangu.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from pangu.collectives.algorithms import Collective
 
 log = logging.getLogger("pangu")
 
@@ -90,21 +86,21 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
     processors, of_ranks = zip(*gather_objects((processor_name(device), precisions), mesh.group("world")), strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
-    shapes = _collectives(config, mesh)
-    gathered, summed = [shape for shape in shapes if shape.gathered], [shape for shape in shapes if shape.summed]
+    collectives = _collectives(config, mesh) if mesh.groups else []
+    gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
     candidates = {
         "attention": _affordable(config.model, attention_kernels(config.model, compute, device)),
         "products": _common(of_ranks, ""),
-        "gather": _common([gather_algorithms(shape.group) for shape in gathered], mesh.algorithms.gather),
-        "scatter": _common([scatter_algorithms(shape.group) for shape in summed], mesh.algorithms.scatter),
+        "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
+        "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
     }
     previous = recorded if isinstance(recorded, dict) else {}
     kept = _keep(candidates, previous, device_kinds, compute)
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
-        "gather": _time_collectives(gathered, candidates["gather"], gather_trial, mesh, timer),
-        "scatter": _time_collectives(summed, candidates["scatter"], scatter_trial, mesh, timer),
+        "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
+        "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
     }
     for times in seconds.values():  # the slowest rank decides
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
@@ -152,25 +148,28 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
         )
 
 
-def _collectives(config: RunConfig, mesh: Mesh) -> list[CollectiveShape]:
+def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
     """The gathers and reduce-scatters of a layer."""
+    from pangu.collectives.algorithms import Collective
+
     layout, model = mesh.layout, config.model
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]
     sums = torch.bfloat16 if config.precision.reduce == "bf16" else torch.promote_types(compute, torch.float32)
     states = model.sequence * config.batch.micro_size * model.hidden
-    shapes = []
-    for axis, used, numel, dtype, gathered, summed in (
-        ("tensor", layout.sequence, states, compute, True, True),
-        ("gather", layout.zero > 0, weights, compute, True, False),
-        ("shard", layout.zero > 0, weights, sums, False, True),
-        ("data", layout.zero == 0 and layout.data > 2, weights, sums, True, True),
+    whole, kinds = layout.zero == 0 and layout.data > 2, ("gather", "scatter")
+    collectives = []
+    for axis, used, numel, dtype, axis_kinds in (
+        ("tensor", layout.sequence, states, compute, kinds),
+        ("gather", layout.zero > 0, weights, compute, kinds[:1]),
+        ("shard", layout.zero > 0, weights, sums, kinds[1:]),
+        ("data", whole, weights, sums, kinds),
     ):
         group = mesh.group(axis) if used else None
         if group is not None:
             share = min(numel, MESSAGE_BYTES // dtype.itemsize) // mesh.layout.world + 1
-            shapes.append(CollectiveShape(group, share * mesh.layout.world, dtype, gathered, summed))
-    return shapes
+            collectives += [Collective(kind, group, share * mesh.layout.world, dtype) for kind in axis_kinds]
+    return collectives
 
 
 def _common(lists: Sequence[list[str]], default: str) -> list[str]:
@@ -253,16 +252,12 @@ def _run_in(precision: str, trial: Callable[[], object]) -> None:
 
 
 def _time_collectives(
-    shapes: Sequence[CollectiveShape],
-    algorithms: Sequence[str],
-    trial: Callable[[CollectiveShape, str], Callable[[], object]],
-    mesh: Mesh,
-    timer: Timer,
+    collectives: Sequence[Collective], algorithms: Sequence[str], mesh: Mesh, timer: Timer
 ) -> dict[Any, float]:
     """Seconds of all these collectives once, by algorithm; 0 where there is no choice."""
     seconds = dict.fromkeys(algorithms, 0.0)
     if len(algorithms) > 1:
-        trials = {(name, i): trial(shape, name) for name in algorithms for i, shape in enumerate(shapes)}
+        trials = {(name, i): one.trial(name) for name in algorithms for i, one in enumerate(collectives)}
         for (name, _), time in timer(trials, mesh.device, None).items():
             seconds[name] += time
     return seconds

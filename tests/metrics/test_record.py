@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.metrics.record import StepRecord, from_json, perplexity, speed, to_json, tracked
+from pangu.metrics.record import StepRecord, from_json, perplexity, speed, to_json
+from pangu.metrics.trackers import tracked
 
 from .conftest import RECORD
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import wandb
 
-from pangu.metrics import wandb_writer
-from pangu.metrics.record import StepRecord, tracked
-from pangu.metrics.wandb_writer import WandbWriter, logged_in, run_id
+from pangu.metrics import trackers
+from pangu.metrics.record import StepRecord
+from pangu.metrics.trackers import WandbWriter, logged_in, run_id, tracked
 
 Make = Callable[..., StepRecord]
 
@@ -177,8 +177,8 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
 ) -> None:
     answer = threading.Event()
     monkeypatch.setattr(wandb, "init", lambda **_: answer.wait(30))
-    monkeypatch.setattr(wandb_writer, "_START_SECONDS", 0.2)
-    monkeypatch.setattr(wandb_writer, "_FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "_START_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.2)
     began = time.perf_counter()
     writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
     writer.write(record())
@@ -195,8 +195,8 @@ def run_in_process(tmp_path: Path, body: str, **environment: str) -> subprocess.
     code = """
         from pathlib import Path
         from pangu.metrics.record import StepRecord
-        from pangu.metrics import wandb_writer
-        from pangu.metrics.wandb_writer import WandbWriter
+        from pangu.metrics import trackers
+        from pangu.metrics.trackers import WandbWriter
 
         def use(mode, resumed_step=0):
             writer = WandbWriter(Path("run"), mode, "pangu-tests", resumed_step, {"model": {"layers": 2}})
@@ -229,7 +229,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> 
     body = """
         import threading, wandb
         wandb.init = lambda **_: threading.Event().wait()
-        wandb_writer._START_SECONDS = wandb_writer._FINISH_SECONDS = 0.1
+        trackers._START_SECONDS = trackers._FINISH_SECONDS = 0.1
         use("offline")
     """
     done = run_in_process(tmp_path, body)
@@ -239,7 +239,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive(tmp_path: Path) -> 
 
 def test_real_run_without_a_network_is_one_line(tmp_path: Path) -> None:
     # Nothing listens on port 9 (discard) of this machine.
-    body = "wandb_writer._START_SECONDS = 1; use('auto')"
+    body = "trackers._START_SECONDS = 1; use('auto')"
     done = run_in_process(tmp_path, body, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (0, "")
     (line,) = done.stderr.splitlines()

@@ -16,8 +16,8 @@ from pangu.config.errors import UserError
 from pangu.config.schema import MetricsConfig
 from pangu.metrics.plots import read_columns
 from pangu.metrics.record import StepRecord, to_json
-from pangu.metrics.wandb_writer import WandbWriter
-from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, TensorBoardWriter, make_writers, progress_line
+from pangu.metrics.trackers import TensorBoardWriter, WandbWriter
+from pangu.metrics.writers import ConsoleWriter, JsonLinesWriter, make_writers, progress_line
 
 Make = Callable[..., StepRecord]
 

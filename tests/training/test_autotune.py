@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.checkpoint.index import read_index
-from pangu.collectives.algorithms import gather_algorithms, scatter_algorithms
+from pangu.collectives.algorithms import Collective
 from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
@@ -111,7 +111,9 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
         {"sdpa": 1.0, "flex": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
         {"sdpa": 9.0, "flex": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
     ]
-    return asdict(choose(given, mesh, timer=table(own[rank]))), gather_algorithms(mesh.groups["gather"])
+    return asdict(choose(given, mesh, timer=table(own[rank]))), Collective(
+        "gather", mesh.groups["gather"], 2, torch.float32
+    ).algorithms
 
 
 def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
@@ -127,13 +129,13 @@ def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
     group = dist.group.WORLD
     assert group is not None
     whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
-    parts = []
-    for way in scatter_algorithms(group):
+    parts, ways = [], Collective("scatter", group, len(whole), whole.dtype).algorithms
+    for way in ways:
         parts.append(torch.empty(1000))
         work = start_reduce_scatter(parts[-1], whole.clone(), group, Algorithms(scatter=way))
         assert work is not None
         work.wait()
-    return scatter_algorithms(group), all(torch.equal(part, parts[0]) for part in parts)
+    return ways, all(torch.equal(part, parts[0]) for part in parts)
 
 
 def test_ways_to_scatter_add_up_in_the_same_order(pool: Pool) -> None:

@@ -1,4 +1,5 @@
-"""Weights & Biases, kept at arm's length: whatever happens there, training neither stops nor waits."""
+"""TensorBoard and Weights & Biases, the latter kept at arm's length: whatever happens there, training neither stops nor
+waits."""
 
 from __future__ import annotations
 
@@ -13,12 +14,55 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pangu.config.errors import writing
 from pangu.config.files import open_regular, write_atomically
-from pangu.metrics.record import StepRecord, tracked
+from pangu.metrics.record import StepRecord
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 20
 _FINISH_SECONDS = 60
+_GROUPS = {
+    "train": ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale"),
+    "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib"),
+    "validation": ("validation_loss", "validation_perplexity"),
+}
+
+
+def tracked(record: StepRecord) -> dict[str, float]:
+    """The figures under the names that TensorBoard and wandb group them by, e.g. `train/loss`; None left out."""
+    figures = {
+        f"{group}/{name.removeprefix('validation_')}": value
+        for group, names in _GROUPS.items()
+        for name in names
+        if (value := getattr(record, name)) is not None
+    }
+    figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
+    figures |= {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
+    return figures | {f"slow_rank/{rank}": factor for rank, factor in (record.slow_ranks or {}).items()}
+
+
+class TensorBoardWriter:
+    """TensorBoard event files, with the step as x-axis."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        """Events of steps after `resumed_step` that `folder` holds are hidden. Raises UserError if not writable."""
+        # Imported only here: it takes more than a second, and not every run wants it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        with writing(folder):
+            self._events = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=30)
+
+    def write(self, record: StepRecord) -> None:
+        """Queue the step's figures. Raises UserError if the disk is full."""
+        with writing(self._folder):
+            for tag, value in tracked(record).items():
+                self._events.add_scalar(tag, value, record.step)
+
+    def close(self) -> None:
+        """Write what is still queued."""
+        with writing(self._folder):
+            self._events.close()
 
 
 def logged_in() -> bool:
