@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import writing
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
-from pangu.planning.auto import find_layouts, given_keys, plan_layout
-from pangu.planning.layouts import Chosen, choose_layout
+from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
+from pangu.planning.layouts import choose_layout
 from pangu.planning.report import describe, make_table
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
@@ -58,6 +58,8 @@ The overrides are those of pretrain.py; where parallel.data is left out, one rep
 the keys of a layout that are given on the command line, e.g. parallel.tensor=8, and tries all values of the others.
 """
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+TOP = 10
+MOST_TOKENS = 1e20
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -70,36 +72,50 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="carry out a step of each stage without devices")
     parser.add_argument("--modules", action="store_true", help="what each kind of module does, counted, as data")
     parser.add_argument("--search", action="store_true", help="the fastest layouts that fit (needs cluster=NAME)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many of them")
+    parser.add_argument("--top", type=int, metavar="N", help=f"how many of them ({TOP})")
     parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
     parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and money for so many tokens")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     parser.add_argument("--json", action="store_true", help="the dry run or the search as data, and nothing else")
     options = parser.parse_intermixed_args(arguments)
-    if options.json and not (options.dry_run or options.search):
-        parser.error("--json goes with --dry-run or --search")
+    problem = next(_contradictions(options), None)
+    if problem:
+        parser.error(problem)
     return options
 
 
-def load(overrides: Sequence[str]) -> Chosen:
-    """Compose and check the configuration as pretrain.py would for a dry run.
-
-    Raises:
-        UserError: for everything that is wrong with it.
-    """
-    return choose_layout(laid_out(overrides), world=1)
+def _contradictions(options: argparse.Namespace) -> Iterator[str]:
+    """Options that would be ignored."""
+    if options.search and (options.dry_run or options.modules or options.sharding):
+        yield "--search is of all layouts: --dry-run, --modules and --sharding are of one, and go without it"
+    if options.modules and (options.dry_run or options.sharding):
+        yield "--modules prints data and nothing else: --dry-run and --sharding go without it"
+    if options.json and not (options.dry_run or options.search or options.modules):
+        yield "--json goes with --dry-run, --modules or --search"
+    if options.json and options.sharding:
+        yield "--json goes without --sharding, whose tables are for people"
+    only = {"--top": options.top, "--explain": options.explain, "--tokens": options.tokens, "--html": options.html}
+    alone = [name for name, value in only.items() if value not in (None, False)]
+    if alone and not options.search:
+        yield f"{', '.join(alone)} goes with --search"
+    if options.top is not None and options.top < 1:
+        yield f"--top {options.top}: must be at least 1; --top {TOP} works"
+    if options.tokens is not None and not 0 < options.tokens < MOST_TOKENS:
+        yield f"--tokens {options.tokens:g}: must be above 0 and below {MOST_TOKENS:g}; --tokens 300e9 works"
 
 
 def planned(overrides: Sequence[str]) -> dict[str, Any]:
     """The composed configuration of a dry run. Raises UserError."""
     values = compose(_CONFIGS, overrides)
-    return {**values, "dry_run": values["dry_run"] or True}
+    return {**values, "dry_run": values.get("dry_run") or True}
 
 
 def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
     """The same, with the planner's choice in the place of `parallel=auto`. Raises UserError."""
     values = planned(overrides)
-    return plan_layout(_CONFIGS / "cluster", values, overrides, Launch())[0] if asks_for_layout(values) else values
+    if not asks_for_layout(values):
+        return values
+    return plan_layout(_CONFIGS / "cluster", values, given_keys(overrides), Launch())[0]
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
@@ -118,13 +134,9 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
 
 def find(options: argparse.Namespace) -> Outcome:
     """Search. Raises UserError, if there is nothing to search on, or nothing fits."""
-    if options.top < 1 or not (options.tokens is None or 0 < options.tokens < 1e20):
-        raise UserError(f"--top {options.top} --tokens {options.tokens}: must be above 0; --top 10 --tokens 300e9 work")
     values = planned(options.overrides)
-    if values["cluster"] is None:
-        names = ", ".join(sorted(path.stem for path in (_CONFIGS / "cluster").glob("*.yaml") if path.stem != "none"))
-        raise UserError(f"--search needs a cluster: cluster=NAME works, where NAME is one of {names}")
-    return find_layouts(values, given_keys(options.overrides), options.top, options.tokens)
+    require_cluster(_CONFIGS / "cluster", values, "--search")
+    return find_layouts(values, given_keys(options.overrides), options.top or TOP, options.tokens)
 
 
 def print_layouts(options: argparse.Namespace) -> None:
@@ -164,16 +176,16 @@ def plan(options: argparse.Namespace) -> None:
     if options.search:
         print_layouts(options)
         return
+    values = laid_out(options.overrides)
+    config, layout, stages = choose_layout(values, world=1)
     if options.modules:
         from pangu.planning.module_work import profile_modules
 
-        modules = profile_modules(planned(options.overrides))
-        print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))
+        print(json.dumps({name: asdict(module) for name, module in profile_modules(values).items()}, indent=1))
         return
     if options.json:
-        print(json.dumps(plan_dry_run(laid_out(options.overrides)), indent=1))
+        print(json.dumps(plan_dry_run(values), indent=1))
         return
-    config, layout, stages = load(options.overrides)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     fullest = fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
@@ -185,8 +197,7 @@ def plan(options: argparse.Namespace) -> None:
 
         print_sharding(console, config, layout)
     if options.dry_run:
-        report = plan_dry_run(laid_out(options.overrides))
-        print_dry_run(console, layout, report, config.dry_run == "all")
+        print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")
 
 
 def main(arguments: list[str] | None = None) -> int:

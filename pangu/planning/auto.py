@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+import re
+from collections.abc import Collection, Iterable, Mapping, Set
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from pangu.config.checks import find_problems
-from pangu.config.errors import ConfigError, UserError
+from pangu.config.cluster import ClusterConfig
+from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.schema import RunConfig
-from pangu.planning.cluster import cluster_in, load_clusters
+from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
 from pangu.planning.search import search, space_of
 from pangu.planning.search_report import Outcome, keys_of, overrides_of, refusals
-from pangu.topology.launch import Launch, choose_device
+from pangu.topology.launch import Launch
 
 SEARCHED = {
     "parallel.tensor": "tensor",
@@ -29,9 +34,13 @@ SEARCHED = {
     "parallel.data": "data",
 }
 """Keys that a search tries all values of unless they are given, and the fields of a plan."""
+_NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
+"""Keys of a layout that no layout which a search finds has."""
+SAME_RATE = 0.9
+"""Of the rate in a cluster's file a device reaches more, or it is another one of the same name: PCIe cards."""
 
 
-def find_layouts(values: Mapping[str, Any], given: Collection[str], top: int, tokens: float | None = None) -> Outcome:
+def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: float | None = None) -> Outcome:
     """Search the layouts of a configuration on its `cluster`.
 
     Args:
@@ -41,11 +50,17 @@ def find_layouts(values: Mapping[str, Any], given: Collection[str], top: int, to
         tokens: of the whole run, for days and energy.
 
     Raises:
-        ConfigError: if the configuration is wrong; UserError if no layout fits.
+        ConfigError: if the configuration is wrong, or gives what a search cannot keep; UserError if no layout fits.
     """
     config, problems = find_problems(values)
     if problems:
         raise ConfigError(problems)
+    lost = {key: value for key in _NOT_SEARCHED & given if (value := getattr(config.parallel, key.partition(".")[2]))}
+    if lost:
+        works = "leave it out, or take parallel=data instead of parallel=auto"
+        raise ConfigError(
+            [Problem(*one, "the planner chooses among layouts without it", works) for one in lost.items()]
+        )
     assert config.cluster is not None
     space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given))
     found = search(space, top)
@@ -57,7 +72,7 @@ def find_layouts(values: Mapping[str, Any], given: Collection[str], top: int, to
     return Outcome(space, found, tokens)
 
 
-def fixed_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
+def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:
     """Fields of a plan that the given keys fix."""
     groups = {"parallel": config.parallel, "batch": config.batch, "memory": config.memory}
     return {
@@ -68,7 +83,7 @@ def fixed_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
 
 
 def choose_automatically(
-    values: Mapping[str, Any], given: Collection[str], devices: int, node: int
+    values: Mapping[str, Any], given: Set[str], devices: int, node: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The configuration with the layout that the planner expects to be the fastest.
 
@@ -88,7 +103,7 @@ def choose_automatically(
     for key, value in keys_of(best.plan).items():
         group, _, name = key.partition(".")
         chosen[group][name] = value
-    chosen["parallel"].update(layers=None, allowed=[])
+    chosen["parallel"] |= {"layers": None, "allowed": []}
     room = outcome.space.cluster.memory.gib
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
@@ -107,43 +122,85 @@ def difference(plan: Any, other: Any) -> str:
     return " ".join(f"{key}={value}" for key, value in keys_of(other).items() if before[key] != value)
 
 
-def given_keys(overrides: Collection[str]) -> set[str]:
-    """The keys that words of a command line set."""
-    return {word.lstrip("+").partition("=")[0] for word in overrides if "=" in word}
+def given_keys(words: Iterable[str]) -> set[str]:
+    """The keys that words of a command line set, also as groups: `memory={recompute: full}`."""
+    keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
+    for override in OverridesParser.create().parse_overrides(settings):
+        value, key = override.value(), override.key_or_group
+        keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
+    return keys
 
 
 def plan_layout(
-    folder: Path, values: Mapping[str, Any], overrides: Collection[str], launch: Launch
+    folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """What `parallel=auto` stands for, and why. `folder`: configs/cluster/.
+    """What `parallel=auto` stands for, and why. `folder`: configs/cluster/; `given`: keys of the command line.
 
     Raises:
         UserError: if nothing says for which devices, or if no layout fits.
     """
-    if values["cluster"] is None:
-        names = ", ".join(load_clusters(folder))
+    cluster = require_cluster(folder, values, "parallel=auto")
+    devices, node = (cluster.devices, cluster.node) if values.get("dry_run") else (launch.world, launch.local_world)
+    return choose_automatically(values, given, devices, node)
+
+
+def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:
+    """The cluster of a configuration. Raises UserError if it has none, which `what` needs."""
+    if values.get("cluster") is None:
         raise UserError(
-            f"parallel=auto: no file of {folder} is for the devices here; cluster=NAME says for which to plan (one of "
-            f"{names}); tools/calibrate.py --output {folder}/mine.yaml makes one for cluster=mine"
+            f"{what} needs to know for which devices: cluster=NAME says so, where NAME is one of "
+            f"{', '.join(cluster_names(folder))}; tools/calibrate.py --output {folder}/mine.yaml makes one of the "
+            "machine it runs on, for cluster=mine"
         )
-    cluster = cluster_in(values["cluster"])
-    devices, node = (cluster.devices, cluster.node) if values["dry_run"] else (launch.world, launch.local_world)
-    return choose_automatically(values, given_keys(overrides), devices, node)
+    return cluster_in(values["cluster"])
 
 
-def cluster_here(folder: Path, device: str, launch: Launch) -> dict[str, Any] | None:
-    """The file of configs/cluster/ that describes the accelerators of this process, for all that take part; None: there
-    is none. `device`: `train.device`."""
-    from pangu.metrics.devices import device_name  # which imports torch; a plan does without
+def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, planned: bool) -> Mapping[str, Any]:
+    """A configuration that is to be run, with the accelerators here as its cluster unless it names one.
 
-    clusters = load_clusters(folder)
-    name = cluster_of_device(device_name(choose_device(device, launch)), clusters)
+    Args:
+        folder: configs/cluster/.
+        values: the composed configuration, which nobody has checked yet.
+        launch: of this process.
+        planned: a plan is asked for. Otherwise nobody is told of a broken file: the run goes on without a forecast.
+
+    Raises:
+        UserError: if a file of `folder` that a plan needs is broken.
+    """
+    train = values.get("train")
+    on_host = isinstance(train, Mapping) and train.get("device") == "cpu"
+    if values.get("cluster") is not None or values.get("dry_run") or on_host:
+        return values
+    with suppress(*() if planned else (UserError,)):
+        return {**values, "cluster": cluster_here(folder, launch)}
+    return values
+
+
+def cluster_here(folder: Path, launch: Launch) -> dict[str, Any] | None:
+    """The file of configs/cluster/ that describes the accelerators here, for all that take part, with the memory that
+    this process's has; None: there is none. Raises UserError if the file is broken."""
+    import torch  # a plan does without
+
+    from pangu.metrics.devices import peak_tflops
+
+    kind = torch.accelerator.current_accelerator()
+    # which takes no memory; torch does not tell of all kinds (Apple's)
+    properties_of = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
+    if properties_of is None or launch.local_rank >= torch.accelerator.device_count():
+        return None
+    device = properties_of(launch.local_rank)
+    name, tflops = cluster_of_device(device.name, cluster_names(folder)), peak_tflops(device.name, "fp16")
     if name is None:
         return None
-    return {**asdict(clusters[name]), "devices": launch.world, "node": launch.local_world}
+    cluster = load_cluster(folder / f"{name}.yaml")
+    if tflops is not None and tflops < SAME_RATE * cluster.matmul.tflops:
+        return None
+    memory = replace(cluster.memory, gib=device.total_memory / 2**30)
+    return asdict(replace(cluster, memory=memory, devices=launch.world, node=launch.local_world))
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:
-    """The file that describes a device, e.g. `NVIDIA H100 80GB HBM3`; None if there is none."""
-    matching = [file for file in files if file in name.lower().replace(" ", "")]
-    return max(matching, key=len, default=None)
+    """The file that has a device's name as one of its words, e.g. of `NVIDIA H100 80GB HBM3`; None if there is none. A
+    part of a device, which NVIDIA calls MIG, is another device."""
+    words = re.split(r"[\s_-]+", name.lower())
+    return None if "mig" in words else next((file for file in files if file in words), None)

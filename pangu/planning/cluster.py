@@ -37,10 +37,12 @@ def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterCo
     return cluster
 
 
+def cluster_names(folder: Path) -> list[str]:
+    """The names that `cluster=NAME` knows. `folder`: configs/cluster/."""
+    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "none")
+
+
 def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
     """Clusters by the names of their files; those of another size are left out."""
-    return {
-        path.stem: load_cluster(path)
-        for path in sorted(folder.glob("*.yaml"))
-        if path.stem != "none" and "defaults:" not in path.read_text(encoding="utf-8")
-    }
+    paths = [folder / f"{name}.yaml" for name in cluster_names(folder)]
+    return {path.stem: load_cluster(path) for path in paths if "defaults:" not in path.read_text(encoding="utf-8")}

@@ -39,14 +39,13 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
         from pangu.training.run import run
 
         launch = Launch.from_environment()
-        if values["cluster"] is None and not values["dry_run"] and torch.accelerator.is_available():
-            from pangu.planning.auto import cluster_here
+        planned = asks_for_layout(values)
+        if planned or torch.accelerator.is_available():
+            from pangu.planning.auto import given_keys, plan_layout, with_cluster_here
 
-            values = {**values, "cluster": cluster_here(configs / "cluster", values["train"]["device"], launch)}
-        if asks_for_layout(values):
-            from pangu.planning.auto import plan_layout
-
-            values, reasons = plan_layout(configs / "cluster", values, overrides, launch)
+            values = with_cluster_here(configs / "cluster", values, launch, planned)
+        if planned:
+            values, reasons = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
             if launch.rank == 0:
                 print(*reasons, sep="\n", flush=True)
         run(values)
@@ -66,7 +65,8 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 
 def asks_for_layout(values: Mapping[str, Any]) -> bool:
     """Whether the planner is to choose the layout of a composed configuration."""
-    return isinstance(values["parallel"], Mapping) and values["parallel"].get("auto") is True
+    parallel = values.get("parallel")
+    return isinstance(parallel, Mapping) and parallel.get("auto") is True
 
 
 def _show(values: Mapping[str, Any]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from pangu.config.errors import UserError
-from pangu.planning.auto import choose_automatically, cluster_of_device
-from pangu.planning.cluster import load_clusters
+from pangu.config.errors import ConfigError, UserError
+from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
+from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.layouts import choose_layout
+from pangu.topology.launch import Launch
 from tests.configs import composed
 from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
@@ -24,7 +27,7 @@ RECIPE = ("+config=pangu_2_6b", "cluster=a100", "parallel=auto", *NO_DATA)
 
 
 def chosen(*words: str, given: tuple[str, ...] = (), devices: int = 16) -> tuple[dict[str, Any], list[str]]:
-    return choose_automatically(composed(*RECIPE, *words), given, devices, 8)
+    return choose_automatically(composed(*RECIPE, *words), set(given), devices, 8)
 
 
 def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
@@ -59,18 +62,86 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do() -> None:
     Forecast.of(*run).require_room(*run)
 
 
-def test_devices_are_known_by_their_makers_name() -> None:
-    files = load_clusters(CLUSTERS)
-    assert cluster_of_device("NVIDIA H100 80GB HBM3", files) == "h100"
-    assert cluster_of_device("NVIDIA A100-SXM4-80GB", files) == "a100"
-    assert cluster_of_device("x86_64 CPU", files) is None
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Ascend910B2", None),
+        ("x86_64 CPU", None),
+        ("", None),
+    ],
+)
+def test_devices_are_known_by_their_makers_name(name: str, file: str | None) -> None:
+    assert cluster_of_device(name, cluster_names(CLUSTERS)) == file
+
+
+def there_are(monkeypatch: pytest.MonkeyPatch, name: str, gib: float) -> None:
+    """Two such devices."""
+    properties = SimpleNamespace(name=name, total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, name: str, gib: float) -> dict[str, Any] | None:
+    """The cluster of the second of two such devices on each of two nodes."""
+    there_are(monkeypatch, name, gib)
+    return cluster_here(CLUSTERS, Launch(1, 4, 1, 2))
+
+
+def test_the_memory_is_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = (found(monkeypatch, f"NVIDIA A100-SXM4-{n}GB", gib) for n, gib in ((80, 79.25), (40, 39.5)))
+    assert large is not None
+    assert small is not None
+    assert (small["name"], small["devices"], small["node"]) == ("a100", 4, 2)
+    assert (large["memory"]["gib"], small["memory"]["gib"]) == (79.25, 39.5)
+    chosen = [
+        choose_automatically({**composed(*RECIPE), "cluster": cluster}, set(), 2, 2)[0] for cluster in (large, small)
+    ]
+    assert chosen[0]["memory"] != chosen[1]["memory"]
+    assert Forecast.of(*choose_layout(chosen[1], 2)).memory.total < 39.5
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "Apple M3", "NVIDIA L4"])
+def test_a_device_without_a_file_is_not_planned_for(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert found(monkeypatch, name, 80) is None
+
+
+def test_a_device_that_is_not_there_or_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, "NVIDIA H100 80GB HBM3", 80) is not None
+    assert cluster_here(CLUSTERS, Launch(2, 3, 2, 3)) is None
+    monkeypatch.delattr(torch.cuda, "get_device_properties")
+    assert cluster_here(CLUSTERS, Launch()) is None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert cluster_here(CLUSTERS, Launch()) is None
+
+
+def test_a_run_is_told_of_a_broken_file_if_it_asks_for_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "h100.yaml").write_text("devices: 8\n")
+    there_are(monkeypatch, "NVIDIA H100 80GB HBM3", 79.2)
+    values = composed("+config=quickstart")
+    assert with_cluster_here(tmp_path, values, Launch(), planned=False) is values
+    with pytest.raises(ConfigError, match=r"matmul = \(missing\)"):
+        with_cluster_here(tmp_path, values, Launch(), planned=True)
+    assert with_cluster_here(CLUSTERS, values, Launch(), planned=False)["cluster"]["name"] == "h100"
+    for words in (("train.device=cpu",), ("dry_run=true",), ("cluster=a100",)):
+        values = composed("+config=quickstart", *words)
+        assert with_cluster_here(tmp_path, values, Launch(), planned=True) is values
 
 
 def test_where_no_file_is_for_the_devices_the_message_says_what_to_do() -> None:
     done = called("pretrain", "+config=quickstart", "parallel=auto", "train.device=cpu")
     assert done.returncode == 2
-    assert "parallel=auto: no file of" in done.stderr
-    assert "cluster=NAME says for which to plan (one of a100," in done.stderr
+    assert (
+        "parallel=auto needs to know for which devices: cluster=NAME says so, where NAME is one of a100," in done.stderr
+    )
+    assert done.stderr.count("a100") == 1
 
 
 @pytest.mark.parametrize(
@@ -106,6 +177,38 @@ def test_every_key_of_a_layout_that_is_given_is_kept() -> None:
     values, _ = chosen(*words, given=tuple(word.partition("=")[0] for word in words))
     assert (values["parallel"]["data"], values["parallel"]["zero"], values["parallel"]["zero_group"]) == (8, 1, 4)
     assert values["memory"]["offload"] == ["optimizer"]
+
+
+@pytest.mark.parametrize("words", [("parallel.layers=[8,8]",), ("parallel.allowed=[{tensor: 2}]",)])
+def test_what_a_search_cannot_keep_is_refused(words: tuple[str, ...]) -> None:
+    recipe = ("+config=quickstart", "cluster=a100", *words)
+    for done in (
+        called("pretrain", *recipe, "parallel=auto", "dry_run=true"),
+        called("tools/plan", *recipe, "parallel=auto"),
+        called("tools/plan", *recipe, "--search"),
+    ):
+        assert done.returncode == 2
+        assert done.stderr.count(f"{words[0].partition('=')[0]} = ") == 1
+        assert "leave it out, or take parallel=data" in done.stderr
+
+
+def test_keys_that_no_search_chooses_stay() -> None:
+    words = ("parallel.overlap_chunks=2", "parallel.bucket_mib=3", "parallel.layers=null")
+    values, _ = chosen(*words, given=tuple(word.partition("=")[0] for word in words))
+    assert (values["parallel"]["overlap_chunks"], values["parallel"]["bucket_mib"]) == (2, 3)
+
+
+def test_the_keys_that_are_given() -> None:
+    words = (
+        "+config=quickstart",
+        "++parallel.tensor=2",
+        "memory={recompute: full}",
+        "train.seed=1,2",
+        "-m",
+        "--config-dir=x",
+        "~data",
+    )
+    assert given_keys(words) == {"config", "parallel.tensor", "memory.recompute", "train.seed"}
 
 
 def test_what_cannot_go_together_is_refused_and_no_sharding_is_kept() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from typing import Any
 
 import pytest
 
+from pangu.planning import auto, module_work
 from tests.end_to_end.commands import called, command
 from tests.tools.test_preprocess_data import shell
+from tools import plan
 
 SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=2", "batch.micro_size=2")
 
@@ -73,6 +76,7 @@ sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "p
         ("+config=nowhere", "config = nowhere: there is no such option; gpt2_124m,"),
         ("model.heads=[", "error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
+        ("~memory", "memory = (missing): must be given: a group of keys"),
     ],
 )
 def test_bad_input_is_one_message(override: str, words: str) -> None:
@@ -81,6 +85,48 @@ def test_bad_input_is_one_message(override: str, words: str) -> None:
     assert done.stderr.count(words) == 1, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--top 3", "--top goes with --search"),
+        ("--explain --tokens 1e9 --html page.html --dry-run", "--explain, --tokens, --html goes with --search"),
+        ("--json", "--json goes with --dry-run, --modules or --search"),
+        ("--json --sharding --dry-run", "--json goes without --sharding"),
+        ("--search --dry-run", "--search is of all layouts"),
+        ("--search --sharding", "--search is of all layouts"),
+        ("--modules --dry-run", "--modules prints data and nothing else"),
+        ("--search --top 0", "--top 0: must be at least 1; --top 10 works"),
+        ("--search --tokens nan", "--tokens nan: must be above 0"),
+        ("--search --tokens inf", "--tokens inf: must be above 0 and below 1e+20"),
+        ("--search --tokens -3", "--tokens -3: must be above 0"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options: str, says: str) -> None:
+    done = called("tools/plan", *SMALL, "cluster=a100", *options.split())
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"error: {says}" in done.stderr
+
+
+def test_a_plan_of_an_automatic_layout_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    search, names = auto.find_layouts, ("plan_dry_run", "print_dry_run")
+    monkeypatch.setattr(auto, "find_layouts", lambda *words, **named: searches.append(words) or search(*words, **named))
+    for name in names:
+        monkeypatch.setattr(plan, name, lambda *words: None)
+    words = (*SMALL, "cluster=a100", "parallel=auto", "parallel.data=4")
+    assert called("tools/plan", *words, "--dry-run").returncode == 0
+    assert len(searches) == 1
+
+
+def test_modules_are_those_of_the_layout_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(module_work, "profile_modules", lambda values: asked.append(values) or {})
+    words = (*SMALL, "cluster=a100", "parallel=auto", "parallel.tensor=4")
+    assert called("tools/plan", *words, "--modules", "--json").stdout == "{}\n"
+    assert (asked[0]["parallel"]["tensor"], asked[0]["parallel"]["data"]) == (4, 2)
 
 
 def test_a_reader_that_stops_reading() -> None:

@@ -40,6 +40,13 @@ def test_one_message(word: str, expected: str) -> None:
     assert expected in said(word)
 
 
+@pytest.mark.parametrize("name", ["pretrain", "tools/plan"])
+def test_a_group_that_is_left_out_is_one_message(name: str) -> None:
+    done = called(name, "+config=quickstart", "~cluster", "~dry_run", "~parallel")
+    assert done.returncode == 2
+    assert "parallel = (missing): must be given" in done.stderr
+
+
 def test_a_mistyped_key_is_told_with_all_other_problems() -> None:
     words = ("model.layer=3", "model.heads=7", "model.positions=learned", "+train.step=9", "parallel.schedule=zb_v")
     text = said(*words)
