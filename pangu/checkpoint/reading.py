@@ -133,11 +133,8 @@ def newest_checkpoint(path: Path) -> Path:
 def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:
     """Read config.yaml of the run folder of `checkpoint` (RUN/checkpoints/step-...). Other groups of keys are ignored,
     so that a model outlives keys that say how it was trained. The weights of `index` must be those of the model, which
-    bounds the memory for it by the files' size.
-
-    Raises:
-        UserError: naming the file, and each key that is missing or wrong, or each tensor that does not fit.
-    """
+    bounds the memory for it by the files' size. Raises UserError, naming the file, and each key that is missing or
+    wrong, or each tensor that does not fit."""
     path = checkpoint.resolve().parent.parent / "config.yaml"
     values = _read_yaml(path)
     with reading(path, TypeError, KeyError, rule=_UNREADABLE):

@@ -119,11 +119,11 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem("batch.global_size", batch.global_size, rule, works)
 
 
-def divisors_near(number: int, near: int, count: int = 3) -> list[int]:
-    """The divisors of `number` that are nearest to `near`, in increasing order."""
+def divisors_near(number: int, near: int) -> list[int]:
+    """The three divisors of `number` that are nearest to `near`, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
-    return sorted(divisors[:count])
+    return sorted(divisors[:3])
 
 
 def multiples_near(factor: int, near: int) -> list[int]:

@@ -25,9 +25,9 @@ class AttentionShape:
     kv_heads: int
     sequence: int
     head_size: int
-    documents: bool = False
-    window: int | None = None
-    biased: bool = False
+    documents: bool
+    window: int | None
+    biased: bool
 
     @property
     def work(self) -> int:
@@ -49,13 +49,13 @@ class AttentionShape:
 
 
 def attention_trial(
-    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, backward: bool = True
+    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """Forward, and backward if asked for, of one layer's attention on random numbers."""
+    """Forward and backward of one layer's attention on random numbers."""
     length, size = shape.sequence, shape.head_size
     widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))
-    heads = QKV(*(split_heads(part, size) for part in joined.requires_grad_(backward).split(widths, -1)))
+    heads = QKV(*(split_heads(part, size) for part in joined.requires_grad_().split(widths, -1)))
     documents = None
     if shape.documents:
         documents = torch.zeros(shape.rows, length, dtype=torch.int64, device=device)
@@ -71,6 +71,6 @@ def attention_trial(
 
     def once() -> object:
         output, _ = core(heads, compute, None)
-        return torch.autograd.grad(output, joined, output.detach(), retain_graph=True) if backward else output
+        return torch.autograd.grad(output, joined, output.detach(), retain_graph=True)
 
     return once

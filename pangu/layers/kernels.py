@@ -186,12 +186,7 @@ def _flash_attn() -> ModuleType:
         raise ConfigError([Problem("model.attention", "flash_attn", rule, works)]) from error
 
 
-KERNELS: dict[str, type[Kernel]] = {
-    "reference": Reference,
-    "sdpa": Sdpa,
-    "flex": Flex,
-    "flash_attn": FlashAttn,
-}
+KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa, "flex": Flex, "flash_attn": FlashAttn}
 """By the values of `model.attention`; `pangu.config.attention` says what each can do."""
 
 

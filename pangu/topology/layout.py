@@ -37,13 +37,7 @@ class Layout:
     @classmethod
     def of(cls, config: ParallelConfig, data: int) -> Layout:
         return cls(
-            config.tensor,
-            config.pipeline,
-            data,
-            config.zero,
-            config.sequence,
-            config.virtual,
-            config.zero_group or 0,
+            config.tensor, config.pipeline, data, config.zero, config.sequence, config.virtual, config.zero_group or 0
         )
 
     @property

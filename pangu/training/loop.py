@@ -189,22 +189,15 @@ class Loop:
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
         """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
-        to a checkpoint.
-
-        Raises:
-            UserError: on all ranks, if the run is to end.
-        """
+        to a checkpoint. Raises UserError on all ranks, if the run is to end."""
         if result.skipped:
             log.warning("step %d is skipped: %s", self.trainer.step, culprits(result.not_finite))
         fault = self.spikes.fault(result)
         return fault is not None and self._answer(fault, saver)
 
     def _save(self, saver: Saver) -> None:
-        """Begin to save what the run has, unless it is spoiled: a run that goes on from that is lost.
-
-        Raises:
-            UserError: on all ranks, if the run is to end.
-        """
+        """Begin to save what the run has, unless it is spoiled: a run that goes on from that is lost. Raises UserError
+        on all ranks, if the run is to end."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
             saver.save(self.samples, self.spikes.state())
@@ -214,11 +207,8 @@ class Loop:
             raise UserError(f"step {self.trainer.step}: {fault}")
 
     def _answer(self, fault: str, saver: Saver) -> bool:
-        """Do what is asked for at a fault; True if the run has gone back to a checkpoint.
-
-        Raises:
-            UserError: on all ranks, if the run is to end.
-        """
+        """Do what is asked for at a fault; True if the run has gone back to a checkpoint. Raises UserError on all
+        ranks, if the run is to end."""
         trainer, faults = self.trainer, self.config.faults
         message = f"step {trainer.step}: {fault}"
         if faults.action == "warn":

@@ -36,11 +36,8 @@ HEARTBEAT_SECONDS = 1.0
 @contextmanager
 def only_run(output: Path) -> Iterator[None]:
     """Hold `run.lock` in a run folder, which says who holds it. The system lets go of it when the process ends, however
-    it ends, on network file systems too, so that nobody has to delete it after a crash.
-
-    Raises:
-        UserError: if another process holds it, or the folder cannot be written.
-    """
+    it ends, on network file systems too, so that nobody has to delete it after a crash. Raises UserError
+    if another process holds it, or the folder cannot be written."""
     path = output / "run.lock"
     with writing(path):
         file = open_regular(path, "a+b")

@@ -53,13 +53,8 @@ def newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
-
-    Returns:
-        Its index: among others `samples` and `watch`, as given to `Saver.save`.
-
-    Raises:
-        UserError: if the checkpoint belongs to another model, optimizer or seed, or does not say where its run was.
-    """
+    Returns its index: among others `samples` and `watch`, as given to `Saver.save`. Raises UserError if the checkpoint
+    belongs to another model, optimizer or seed, or does not say where its run was."""
     index = read_index(path)
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index["identity"], identity(config))

@@ -40,14 +40,8 @@ log = logging.getLogger("pangu")
 
 
 def run(values: Mapping[str, Any]) -> None:
-    """Check the configuration, then train.
-
-    Args:
-        values: the composed configuration as plain dictionaries.
-
-    Raises:
-        UserError: for everything that the user can mend.
-    """
+    """Check the configuration, composed as plain dictionaries, then train. Raises UserError for everything that the
+    user can mend."""
     began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, force=True)

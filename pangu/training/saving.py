@@ -44,11 +44,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     """The checkpoint that a run begins from, intact; None for a fresh start. All ranks read the files between them.
-
-    Raises:
-        UserError: on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
-            checkpoint, or if the run folder holds none but damaged ones.
-    """
+    Raises UserError on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
+    checkpoint, or if the run folder holds none but damaged ones."""
     resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
     (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
@@ -123,10 +120,7 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until the last save has ended; a failure of it is a warning, because older checkpoints are untouched.
-
-        Raises:
-            StuckError: if it makes no progress: the next one would not either.
-        """
+        Raises StuckError if it makes no progress: the next one would not either."""
         try:
             self.finish()
         except StuckError:

@@ -24,13 +24,8 @@ log = logging.getLogger("pangu")
 
 
 def finish(loop: Loop, texts: list[str], seconds: float) -> None:
-    """Write summary.json and the pictures of a complete run, and print what came out.
-
-    Args:
-        loop: of the first process.
-        texts: sampled.
-        seconds: that the loop took.
-    """
+    """Write summary.json and the pictures of a complete run, and print what came out. `loop`: of the first process;
+    `texts`: sampled; `seconds`: that the loop took."""
     config, record = loop.config, loop.record
     output = Path(config.train.output)
     summary = {

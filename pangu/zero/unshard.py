@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,38 +20,23 @@ from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order
 
 
-class _Before(Function):
-    """Begins the use of a module in forward and ends it in backward."""
+class _Passing(Function):
+    """Calls one function when forward passes here, and another when backward does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: str, unsharder: Unsharder) -> Tensor:
-        ctx.end = partial(unsharder.end, module, unsharder.backward)
-        unsharder.begin(module, unsharder.forward)
+    def forward(ctx: Any, x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
+        ctx.in_backward = in_backward
+        in_forward()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.end()
+        ctx.in_backward()
         return grads[0], None, None
 
 
-class _After(Function):
-    """Ends the use of a module in forward and begins it in backward. The head stays in use: its backward comes next."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: str, unsharder: Unsharder) -> Tensor:
-        goes_on = module == "head" and ctx.needs_input_grad[0]
-        ctx.begin = partial(unsharder.begin, module, unsharder.backward, goes_on)
-        if module in TABLES:
-            ctx.begin = lambda: None
-        if not goes_on:
-            unsharder.end(module, unsharder.forward)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.begin()
-        return grads[0], None, None
+def _nothing() -> None:
+    pass
 
 
 class Unsharder(ModuleHooks):
@@ -127,10 +112,13 @@ class Unsharder(ModuleHooks):
         if torch.is_grad_enabled() and module in self.trained and module not in TABLES and not x.requires_grad:
             # all below is frozen: backward ends here, but has to come as far as this to end the module's use
             x = x.detach().requires_grad_()
-        return _Before.apply(x, module, self)
+        return _Passing.apply(x, partial(self.begin, module, self.forward), partial(self.end, module, self.backward))
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        return _After.apply(x, module, self)
+        goes_on = module == "head" and x.requires_grad  # its backward comes next
+        end = partial(self.end, module, self.forward)
+        begin = partial(self.begin, module, self.backward, goes_on)
+        return _Passing.apply(x, _nothing if goes_on else end, _nothing if module in TABLES else begin)
 
     def begin(self, module: str, following: Mapping[str, str], goes_on: bool = False) -> None:
         """Wait for the weights of a module, and begin to gather those of the next one."""

@@ -38,12 +38,7 @@ MOST_DEVICES = 2**16
 """That share a model; PanGu-α 200B took 2048."""
 _VARINT_BYTES = 10
 """Of a number of 64 bits."""
-_TYPES = {
-    "Float64": torch.float64,
-    "Float32": torch.float32,
-    "Float16": torch.float16,
-    "BFloat16": torch.bfloat16,
-}
+_TYPES = {"Float64": torch.float64, "Float32": torch.float32, "Float16": torch.float16, "BFloat16": torch.bfloat16}
 _TABLES = ("word_embedding", "position_embedding", "top_query_embedding")
 _STATE = re.compile(r"(adam_[mv]|moment[12]|accu_grads)\b.*")
 

@@ -8,22 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pangu.checkpoint.files import (
-    Slice,
-    checkpoint_path,
-    commit,
-    start,
-    write_slices,
-)
+from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_model
-from pangu.checkpoint.run_folder import (
-    identity,
-    keep_tokenizer,
-    kept_tokenizer,
-    save_config,
-)
+from pangu.checkpoint.run_folder import identity, keep_tokenizer, kept_tokenizer, save_config
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig

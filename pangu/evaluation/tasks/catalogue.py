@@ -266,12 +266,7 @@ _ALL = (
         train=("*[dm]-train.json",),
     ),
     _read(
-        "cmrc2018",
-        _squad,
-        few=_AS_MANY_AS_FIT,
-        test=("*dev*.json",),
-        train=("*train*.json",),
-        decoding=_SQUAD_DECODING,
+        "cmrc2018", _squad, few=_AS_MANY_AS_FIT, test=("*dev*.json",), train=("*train*.json",), decoding=_SQUAD_DECODING
     ),
     _read(
         "drcd", _squad, few=_AS_MANY_AS_FIT, test=("*test*.json",), train=("*train*.json",), decoding=_SQUAD_DECODING

@@ -121,23 +121,13 @@ def _require_same(path: Path, saved: Mapping[str, Any], current: Mapping[str, An
         raise UserError(f"{path} holds answers of another set-up ({different}); choose another --output or delete it")
 
 
-def published(task: str, measure: str, shots: int) -> _Pair | None:
-    """The paper's figures of both models, if it has any; more than one example is its few-shot setting."""
-    settings = PUBLISHED.get(task, {}).get(measure)
-    return settings[min(shots, 2)] if settings else None
-
-
 def result(task: str, shots: int, questions: int, measures: Mapping[str, float]) -> dict[str, Any]:
-    """One task's figures beside the paper's, as JSON values."""
-    pairs = {name: pair for name in measures if (pair := published(task, name, shots)) is not None}
+    """One task's figures beside those of both models in the paper, as JSON values; more than one example is its
+    few-shot setting."""
+    settings = {name: of_shots[min(shots, 2)] for name, of_shots in PUBLISHED.get(task, {}).items() if name in measures}
+    pairs = {name: pair for name, pair in settings.items() if pair is not None}
     of_models = {model: {name: pair[i] for name, pair in pairs.items()} for i, model in enumerate(MODELS)}
-    return {
-        "task": task,
-        "shots": shots,
-        "questions": questions,
-        "measures": dict(measures),
-        "published": of_models,
-    }
+    return {"task": task, "shots": shots, "questions": questions, "measures": dict(measures), "published": of_models}
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
