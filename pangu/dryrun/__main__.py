@@ -7,11 +7,24 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
+
+from pangu.config.errors import UserError
+
+
+def read_jobs(jobs: SimpleQueue[str]) -> None:
+    """Read lines, and end this process once nobody is there who could ask for more, whatever it is doing."""
+    for line in sys.stdin:
+        jobs.put(line)
+    os._exit(0)
 
 
 def serve() -> None:
     """Answer line by line."""
+    jobs: SimpleQueue[str] = SimpleQueue()
+    Thread(target=read_jobs, args=(jobs,), daemon=True).start()
     from pangu.dryrun.device import load_device
 
     fake = load_device()
@@ -24,14 +37,16 @@ def serve() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    for line in sys.stdin:
-        values, rank, options = json.loads(line)
+    while True:
+        values, rank, options = json.loads(jobs.get())
         try:
             chosen = choose_layout(values, 1)
             report = asdict(dry_run(chosen, rank, device, None if isinstance(fake, str) else fake, **options))
             answer: dict[str, Any] = {**report, "device": fake if device.type == "cpu" else None}
-        except Exception as error:
+        except UserError as error:
             answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
 

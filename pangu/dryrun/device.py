@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -65,15 +66,19 @@ def load_device() -> FakeDevice | str:
         return "this torch has a CUDA backend of its own"
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pangu"
-    identity = hashlib.sha256(_SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
-    library = cache / f"device-{identity}.so"
+    # it is linked to this very torch; homes are shared by machines
+    made_for = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
+    library = cache / f"device-{hashlib.sha256(made_for.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         if compiler is None:
             return "no C++ compiler is found (CXX names one)"
         problem = _compile(compiler, home, library)
         if problem:
             return problem
-    return FakeDevice(library)
+    try:
+        return FakeDevice(library)
+    except OSError as error:
+        return f"{library} cannot be loaded ({error}); without that file it is made anew"
 
 
 def _compile(compiler: str, home: Path, library: Path) -> str | None:
@@ -90,7 +95,7 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
                 return f"{compiler} cannot compile {_SOURCE.name}: {next(iter(done.stderr.splitlines()), '')}"
             made.replace(library)  # at once, also where several do it at a time
     except OSError as error:
-        return f"{library.parent} cannot be written ({error})"
+        return f"{library.parent} cannot be written ({error}); XDG_CACHE_HOME names another folder"
     return None
 
 

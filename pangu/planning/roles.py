@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from pangu.config.errors import UserError
@@ -43,12 +45,12 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, An
         finally:
             waiting.put(worker)
 
-    try:
-        with ThreadPoolExecutor(len(workers)) as pool:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        try:
             return list(pool.map(report, jobs))
-    finally:
-        for worker in workers:
-            worker.end()
+        finally:  # before the pool waits for what is being carried out
+            for worker in workers:
+                worker.end()
 
 
 class Worker:
@@ -62,8 +64,13 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             env=environment,
         )
+        self._said: deque[str] = deque(maxlen=20)
+        """Its last lines of standard error, which is read at once: a full pipe would stop it."""
+        self._listener = Thread(target=self._said.extend, args=(self._process.stderr,), daemon=True)
+        self._listener.start()
 
     def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
         """What `run.RankReport` says of a rank, and under `device` why there is no fake one, if so. `options` are those
@@ -82,8 +89,10 @@ class Worker:
     def end(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.communicate()
+        self._last_words()
 
     def _last_words(self) -> str:
-        _, said = self._process.communicate()
-        return said.strip().rpartition("\n")[2] or f"its process ended with status {self._process.returncode}"
+        status = self._process.wait()
+        self._listener.join(1.0)  # what the process has started may still be there
+        said = [line.strip() for line in self._said if line.strip()]
+        return said[-1] if said else f"its process ended with status {status}"
