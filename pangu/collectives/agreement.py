@@ -106,6 +106,7 @@ def agree_on_long_work(
 
 
 def complete(future: Future[T], action: Callable[[], T]) -> None:
+    """Run an action, whose result or error becomes that of `future`."""
     try:
         future.set_result(action())
     except BaseException as error:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pangu.collectives.agreement import complete
 from pangu.topology.mesh import Mesh
 
 
@@ -18,15 +19,8 @@ class _WatchedSend:
     """A gloo send. gloo reports none as completed before somebody waits for it, so a thread does."""
 
     def __init__(self, work: dist.Work) -> None:
-        self._result: Future[None] = Future()
-        Thread(target=self._watch, args=(work,), daemon=True).start()
-
-    def _watch(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-            self._result.set_result(None)
-        except RuntimeError as error:
-            self._result.set_exception(error)
+        self._result: Future[bool] = Future()
+        Thread(target=complete, args=(self._result, work.wait), daemon=True).start()
 
     def is_completed(self) -> bool:
         return self._result.done()

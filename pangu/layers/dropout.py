@@ -20,11 +20,6 @@ class DropoutKeys:
     samples: tuple[int, ...]
     """Global index of each row of the micro-batch."""
 
-    def seed_kernel(self, place: str) -> None:
-        """Seed torch's default generators for a fused kernel. It draws one mask for all its rows, which recompute and
-        resume repeat but which depends on the micro-batch size and on how heads are sharded."""
-        torch.manual_seed(random_key(self.seed, self.step, place, *self.samples))
-
 
 class Dropout(nn.Module):
     """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014). A
@@ -48,10 +43,13 @@ class Dropout(nn.Module):
         return x.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.probability))
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
-        """The probability for a fused kernel, whose generator it seeds; 0 without keys."""
+        """The probability for a fused kernel; 0 without keys. Seeds torch's default generators, from which it draws one
+        mask for all its rows: recompute and resume repeat it, but it depends on the micro-batch size and on how heads
+        are sharded."""
         if keys is None or self.probability == 0.0:
             return 0.0
-        keys.seed_kernel(f"{self.place}, rank {self.region.rank}")
+        place = f"{self.place}, rank {self.region.rank}"
+        torch.manual_seed(random_key(keys.seed, keys.step, place, *keys.samples))
         return self.probability
 
     def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,12 +62,8 @@ class Choices:
     """Choice -> candidate -> time for a micro-batch, or for a message; empty where there was only one."""
 
 
-class Timer(Protocol):
-    """`time_candidates`, or what stands in for it."""
-
-    def __call__(
-        self, candidates: Mapping[Any, Callable[[], object]], device: torch.device, budget_s: float | None
-    ) -> dict[Any, float]: ...
+Timer = Callable[[Mapping[Any, Callable[[], object]], torch.device, float | None], dict[Any, float]]
+"""`time_candidates`, or what stands in for it."""
 
 
 def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from pangu.checkpoint.files import Slice
 from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.schema import FaultsConfig
-from pangu.training.saving import MOMENTS, moments_of, weights_of
+from pangu.training.saving import state_of
 from pangu.training.step import StepResult, Trainer
 
 NAMED_RANKS = 4
@@ -114,18 +114,9 @@ def find_non_finite(trainer: Trainer) -> str | None:
     moments. Each rank reads what it keeps once, where it lies.
     """
     world = trainer.mesh.group("world")
-    names = _non_finite_names(_state(trainer))
+    names = _non_finite_names((name, part.tensor) for name, part in state_of(trainer))
     most = largest(torch.tensor(len(names), dtype=torch.int32, device=trainer.mesh.device), world)
     return _first_ranks(gather_objects(names, world)) if int(most) else None
-
-
-def _state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """What this rank keeps of weights and moments, flat, under the names of a checkpoint."""
-    for shard in trainer.shards:
-        yield f"weight/{shard.placement.name}", shard.main
-    for shard in trainer.parameters.trained_shards:
-        for moment in MOMENTS:
-            yield f"{moment}/{shard.placement.name}", trainer.optimizer.state[shard.main][moment]
 
 
 def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -142,7 +133,7 @@ def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         finite = torch.stack(torch._foreach_norm([tensor for _, tensor in group])).isfinite().tolist()
         suspects = [entry for entry, norm_is_finite in zip(group, finite, strict=True) if not norm_is_finite]
         names += [name for name, tensor in suspects if not bool(tensor.isfinite().all())]
-    return names
+    return list(dict.fromkeys(names))
 
 
 def find_replica_difference(trainer: Trainer) -> str | None:
@@ -154,14 +145,7 @@ def find_replica_difference(trainer: Trainer) -> str | None:
     link is wrong, or that some kernel does not add up in the same order each time.
     """
     mesh = trainer.mesh
-    kinds = {"weight": weights_of(trainer)}
-    if trainer.step > trainer.skipped:
-        kinds |= {moment: moments_of(trainer, moment) for moment in MOMENTS}
-    digests = {
-        (f"{kind}/{name}", part.offsets, tuple(part.tensor.shape)): _digest(part)
-        for kind, parts in kinds.items()
-        for name, part in parts
-    }
+    digests = {(name, part.offsets, tuple(part.tensor.shape)): _digest(part) for name, part in state_of(trainer)}
     difference = None
     for axis in ("tensor", "data", "pipeline"):
         ranks = mesh.layout.peers(mesh.rank, axis)

@@ -18,7 +18,7 @@ from pangu.config.errors import UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import MOMENTS, moments_of, weights_of
+from pangu.training.saving import MOMENTS, state_of, weights_of
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
@@ -59,18 +59,14 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index["identity"], identity(config))
     _compare_order(path, index, config.data)
-    updates = index["step"] - index["skipped"]
-    slices = [(f"weight/{name}", part) for name, part in weights_of(trainer)]
+    trainer.step, trainer.skipped = index["step"], index["skipped"]
     for state in trainer.optimizer.state.values():
-        state["step"].fill_(updates)
+        state["step"].fill_(trainer.step - trainer.skipped)
         for moment in MOMENTS:
             state[moment].zero_()
-    for moment in MOMENTS if updates else ():
-        slices += [(f"{moment}/{name}", part) for name, part in moments_of(trainer, moment)]
     agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
-    agree(trainer.mesh, lambda: load(path, index, slices), here=True)
+    agree(trainer.mesh, lambda: load(path, index, list(state_of(trainer))), here=True)
     trainer.parameters.publish()
-    trainer.step, trainer.skipped = index["step"], index["skipped"]
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
     folder = Path(config.train.output) / "checkpoints"

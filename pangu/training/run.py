@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pangu.checkpoint.run_folder import make_run_folder, save_config
+from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
@@ -153,8 +153,6 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:
     save_config(output, config)
     save_choices(output, choices)
     if tokenizer := tokenizer_of(config.data):
-        from pangu.checkpoint.run_folder import keep_tokenizer
-
         keep_tokenizer(output, tokenizer)
 
 

@@ -213,21 +213,25 @@ def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[t
     return copies
 
 
-def _of(shards: Iterable[Shard], values: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Slice]]:
-    """Names of logical tensors with the rectangles of them that this rank has; `values` of a shard are flat."""
-    for shard in shards:
-        for part, offsets in shard.rectangles(values(shard)):
-            yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
-
-
 def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
-    return _of(trainer.shards, lambda shard: shard.main)
+    for shard in trainer.shards:
+        yield from _rectangles(shard, shard.main)
 
 
-def moments_of(trainer: Trainer, kind: str) -> Iterator[tuple[str, Slice]]:
-    """The same of one of the optimizer's moments, which exist once a step is made."""
-    return _of(trainer.parameters.trained_shards, lambda shard: trainer.optimizer.state[shard.main][kind])
+def state_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+    """The rectangles of this rank, as `KIND/NAME`: weights and, once a step is made, the optimizer's moments."""
+    yield from ((f"weight/{name}", part) for name, part in weights_of(trainer))
+    for kind in MOMENTS if trainer.step > trainer.skipped else ():
+        for shard in trainer.parameters.trained_shards:
+            moments = _rectangles(shard, trainer.optimizer.state[shard.main][kind])
+            yield from ((f"{kind}/{name}", part) for name, part in moments)
+
+
+def _rectangles(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
+    """Name of a logical tensor with each rectangle of it that this rank has; `values` of the shard are flat."""
+    for part, offsets in shard.rectangles(values):
+        yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
@@ -239,12 +243,8 @@ def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
         for shard in trainer.shards
         if (shard.placement.cut_dim is None and at.tensor != 0) or (shard.placement.shared and at.pipeline != 0)
     }
-    kinds = {"weight": weights_of(trainer)}
-    if trainer.step > trainer.skipped:
-        kinds |= {kind: moments_of(trainer, kind) for kind in MOMENTS}
-    for kind, parts in kinds.items():
-        for name, part in parts:
-            if name not in skipped:
-                # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
-                tensor = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
-                yield f"{kind}/{name}", replace(part, tensor=tensor)
+    for name, part in state_of(trainer):
+        if name.partition("/")[2] not in skipped:
+            # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
+            tensor = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
+            yield name, replace(part, tensor=tensor)

@@ -27,7 +27,7 @@ from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import Placement
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.norms import clip_factor
-from pangu.zero.sharded import Policy, ShardedParameters
+from pangu.zero.sharded import ShardedParameters
 
 if TYPE_CHECKING:
     from pangu.training.autotune import Choices
@@ -84,7 +84,7 @@ class Trainer:
         build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
-        self.parameters = ShardedParameters(self.model, table, chunks, mesh, self._policy())
+        self.parameters = ShardedParameters(self.model, table, chunks, mesh, config, schedule.reduce_each)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, trained, self._sum_over_ranks)
         self.loss_scale = LossScale(config.precision.loss_scale)
@@ -98,19 +98,6 @@ class Trainer:
             region=TensorRegion.of(mesh),
             store=store,
             hooks=ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce),
-        )
-
-    def _policy(self) -> Policy:
-        """How parameters are kept and communicated."""
-        config = self.config
-        return Policy(
-            seed=config.train.seed,
-            dtype=DTYPES[config.precision.compute],
-            bucket_bytes=config.parallel.bucket_bytes,
-            overlap=config.parallel.overlap,
-            reduce_each=self.stages.schedule.reduce_each,
-            offload=config.memory.offload,
-            message=torch.bfloat16 if config.precision.reduce == "bf16" else None,
         )
 
     def _sum_over_ranks(self, placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:

@@ -27,8 +27,8 @@ class GradientSum:
         chunks: Mapping[int, Sequence[FlatParameter]],
         mesh: Mesh,
         reduce_each: bool,
-        overlap: bool = True,
-        message: torch.dtype | None = None,
+        overlap: bool,
+        message: torch.dtype | None,
     ) -> None:
         """`chunks`: chunk -> its flat parameters in the order of forward; -1: those of several chunks, sent at the end
         of the step. `reduce_each`: `reduce` runs after each micro-batch, so that no whole gradients are stored (ZeRO-2

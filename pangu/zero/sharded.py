@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pangu.config.schema import RunConfig
+from pangu.layers.builder import DTYPES
 from pangu.layers.copy_stream import CopyStream
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart, parameters_by_module
@@ -20,50 +21,42 @@ from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.unshard import Unsharder
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How parameters are stored and communicated; none of it changes what is computed."""
-
-    seed: int
-    dtype: torch.dtype
-    bucket_bytes: float
-    """Layers are joined to flat parameters of about this many bytes of fp32 gradients."""
-    overlap: bool = True
-    reduce_each: bool = False
-    """Reduce gradients after every micro-batch (ZeRO-2 and 3) rather than once per step."""
-    offload: tuple[str, ...] = ()
-    """In host memory: `optimizer`, `parameters`."""
-    message: torch.dtype | None = None
-    """Format in which gradients are summed over replicas; None: that of the buffers."""
-
-
 class ShardedParameters:
     def __init__(
-        self, model: LanguageModel, table: PlacementTable, chunks: Mapping[int, ModelPart], mesh: Mesh, policy: Policy
+        self,
+        model: LanguageModel,
+        table: PlacementTable,
+        chunks: Mapping[int, ModelPart],
+        mesh: Mesh,
+        config: RunConfig,
+        reduce_each: bool,
     ) -> None:
-        """`model`, on the meta device, gets its storage and initial values; `chunks`: the parts that it consists of."""
-        sharding = Sharding.of(mesh.layout, mesh.at.data, policy.offload)
+        """`model`, on the meta device, gets its storage and initial values; `chunks`: the parts that it consists of.
+        `reduce_each`: gradients are reduced after every micro-batch (ZeRO-2 and 3) rather than once per step."""
+        overlap, dtype = config.parallel.overlap, DTYPES[config.precision.compute]
+        sharding = Sharding.of(mesh.layout, mesh.at.data, config.memory.offload)
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         trained_of: dict[int, list[FlatParameter]] = {}
 
         def make(chunk: int, names: list[str]) -> FlatParameter:
-            flat = FlatParameter(model, names, table, policy.seed, policy.dtype, mesh.device, sharding)
+            flat = FlatParameter(model, names, table, config.train.seed, dtype, mesh.device, sharding)
             if flat.trained:
                 trained_of.setdefault(chunk, []).append(flat)
             return flat
 
-        self.flat_parameters, flats_of = divide(table, uses, policy.bucket_bytes, make)
+        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = sharding.offload, mesh
-        self.gradients = GradientSum(trained_of, mesh, policy.reduce_each, policy.overlap, policy.message)
+        message = torch.bfloat16 if config.precision.reduce == "bf16" else None
+        self.gradients = GradientSum(trained_of, mesh, reduce_each, overlap, message)
         # without offload there are no copies, and a CPU has no stream for them
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
         trained, group = trained_modules(table, uses), mesh.group("gather")
-        self.unsharder = Unsharder(flats_of, trained, group, self._stream, policy.overlap, mesh.algorithms)
+        self.unsharder = Unsharder(flats_of, trained, group, self._stream, overlap, mesh.algorithms)
         if sharding.size > 1 or self.offload:
             model.hooks = self.unsharder
         self.publish()
-        self.squares = Squares(list(table), mesh, torch.promote_types(policy.dtype, torch.float32))
+        self.squares = Squares(list(table), mesh, torch.promote_types(dtype, torch.float32))
         self._counted = [
             shard.grad
             for shard in self.trained_shards

@@ -53,15 +53,14 @@ class Unsharder(ModuleHooks):
         trained: Collection[str],
         group: dist.ProcessGroup | None,
         stream: CopyStream,
-        overlap: bool = True,
-        algorithms: Algorithms | None = None,
+        overlap: bool,
+        algorithms: Algorithms,
     ) -> None:
         """`uses`: chunk -> module, in the order of forward -> its flat parameters. `trained`: modules whose output has
         a gradient whatever their input is. `group`: the replicas that share the flat parameters. `stream`: for copies
         from the host. `overlap` false: gather when needed, not before."""
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
-        self.trained, self.group, self.overlap = trained, group, overlap
-        self.algorithms = algorithms or Algorithms()
+        self.trained, self.group, self.overlap, self.algorithms = trained, group, overlap, algorithms
         self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
         self._stream = stream
         self._of_chunk = {

@@ -21,7 +21,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero import gradients
-from pangu.zero.sharded import Policy, ShardedParameters
+from pangu.zero.sharded import ShardedParameters
 from tests.configs import tiny
 from tests.threads import Ranks
 from tests.weights import whole_loss
@@ -33,14 +33,14 @@ class Run:
     """A model with its gradient buffers, and some micro-batches."""
 
     def __init__(self, tensor: int, store: WeightGradientStore | None, overrides: tuple[str, ...]) -> None:
-        config = tiny(*overrides)
+        config = tiny("precision=fp64", "parallel.bucket_mib=0.001", *overrides)
         self.mesh = Mesh.connect(Layout(tensor=tensor, sequence=tensor > 1), torch.device("cpu"))
         memory = config.memory
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
         self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, store=store))
-        policy = Policy(seed=1, dtype=torch.float64, bucket_bytes=1000)
-        self.parameters = ShardedParameters(self.model, table, {0: ModelPart.whole(config.model)}, self.mesh, policy)
+        parts = {0: ModelPart.whole(config.model)}
+        self.parameters = ShardedParameters(self.model, table, parts, self.mesh, config, reduce_each=False)
         self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
         rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]

@@ -18,6 +18,7 @@ from tests.threads import Ranks
 )
 def test_weights_and_moments_are_looked_at(words: tuple[str, ...]) -> None:
     trainer, _ = small_trainer(Layout(), *OVERRIDES, *words)
+    trainer.step = 1  # before the first, no moments are saved
     assert find_non_finite(trainer) is None
     trained = trainer.parameters.trained_shards
     places = {f"weight/{shard.placement.name}": shard.main for shard in (trainer.shards[-1], trained[0])}
@@ -39,6 +40,7 @@ def on_every_layout(rank: int, world: int) -> list[tuple[str, str | None]]:
     told = []
     for layout, words in LAYOUTS:
         trainer, _ = small_trainer(layout, *OVERRIDES, *words)
+        trainer.step = 1
         shard = trainer.parameters.trained_shards[0]
         if rank == world - 1:
             trainer.optimizer.state[shard.main]["exp_avg"][0] = math.inf
