@@ -23,7 +23,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 def printable(text: str) -> str:
     """`text` with each character that a terminal would obey instead of showing written as its escape, `\\x1b`."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class PrintableFormatter(logging.Formatter):

@@ -114,6 +114,6 @@ def _peer(step: Step, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
     """Forwards of `micro_batches` micro-batches through the stages of `schedule`, chunk by chunk."""
     chunks = [[c for c, at in enumerate(schedule.stage_of) if at == stage] for stage in range(schedule.stages)]
-    orders = [[(Kind.FORWARD, c, micro) for c in own for micro in range(micro_batches)] for own in chunks]
+    orders = [[(Kind.FORWARD, c, micro) for c in of_stage for micro in range(micro_batches)] for of_stage in chunks]
     actions = tuple(tuple(_complete(order, schedule.stage_of, schedule.two_phases, False)) for order in orders)
     return replace(schedule, name=f"{schedule.name}, forwards", micro_batches=micro_batches, actions=actions)

@@ -91,7 +91,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
     }
     previous = recorded if isinstance(recorded, dict) else {}
-    kept = _keep(candidates, previous, device_kinds, compute)
+    recalled = _recall(candidates, previous, device_kinds, compute)
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
@@ -106,13 +106,13 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     saved = previous.get("milliseconds")
-    milliseconds = {key: saved[key] for key in kept if key in saved} if isinstance(saved, dict) else {}
+    milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
     for key in ("attention", "products", "gather", "scatter"):
         if len(seconds[key]) > 1:
             milliseconds[key] = {name: round(1000 * time, 3) for name, time in seconds[key].items()}
     algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
     choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds)
-    _log_choices(config, choices, kept)
+    _log_choices(config, choices, recalled)
     return choices
 
 
@@ -180,22 +180,22 @@ def _affordable(model: ModelConfig, kernels: list[str]) -> list[str]:
     return [name for name in kernels if name == kernels[0] or not (large and ABILITIES[name].scores)]
 
 
-def _keep(candidates: dict[str, list[str]], previous: Mapping[str, Any], device: str, compute: str) -> list[str]:
-    """Narrow the candidates to what the checkpoint has chosen; returns the choices that are kept."""
+def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], device: str, compute: str) -> list[str]:
+    """Narrow the candidates to what the checkpoint has chosen; returns the choices that are recalled."""
     same = previous.get("device") == device and previous.get("compute") == compute
-    kept = []
+    recalled = []
     for key, names in candidates.items():
         if len(names) == 1 or not previous:
             continue
         if same and previous.get(key) in names:
             candidates[key] = [previous[key]]
-            kept.append(key)
+            recalled.append(key)
         elif same:
             log.info("%-12s the checkpoint's, %r, cannot be had in this layout: timed anew", key, previous.get(key))
         else:
             where = f"{previous.get('device')!r}, {previous.get('compute')!r}"
             log.info("%-12s the checkpoint's, %r, was chosen on %s: timed anew", key, previous.get(key), where)
-    return kept
+    return recalled
 
 
 def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
@@ -259,7 +259,7 @@ def _time_collectives(
     return seconds
 
 
-def _log_choices(config: RunConfig, choices: Choices, kept: Sequence[str]) -> None:
+def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -> None:
     """One line for each choice."""
     keys = {
         "attention": f"model.attention={config.model.attention}",
@@ -270,7 +270,7 @@ def _log_choices(config: RunConfig, choices: Choices, kept: Sequence[str]) -> No
         if name not in keys and not figures:
             continue
         reasons = [keys[name]] if name in keys else []
-        reasons += ["kept from the checkpoint"] if name in kept else []
+        reasons += ["kept from the checkpoint"] if name in recalled else []
         if figures:
             timed = "of a micro-batch" if name in keys else "of a message"
             reasons.append(

@@ -158,8 +158,8 @@ class GradientSum:
             if flat.sharding.stage >= 2:
                 flat.total = None  # the next micro-batch begins another one
 
-        def finish(kept: Tensor = total) -> None:
-            """The collective reads `kept` until it is done."""
+        def finish(source: Tensor = total) -> None:
+            """The collective reads `source` until it is done."""
             handle.wait()
             if flat.sharding.size > 1:
                 all_reduce(part, mesh.group("copies"))

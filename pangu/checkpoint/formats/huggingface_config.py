@@ -77,9 +77,9 @@ def kind_in(config: Mapping[str, Any], path: Path) -> Kind:
 def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Keys of `ModelConfig` in a config.json. Raises UserError for a model that we do not have."""
     kind = kind_in(config, path)
-    if missing := [key for ours, key in kind.keys.items() if key not in config and ours not in kind.defaults]:
+    if missing := [name for key, name in kind.keys.items() if name not in config and key not in kind.defaults]:
         raise UserError(f"{path}: {', '.join(missing)} must be given")
-    values = {ours: config.get(theirs, kind.defaults.get(ours)) for ours, theirs in kind.keys.items()}
+    values = {key: config.get(name, kind.defaults.get(key)) for key, name in kind.keys.items()}
     activation = values.pop("activation")
     keys, problems = read_keys(ModelConfig, values, kind.keys)
     if activation not in list(kind.activations):
@@ -100,9 +100,9 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     """`dropout` and `sequence` have two names each."""
-    for ours, theirs, other in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
-        if config.get(other, keys[ours]) != keys[ours]:
-            raise wrong_field(path, other, config[other], f"must be {theirs} = {keys[ours]}: they are one number here")
+    for key, name, twin in (("dropout", "resid_pdrop", "embd_pdrop"), ("sequence", "n_positions", "n_ctx")):
+        if config.get(twin, keys[key]) != keys[key]:
+            raise wrong_field(path, twin, config[twin], f"must be {name} = {keys[key]}: they are one number here")
 
 
 def _pangu_positions(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -140,8 +140,8 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     check_fields(rope, f"{path}: {key}", used, (), {"partial_rotary_factor": (1.0, None)})
     theta = {"rope_base": f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"}
     base, problems = read_keys(ModelConfig, {"rope_base": rope.get("rope_theta", config.get("rope_theta", 1e4))}, theta)
-    names = {ours: f"{key}.{theirs}" for ours, theirs in scaling.items()}
-    factors, more = read_keys(RopeScaling, {ours: rope.get(theirs) for ours, theirs in scaling.items()}, names)
+    names = {factor: f"{key}.{name}" for factor, name in scaling.items()}
+    factors, more = read_keys(RopeScaling, {factor: rope.get(name) for factor, name in scaling.items()}, names)
     refuse(path, problems + more)
     keys |= base | {"rope_scaling": RopeScaling(**factors) if scaling else None}
 
@@ -192,11 +192,11 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     keys = {
         **vars(model),
         "ffn": model.ffn_size,
-        "activation": next(theirs for theirs, ours in kind.activations.items() if ours == model.activation),
+        "activation": next(name for name, activation in kind.activations.items() if activation == model.activation),
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_size,
     }
-    fields = {theirs: keys[ours] for ours, theirs in kind.keys.items()}
+    fields = {name: keys[key] for key, name in kind.keys.items()}
     derived = {key: value for key, value in _derived_fields(model).items() if key in kind.derived.split()}
     return {"model_type": kind.name, **fields, **derived, **kind.writes}
 
@@ -213,6 +213,6 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}
     if scaling := model.rope_scaling:
-        factors = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+        factors = {name: getattr(scaling, factor) for factor, name in _SCALING.items()}
         fields["rope_scaling"] = {"rope_type": "llama3", **factors}
     return fields

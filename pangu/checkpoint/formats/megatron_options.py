@@ -55,8 +55,8 @@ def read_model(
     """
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
-    names = {ours: theirs for theirs, ours in _NUMBERS.items() if options.get(theirs) is not None}
-    keys, problems = read_keys(ModelConfig, {ours: options[theirs] for ours, theirs in names.items()}, names)
+    names = {key: option for option, key in _NUMBERS.items() if options.get(option) is not None}
+    keys, problems = read_keys(ModelConfig, {key: options[option] for key, option in names.items()}, names)
     refuse(where, problems)
     try:
         keys = (_port if TOP in shapes else _core)(options, shapes, ranks, keys)
@@ -66,7 +66,7 @@ def read_model(
         ) from error
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise UserError(f"{where}: the tensors have other shapes than those of a GPT or PanGu-α of Megatron") from error
-    layers = len({found[1] for name in shapes if (found := re.search(r"layers\.(\d+)\.", name))})
+    layers = len({number[1] for name in shapes if (number := re.search(r"layers\.(\d+)\.", name))})
     agree = dict(layout) | {
         "num_layers": [layers],
         "encoder_num_layers": [layers, None],
@@ -152,7 +152,7 @@ def write_options(model: ModelConfig, rows: int, ranks: int) -> argparse.Namespa
     """Megatron's options of the architecture; `rows` of the word embedding include padding."""
     pangu, tanh = model.kind == "pangu", model.activation == "gelu_tanh"
     rope = model.positions == "rope"
-    values = {theirs: getattr(model, ours) for theirs, ours in _NUMBERS.items()} | {
+    values = {option: getattr(model, key) for option, key in _NUMBERS.items()} | {
         "num_layers": model.layers - pangu,
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn_size,

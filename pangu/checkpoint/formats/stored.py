@@ -104,11 +104,11 @@ def make_table(
     """
     shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
     table = []
-    for ours, theirs in naming["outside"].items():
-        if ours in shapes:
-            table.append(Stored(theirs, (ours,), shapes[ours]))
-            if ours in ("embedding.word.weight", "head.weight"):
-                rows, width = shapes[ours]
+    for part, name in naming["outside"].items():
+        if part in shapes:
+            table.append(Stored(name, (part,), shapes[part]))
+            if part in ("embedding.word.weight", "head.weight"):
+                rows, width = shapes[part]
                 padded = (-(-rows // multiple) * multiple, width)
                 table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + 128 * ranks))
     for layer in range(model.layers):
@@ -120,7 +120,7 @@ def make_table(
                 parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
                 if parts:
                     matrix = kind == "weight"
-                    theirs = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
+                    suffix = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
                     shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
                     transposed = matrix and module in naming.get("transposed", ())
                     cut = 0 if module in naming.get("columns", ()) else None
@@ -128,7 +128,7 @@ def make_table(
                         cut = 1
                     blocks = (groups or {}).get(module, 1)
                     shape = shape[::-1] if transposed else shape
-                    table.append(Stored(f"{prefix}{module}.{theirs}", parts, shape, transposed, blocks, cut))
+                    table.append(Stored(f"{prefix}{module}.{suffix}", parts, shape, transposed, blocks, cut))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table

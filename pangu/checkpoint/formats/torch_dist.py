@@ -58,9 +58,9 @@ class Folder:
                 at = _state(index, "metadata.MetadataIndex")
                 places[at["fqn"], at.get("offset") or ()] = _state(info, "filesystem._StorageInfo")
             self.entries = {
-                name: self._entry(name, found.state, places)
-                for name, found in metadata["state_dict_metadata"].items()
-                if is_weight(name) and _is(found, "metadata.TensorStorageMetadata")
+                name: self._entry(name, record.state, places)
+                for name, record in metadata["state_dict_metadata"].items()
+                if is_weight(name) and _is(record, "metadata.TensorStorageMetadata")
             }
         chunks = sorted((chunk for entry in self.entries.values() for chunk in entry.chunks), key=_place_of)
         for one, other in pairwise(chunks):
