@@ -23,9 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
-from pangu.planning.cluster import load_clusters
+from pangu.config.files import NewFile
+from pangu.planning.auto import cluster_of_device, device_here
+from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.cost import Group, collective_seconds, matmul_seconds
 from pangu.planning.workload import Collective, Matmul
+from pangu.topology.launch import Launch, choose_device
 
 _EXAMPLE = """example:
   torchrun --nproc-per-node=8 tools/calibrate.py --output configs/cluster/mine.yaml
@@ -34,11 +37,12 @@ _EXAMPLE = """example:
 Links between nodes are measured where the processes are on several (torchrun --nnodes); what is not measured is
 borrowed from the file of --like and marked so.
 """
-_ROOT = Path(__file__).resolve().parent.parent
-_HIDDEN = {"cuda": (2048, 2560, 4096, 5120, 8192, 12288), "cpu": (256, 512, 1024)}
-_TOKENS = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 512, 1024)}
-_SIZES = {"cuda": (2**16, 2**20, 2**24, 2**27, 2**29), "cpu": (2**16, 2**18, 2**20, 2**22, 2**24)}
-"""Bytes of messages."""
+_CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "cluster"
+_HIDDEN = {False: (2048, 2560, 4096, 5120, 8192, 12288), True: (256, 512, 1024)}
+_TOKENS = {False: (1024, 2048, 4096, 8192), True: (128, 512, 1024)}
+_SIZES = {False: (2**16, 2**20, 2**24, 2**27, 2**29), True: (2**16, 2**18, 2**20, 2**22, 2**24)}
+"""Bytes of messages; all by whether the device is the host."""
+_HEAD = "# Measured by tools/calibrate.py on "
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -57,6 +61,7 @@ class Clock:
 
     def __init__(self, device: torch.device, quick: bool) -> None:
         self.device = device
+        self.on_host = device.type == "cpu"
         self._least = 0.002 if quick else 0.02
         self._rounds = 1 if quick else 5
 
@@ -75,15 +80,15 @@ class Clock:
         return (time.perf_counter() - begin) / repeats
 
     def _wait(self) -> None:
-        if self.device.type != "cpu":
+        if not self.on_host:
             torch.accelerator.synchronize()
 
 
-def shapes_of(kind: str, quick: bool) -> list[Matmul]:
+def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
     """Products of layers: forward, and of the gradients of inputs and weights, on 1 to 8 tensor-parallel ranks."""
     found = []
-    for hidden in _HIDDEN[kind][: 1 if quick else None]:
-        for tokens in _TOKENS[kind][: 2 if quick else None]:
+    for hidden in _HIDDEN[on_host][: 1 if quick else None]:
+        for tokens in _TOKENS[on_host][: 2 if quick else None]:
             for ranks in (1,) if quick else (1, 4):
                 for depth, columns in ((hidden, 3 * hidden // ranks), (4 * hidden // ranks, hidden)):
                     found += [
@@ -96,15 +101,14 @@ def shapes_of(kind: str, quick: bool) -> list[Matmul]:
 
 def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick: bool) -> MatmulConfig:
     """Rates of products, and the figures of the model fitted to them."""
-    shapes, rates = shapes_of(clock.device.type, quick), []
+    shapes, rates = shapes_of(clock.on_host, quick), []
     for shape in shapes:
         left = torch.randn(shape.rows, shape.depth, device=clock.device, dtype=dtype)
         right = torch.randn(shape.depth, shape.columns, device=clock.device, dtype=dtype)
         rates.append(shape.flops / clock.seconds(lambda left=left, right=right: left @ right))  # type: ignore[misc]
-    on_host = clock.device.type == "cpu"
     # a host has no printed peak: its best product is
-    peak = max(rates) / 1e12 if on_host else max(base.tflops, max(rates) / 1e12)
-    units = torch.get_num_threads() if on_host else base.units
+    peak = max(rates) / 1e12 if clock.on_host else max(base.tflops, max(rates) / 1e12)
+    units = torch.get_num_threads() if clock.on_host else base.units
     losses = []
     for shape, rate in zip(shapes, rates, strict=True):
         tiles = max(1, -(-shape.rows // 128)) * max(1, -(-shape.columns // 128))
@@ -115,7 +119,7 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
     constant, depth, waves = np.linalg.lstsq(table[:, 1:] * weights, np.ones(len(table)), rcond=None)[0]
     constant = max(float(constant), 1.0)
     measured = tuple(
-        (float(shape.rows), float(shape.columns), float(shape.depth), round(rate / peak / 1e12, 4))
+        (float(shape.rows), float(shape.columns), float(shape.depth), max(1e-4, round(rate / peak / 1e12, 4)))
         for shape, rate in zip(shapes, rates, strict=True)
     )
     return replace(
@@ -133,8 +137,8 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
 
 def measure_attention(clock: Clock, peak: float, dtype: torch.dtype, quick: bool) -> float:
     """Share of the peak that causal attention reaches, forward and backward."""
-    length = 256 if quick or clock.device.type == "cpu" else 4096
-    heads, size = (4, 64) if clock.device.type == "cpu" else (16, 128)
+    length = 256 if quick or clock.on_host else 4096
+    heads, size = (4, 64) if clock.on_host else (16, 128)
     qkv = [torch.randn(1, heads, length, size, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3)]
 
     def step() -> None:
@@ -147,7 +151,7 @@ def measure_attention(clock: Clock, peak: float, dtype: torch.dtype, quick: bool
 
 def measure_memory(clock: Clock) -> float:
     """Bytes a second of an addition of tensors that no cache holds."""
-    numbers = 2**24 if clock.device.type == "cpu" else 2**28
+    numbers = 2**24 if clock.on_host else 2**28
     a, b, c = (torch.zeros(numbers, device=clock.device) for _ in range(3))
     return 12.0 * numbers / clock.seconds(lambda: torch.add(a, b, out=c))
 
@@ -163,31 +167,28 @@ def measure_launch(clock: Clock) -> float:
     return clock.seconds(chain) / 100
 
 
-def measure_link(clock: Clock, group: dist.ProcessGroup | None, size: int, quick: bool) -> LinkConfig:
+def measure_link(
+    clock: Clock, group: dist.ProcessGroup | None, size: int, base: ClusterConfig, quick: bool
+) -> LinkConfig:
     """Latency and bandwidth of a group: least squares over sizes and kinds of collectives, on relative errors."""
     rows, seconds = [], []
-    for count in _SIZES[clock.device.type][: 3 if quick else None]:
+    for count in _SIZES[clock.on_host][: 3 if quick else None]:
         buffer = torch.zeros(count // 4 // size * size, device=clock.device)
         for kind, action in actions_of(buffer, group, size):
             taken = clock.seconds(action, alike=True)
-            unit = LinkConfig(1.0, 1.0)
-            per_latency, per_byte = collective_terms(kind, buffer.nbytes, size, unit)
+            per_latency, per_byte = collective_terms(kind, buffer.nbytes, size, base)
             rows.append((per_latency / taken, per_byte / taken))
             seconds.append(1.0)
     latency, inverse = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
     return LinkConfig(max(0.1, float(latency)), 1 / max(1e-6, float(inverse)))
 
 
-def collective_terms(kind: str, nbytes: int, size: int, unit: LinkConfig) -> tuple[float, float]:
+def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> tuple[float, float]:
     """Seconds of a collective for each microsecond of latency, and for each nanosecond of a byte."""
-    cluster = _with_links(next(iter(load_clusters(_ROOT / "configs" / "cluster").values())), unit)
+    cluster = replace(base, inside=LinkConfig(1.0, 1.0))
     alone = collective_seconds(Collective(kind, "tensor", 0.0), Group(size, size), cluster)  # type: ignore[arg-type]
     whole = collective_seconds(Collective(kind, "tensor", nbytes), Group(size, size), cluster)  # type: ignore[arg-type]
     return alone, whole - alone
-
-
-def _with_links(cluster: ClusterConfig, link: LinkConfig) -> ClusterConfig:
-    return replace(cluster, inside=link)
 
 
 def actions_of(buffer: Tensor, group: dist.ProcessGroup | None, size: int) -> list[tuple[str, Callable[[], object]]]:
@@ -205,9 +206,9 @@ def actions_of(buffer: Tensor, group: dist.ProcessGroup | None, size: int) -> li
 
 def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
     """Factor by which a product and an all-reduce slow each other."""
-    side = 512 if clock.device.type == "cpu" else 8192
+    side = 512 if clock.on_host else 8192
     matrix = torch.randn(side, side, device=clock.device, dtype=dtype)
-    buffer = torch.zeros(2**20 if clock.device.type == "cpu" else 2**26, device=clock.device)
+    buffer = torch.zeros(2**20 if clock.on_host else 2**26, device=clock.device)
 
     def both() -> None:
         work = dist.all_reduce(buffer, async_op=True)
@@ -224,41 +225,48 @@ def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
 
 def calibrate(options: argparse.Namespace) -> None:
     """Measure, and let the first process write the file. Raises UserError."""
-    clusters = load_clusters(_ROOT / "configs" / "cluster")
-    if options.like and options.like not in clusters:
-        raise UserError(f"--like {options.like}: there is no such file; {', '.join(clusters)} work")
-    if not options.output.parent.is_dir():
-        raise UserError(f"--output {options.output}: there is no folder {options.output.parent}")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = accelerator.type if accelerator is not None else "cpu"
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(kind, local) if kind != "cpu" else torch.device("cpu")
-    if kind != "cpu":
-        torch.accelerator.set_device_index(local)
-    base = clusters[options.like or _closest(kind, clusters)]
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    launch = Launch.from_environment()
+    device = choose_device("auto", launch)
+    base = _borrowed(options.like, launch)
+    new = _begin(options.output) if launch.rank == 0 else None
     try:
-        cluster, notes = _measure(Clock(device, options.quick), base, world, options.quick)
+        if launch.world > 1:
+            dist.init_process_group(dist.get_default_backend_for_device(device))
+        cluster, notes = _measure(Clock(device, options.quick), base, launch, options.quick)
+        if new is not None:
+            _write(options.output, new, replace(cluster, name=options.output.stem), notes)
     finally:
-        if world > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
-    if int(os.environ.get("RANK", 0)) == 0:
-        _write(options.output, replace(cluster, name=options.output.stem), notes)
+        if new is not None:
+            new.discard()
 
 
-def _closest(kind: str, clusters: dict[str, ClusterConfig]) -> str:
-    """The file of a device that is like this one."""
-    name = torch.cuda.get_device_name().lower() if kind == "cuda" else ""
-    return next((one for one in clusters if one in name), "a100")
+def _begin(path: Path) -> NewFile:
+    """The file before anything is measured, which takes minutes. Raises UserError if there cannot be one."""
+    if path.suffix != ".yaml" or path.stem.startswith("."):
+        raise UserError(f"--output {path}: cluster=NAME asks for a file NAME.yaml; mine.yaml works")
+    with writing(path):
+        if path.exists() and not path.read_bytes().startswith(_HEAD.encode()):
+            raise UserError(f"--output {path}: this tool has not made the file that is there; another name works")
+        return NewFile(path)
 
 
-def _measure(clock: Clock, base: ClusterConfig, world: int, quick: bool) -> tuple[ClusterConfig, list[str]]:
+def _borrowed(like: str, launch: Launch) -> ClusterConfig:
+    """What is not measured: of the file that is named, or that is for such a device. Raises UserError."""
+    names, device = cluster_names(_CLUSTERS, whole=True), device_here(launch)
+    if like and like not in names:
+        raise UserError(f"--like {like}: there is no such file; {', '.join(names)} work")
+    found = None if device is None else cluster_of_device(device.name, names)
+    base = load_cluster(_CLUSTERS / f"{like or found or 'a100'}.yaml")
+    gib = base.memory.gib if device is None else device.total_memory / 2**30
+    return replace(base, memory=replace(base.memory, gib=gib))
+
+
+def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> tuple[ClusterConfig, list[str]]:
     """The cluster's figures, and what was borrowed."""
-    on_host = clock.device.type == "cpu"
+    on_host, world, node = clock.on_host, launch.world, launch.local_world
     dtype = torch.float32 if on_host else torch.bfloat16
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     matmul = measure_matmuls(clock, base.matmul, dtype, quick)
     bandwidth = measure_memory(clock) / 1e9
     memory = replace(base.memory, gb_s=max(base.memory.gb_s, bandwidth))
@@ -269,16 +277,16 @@ def _measure(clock: Clock, base: ClusterConfig, world: int, quick: bool) -> tupl
     borrowed = ["price", "step_us", "message_us", "host_gb_s", "memory.fragmentation", "matmul.alignment"]
     inside, between, overlap = base.inside, base.between, base.overlap
     if world > 1:
-        inside = measure_link(clock, _neighbours(node, world), node, quick) if node > 1 else inside
+        inside = measure_link(clock, _neighbours(node, world), node, base, quick) if node > 1 else inside
         overlap = measure_overlap(clock, dtype)
     else:
         borrowed += ["inside", "overlap"]
     if world > node:
-        whole = measure_link(clock, None, world, quick)
+        whole = measure_link(clock, None, world, base, quick)
         between = LinkConfig(whole.latency_us, whole.gb_s * node / base.nics)
     else:
         borrowed.append("between")
-    launch = measure_launch(clock) * 1e6
+    launch_us = measure_launch(clock) * 1e6
     return replace(
         base,
         devices=world,
@@ -288,7 +296,7 @@ def _measure(clock: Clock, base: ClusterConfig, world: int, quick: bool) -> tupl
         inside=inside,
         between=between,
         overlap=overlap,
-        launch_us=launch,
+        launch_us=launch_us,
         step_us=1000.0 if on_host else base.step_us,
     ), borrowed
 
@@ -301,7 +309,7 @@ def _neighbours(node: int, world: int) -> dist.ProcessGroup | None:
     return groups[dist.get_rank() // node]
 
 
-def _write(path: Path, cluster: ClusterConfig, borrowed: Sequence[str]) -> None:
+def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[str]) -> None:
     """Write the file, and say how well the model follows the products that were timed."""
     plain = replace(cluster, matmul=replace(cluster.matmul, measured=()))
     errors = []
@@ -309,11 +317,13 @@ def _write(path: Path, cluster: ClusterConfig, borrowed: Sequence[str]) -> None:
         shape = Matmul(int(rows), int(columns), int(depth))
         errors.append(abs(matmul_seconds(shape, plain) * share * cluster.matmul.tflops * 1e12 / shape.flops - 1))
     head = (
-        f"# Measured by tools/calibrate.py on {os.uname().nodename}, {time.strftime('%Y-%m-%d')}, torch "
+        f"{_HEAD}{os.uname().nodename}, {time.strftime('%Y-%m-%d')}, torch "
         f"{torch.__version__}.\n# Borrowed, not measured: {', '.join(borrowed)}.\n"
     )
     with writing(path):
-        path.write_text(head + OmegaConf.to_yaml(OmegaConf.create(asdict(cluster))), encoding="utf-8")
+        new.file.write((head + OmegaConf.to_yaml(OmegaConf.create(asdict(cluster)))).encode())
+        new.finish()
+        new.publish()
     print(
         f"{path}: {len(errors)} products at up to {cluster.matmul.tflops:.3g} TFLOP/s (the model without the table is "
         f"{median(errors):.1%} off), memory {cluster.memory.gb_s * cluster.memory.efficiency:.3g} GB/s, kernels "

@@ -179,24 +179,27 @@ def with_cluster_here(folder: Path, values: Mapping[str, Any], launch: Launch, p
 def cluster_here(folder: Path, launch: Launch) -> dict[str, Any] | None:
     """The file of configs/cluster/ that describes the accelerators here, for all that take part, with the memory that
     this process's has; None: there is none. Raises UserError if the file is broken."""
-    import torch  # a plan does without
+    from pangu.metrics.devices import peak_tflops  # which imports torch; a plan does without
 
-    from pangu.metrics.devices import peak_tflops
-
-    kind = torch.accelerator.current_accelerator()
-    # which takes no memory; torch does not tell of all kinds (Apple's)
-    properties_of = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
-    if properties_of is None or launch.local_rank >= torch.accelerator.device_count():
+    device = device_here(launch)
+    name = None if device is None else cluster_of_device(device.name, cluster_names(folder, whole=True))
+    if device is None or name is None:
         return None
-    device = properties_of(launch.local_rank)
-    name, tflops = cluster_of_device(device.name, cluster_names(folder)), peak_tflops(device.name, "fp16")
-    if name is None:
-        return None
-    cluster = load_cluster(folder / f"{name}.yaml")
+    cluster, tflops = load_cluster(folder / f"{name}.yaml"), peak_tflops(device.name, "fp16")
     if tflops is not None and tflops < SAME_RATE * cluster.matmul.tflops:
         return None
     memory = replace(cluster.memory, gib=device.total_memory / 2**30)
     return asdict(replace(cluster, memory=memory, devices=launch.world, node=launch.local_world))
+
+
+def device_here(launch: Launch) -> Any:
+    """`name` and `total_memory` (bytes) of the accelerator of this process, of which asking takes none; None: there is
+    none, or torch does not tell of its kind (Apple's)."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    ask = None if kind is None else getattr(torch.get_device_module(kind), "get_device_properties", None)
+    return None if ask is None or launch.local_rank >= torch.accelerator.device_count() else ask(launch.local_rank)
 
 
 def cluster_of_device(name: str, files: Collection[str]) -> str | None:

@@ -37,12 +37,13 @@ def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterCo
     return cluster
 
 
-def cluster_names(folder: Path) -> list[str]:
-    """The names that `cluster=NAME` knows. `folder`: configs/cluster/."""
-    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "none")
+def cluster_names(folder: Path, whole: bool = False) -> list[str]:
+    """The names that `cluster=NAME` knows; `whole`: of files that are not another one's in another size. `folder`:
+    configs/cluster/."""
+    paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none")
+    return [path.stem for path in paths if not whole or b"defaults:" not in path.read_bytes()]
 
 
 def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
     """Clusters by the names of their files; those of another size are left out."""
-    paths = [folder / f"{name}.yaml" for name in cluster_names(folder)]
-    return {path.stem: load_cluster(path) for path in paths if "defaults:" not in path.read_text(encoding="utf-8")}
+    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from pangu.config.exit_status import INTERRUPTED
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import matmul_seconds
 from pangu.planning.search import search, space_of
 from pangu.planning.workload import Matmul
+from pangu.topology.launch import Launch
 from tests.configs import config
+from tests.end_to_end.commands import on_ranks
+from tests.planning.test_auto import there_are
 from tests.spawn import repository
-from tools.calibrate import main
+from tools import calibrate
 
 
 def test_one_process_measures_all_but_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    assert main(["--output", str(path), "--quick"]) == 0
+    assert calibrate.main(["--output", str(path), "--quick"]) == 0
     assert "borrowed: " in capsys.readouterr().out
     cluster = load_cluster(path)
     assert cluster.name == "mine"
@@ -36,16 +37,7 @@ def test_one_process_measures_all_but_links(tmp_path: Path, capsys: pytest.Captu
 
 def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "tools/calibrate.py"]
-    done = subprocess.run(
-        [*command, "--output", str(path), "--quick"],
-        cwd=repository(),
-        env={**os.environ, "PYTHONPATH": str(repository())},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = on_ranks(2, "tools/calibrate", "--output", path, "--quick")
     assert done.returncode == 0, done.stderr
     cluster = load_cluster(path)
     assert (cluster.devices, cluster.node) == (2, 2)
@@ -58,12 +50,39 @@ def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--output", "/nowhere/mine.yaml"), "there is no folder /nowhere"),
-        (("--output", "mine.yaml", "--like", "abacus"), "there is no such file"),
+        (("--output", "/nowhere/mine.yaml"), "cannot write /nowhere/mine.yaml: No such file or directory"),
+        (("--output", "/proc/mine.yaml"), "cannot write /proc/mine.yaml"),
+        (("--output", "/tmp"), "cluster=NAME asks for a file NAME.yaml"),
+        (("--output", "configs/cluster/.yaml"), "cluster=NAME asks for a file NAME.yaml"),
+        (("--output", "configs/cluster/a100.yaml"), "this tool has not made the file that is there"),
+        (("--output", "mine.yaml", "--like", "abacus"), "there is no such file; a100, ascend910, gb200,"),
+        (("--output", "mine.yaml", "--like", "ascend910_2048"), "there is no such file; a100, ascend910, gb200,"),
     ],
 )
-def test_wrong_arguments_end_in_one_message(
-    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_end_in_one_message_before_anything_is_measured(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(list(arguments)) != 0
+    monkeypatch.delattr(calibrate, "_measure")
+    monkeypatch.chdir(repository())
+    assert calibrate.main(list(arguments)) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_measurement_that_is_given_up_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "mine.yaml"
+    path.write_text("# Measured by tools/calibrate.py on this machine\n", encoding="utf-8")
+    monkeypatch.setattr(calibrate, "_measure", interrupt)
+    assert calibrate.main(["--output", str(path)]) == INTERRUPTED
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.yaml"]
+    assert path.read_text(encoding="utf-8").endswith("machine\n")
+
+
+def test_a_device_is_like_its_file_and_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_are(monkeypatch, "NVIDIA H200", 139.5)
+    assert calibrate._borrowed("", Launch()).name == "h200"
+    assert calibrate._borrowed("a100", Launch()).memory.gib == 139.5
+    there_are(monkeypatch, "Abacus", 1)
+    assert calibrate._borrowed("", Launch()).name == "a100"
