@@ -135,7 +135,7 @@ def test_docstrings_are_an_eighth_of_the_package() -> None:
 def test_the_package_stays_small() -> None:
     """What plans (`planning`, `dryrun`) apart. A change that needs more says why where it raises this."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_700
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_500
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -170,7 +170,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_500, "run": 10_300}
+MOST_LINES = {"trainer": 5_500, "run": 10_250}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
 
 

@@ -30,7 +30,6 @@ def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
     columns = read_columns(metrics_jsonl, ("tokens", "loss", "lr", "validation_loss"))
     tokens, loss = columns["tokens"], columns["loss"]
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot, which keeps every figure in a process-wide list and may look for a display
     axes = figure.add_subplot()
     if np.isfinite(loss).any():
         _draw_rate(axes, tokens, columns["lr"])
@@ -42,12 +41,19 @@ def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines["top"].set_visible(False)
-    with writing(png), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a Chinese title where there is no Chinese font
-        png.parent.mkdir(parents=True, exist_ok=True)
+        write_figure(figure, png)
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a picture in the format that the name ends with. Raises UserError if it cannot be written."""
+    FigureCanvasAgg(figure)  # not pyplot, which keeps every figure in a process-wide list and may look for a display
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
-        figure.savefig(content, format="png")
-        write_atomically(png, content.getvalue())
+        figure.savefig(content, format=path.suffix[1:])
+        write_atomically(path, content.getvalue())
 
 
 def _draw_loss(axes: Axes, tokens: Series, loss: Series, validation: Series) -> None:

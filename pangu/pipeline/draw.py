@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 from matplotlib import colormaps, rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -21,6 +19,7 @@ from matplotlib.patches import Patch
 
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
+from pangu.metrics.plots import write_figure
 from pangu.pipeline.actions import COMPUTE, SENDS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Gap, bubble_by_formula
@@ -69,7 +68,6 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     width = min(100.0, max(9.0, INCHES_PER_ACTION * timeline.makespan / short))  # inches of the rows
     whole, height = width + 1.0, 0.4 * timeline.schedule.stages + 1.7
     figure = Figure(figsize=(whole, height), dpi=150)
-    FigureCanvasAgg(figure)  # not pyplot, which keeps every figure and may look for a display
     # laid out by hand: an automatic layout draws the thousands of numbers twice
     figure.subplots_adjust(left=0.8 / whole, right=1 - 0.2 / whole, bottom=1.1 / height, top=1 - 0.6 / height)
     axes = figure.add_subplot()
@@ -86,12 +84,8 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     axes.spines[:].set_visible(False)
     _draw_legend(figure, timeline, gaps)
     for suffix in ("svg", "png"):
-        path = stem.parent / f"{stem.name}.{suffix}"
-        with writing(path), rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = io.BytesIO()
-            figure.savefig(content, format=suffix)
-            write_atomically(path, content.getvalue())
+        with rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
+            write_figure(figure, stem.parent / f"{stem.name}.{suffix}")
 
 
 def _scaled(timeline: Timeline, factor: float) -> Timeline:

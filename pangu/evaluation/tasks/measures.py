@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 
 Measure = Callable[[str, Sequence[str]], dict[str, float]]
 """From what a model wrote and the accepted answers to named figures, each in [0, 1]."""
@@ -67,16 +68,12 @@ def _best_f(
 
 def _num_common(one: list[str], other: list[str]) -> int:
     """Segments that both have, wherever they stand."""
-    return sum((Counter(one) & Counter(other)).values())
+    return (Counter(one) & Counter(other)).total()
 
 
 def _longest_run(one: list[str], other: list[str]) -> int:
     """Length of the longest list that stands in both without a gap."""
-    best, row = 0, [0] * (len(other) + 1)
-    for word in one:
-        row = [0, *(row[i] + 1 if word == twin else 0 for i, twin in enumerate(other))]
-        best = max(best, *row)
-    return best
+    return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:
