@@ -22,7 +22,7 @@ from rich.text import Text
 from pangu.config.errors import writing
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
-from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run
+from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
@@ -107,7 +107,7 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
 def planned(overrides: Sequence[str]) -> dict[str, Any]:
     """The composed configuration of a dry run. Raises UserError."""
     values = compose(_CONFIGS, overrides)
-    return {**values, "dry_run": values.get("dry_run") or True}
+    return {**values, "dry_run": values.get("dry_run", False) is False or values["dry_run"]}
 
 
 def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
@@ -181,6 +181,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.modules:
         from pangu.planning.module_work import profile_modules
 
+        require_kernels(config)
         print(json.dumps({name: asdict(module) for name, module in profile_modules(values).items()}, indent=1))
         return
     if options.json:

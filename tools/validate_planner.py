@@ -63,8 +63,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--coefficients", type=Path, default=_SHIPPED, metavar="FILE.json", help="instead of the shipped"
     )
-    parser.add_argument("--json", action="store_true", help="print data instead of a table")
-    parser.add_argument("--markdown", action="store_true", help="print a table of a page of the docs")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print data instead of a table")
+    form.add_argument("--markdown", action="store_true", help="print a table of a page of the docs")
     return parser.parse_args(arguments)
 
 

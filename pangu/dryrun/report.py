@@ -13,6 +13,7 @@ from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.planning.cluster import cluster_in
+from pangu.planning.cost import device_overhead
 from pangu.planning.layouts import choose_layout
 from pangu.planning.report import make_table
 from pangu.planning.roles import role_ranks, run_jobs
@@ -38,10 +39,7 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
-    if config.model.attention in ("flex", "flash_attn"):
-        rule = "a dry run cannot carry out a kernel that is compiled at run time, or comes from another package"
-        works = "model.attention=auto works, and takes as much memory where both are fused"
-        raise ConfigError([Problem("model.attention", config.model.attention, rule, works)])
+    require_kernels(config)
     roles = run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")])
     for role in roles:
         role |= _fit(config, role)
@@ -49,15 +47,21 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**fullest, "seconds": time.perf_counter() - began, "roles": roles}
 
 
+def require_kernels(config: RunConfig) -> None:
+    """Raises ConfigError if a kernel is asked for that no dry run can carry out."""
+    if config.model.attention in ("flex", "flash_attn"):
+        rule = "a dry run cannot carry out a kernel that is compiled at run time, or comes from another package"
+        works = "model.attention=auto works, and takes as much memory where both are fused"
+        raise ConfigError([Problem("model.attention", config.model.attention, rule, works)])
+
+
 def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
     """What the device needs for all that is no tensor as well, and what is left of it."""
     if config.cluster is None:
         return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
     cluster = cluster_in(config.cluster)
-    memory = cluster.memory
-    beside = memory.context_gib + memory.workspace_gib + role["groups"] * memory.communicator_gib
-    needed = role["peak"] + round(beside * _GIB)
-    room = round(memory.gib * _GIB) - needed
+    needed = role["peak"] + round(device_overhead(cluster.memory, role["groups"]) * _GIB)
+    room = round(cluster.memory.gib * _GIB) - needed
     return {"cluster": cluster.name, "needed_bytes": needed, "fits": room >= 0, "room_bytes": room}
 
 

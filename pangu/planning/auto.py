@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import ConfigError, Problem, UserError
+from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
 from pangu.planning.search import search, space_of
@@ -65,9 +65,11 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: f
     space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given))
     found = search(space, top)
     if not found.best:
+        kept = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
         raise UserError(
             f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(found.refused)}; more devices, a larger batch or fewer fixed keys may work"
+            f"{refusals(found.refused) or f'none has {kept}'}; more devices, a larger batch or fewer fixed keys "
+            "may work"
         )
     return Outcome(space, found, tokens)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pangu.config.cluster import ClusterConfig, LinkConfig
+from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig, LinkConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
@@ -366,11 +366,15 @@ class Memory:
         return self.states + self.activations + self.overhead
 
 
+def device_overhead(memory: DeviceMemoryConfig, groups: int) -> float:
+    """GiB of a device that hold no tensors: its context, workspaces of libraries, buffers of the groups that send."""
+    return memory.context_gib + memory.workspace_gib + groups * memory.communicator_gib
+
+
 def memory_of_stages(workload: Workload, pipeline: Pipeline, layout: Layers, cluster: ClusterConfig) -> list[Memory]:
     """What each stage needs at its peak."""
     gib, memory = 2.0**30, cluster.memory
-    groups = sum(size > 1 for size in layout[:4])
-    overhead = memory.context_gib + memory.workspace_gib + groups * memory.communicator_gib
+    overhead = device_overhead(memory, sum(size > 1 for size in layout[:4]))
     chunks: list[list[Mapping[str, int]]] = [[] for _ in workload.steps]
     for number, chunk in enumerate(workload.chunks):
         chunks[pipeline.of(number)].append(chunk)

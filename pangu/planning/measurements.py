@@ -78,11 +78,13 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     skipped: Counter[str] = Counter()
     rows: list[Row] = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserError(f"{path}: no table of measurements: there is no column {', '.join(missing)}")
+            names = Counter(reader.fieldnames or ())
+            wrong = [f"there is no column {name}" for name in COLUMNS if name not in names]
+            wrong += [f"there are {count} columns {name}" for name, count in names.items() if name and count > 1]
+            if wrong:
+                raise UserError(f"{path}: no table of measurements: {'; '.join(wrong)}")
             for values in reader:
                 try:
                     rows.append(_row({key: value or "" for key, value in values.items() if isinstance(key, str)}))
@@ -103,8 +105,8 @@ def _number(values: Mapping[str, str], name: str) -> float | None:
         raise UnusableRowError(f"{name} is no number") from None
     if not math.isfinite(number):
         return None
-    if not 0 < number < 1e12 and name != "zero":
-        raise UnusableRowError(f"{name} is not above 0")
+    if not 1e-9 < number < 1e12 and name != "zero":
+        raise UnusableRowError(f"{name} is not above 0, or beyond what can be")
     return number
 
 

@@ -111,8 +111,9 @@ def test_a_rank_that_cannot_be_carried_out_is_one_message(process: SharedWorker)
         process.report(values(""), 7)
 
 
-def test_kernels_of_other_packages_are_refused() -> None:
-    done = called("tools/plan", *SMALL, "precision=bf16", "model.attention=flash_attn", "--dry-run", "--json")
+@pytest.mark.parametrize("option", ["--dry-run", "--modules"])
+def test_kernels_of_other_packages_are_refused(option: str) -> None:
+    done = called("tools/plan", *SMALL, "precision=bf16", "model.attention=flash_attn", option, "--json")
     assert done.returncode == 2
     assert "a dry run cannot carry out" in done.stderr
     assert "model.attention=auto works" in done.stderr

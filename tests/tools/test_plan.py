@@ -76,6 +76,7 @@ sys.exit(main(["+config=pangu_13b", "parallel.pipeline=2", "parallel.data=2", "p
         ("+config=nowhere", "config = nowhere: there is no such option; gpt2_124m,"),
         ("model.heads=[", "error: model.heads=[: "),
         ("parallel.data=${nowhere}", "Interpolation key 'nowhere' not found"),
+        ("dry_run=[]", "dry_run = []: must be true or false"),
         ("~memory", "memory = (missing): must be given: a group of keys"),
     ],
 )

@@ -59,6 +59,13 @@ def test_fitted_sources_are_cross_validated_and_predict_the_others(
     assert again["vTrain"]["time_mean_error"] < sources["vTrain"]["time_mean_error"]
 
 
+def test_a_table_of_a_spreadsheet_begins_with_a_mark(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the order of bytes; so it does in Excel's."""
+    plain = report(capsys, "--table", table)
+    table.write_text(EXCERPT, encoding="utf-8-sig")
+    assert report(capsys, "--table", table) == plain
+
+
 def test_markdown_and_tables_name_all_sources(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--markdown", "--table"):
         assert main(["--table", str(table), *([option] if option == "--markdown" else [])]) == 0
@@ -74,6 +81,11 @@ def test_markdown_and_tables_name_all_sources(table: Path, capsys: pytest.Captur
         ("", "no table of measurements"),
         ("a,b\n1,2\n", "there is no column source"),
         (HEADER, "no row can be used"),
+        (HEADER.replace("params_b", "layers") + "\n", "there are 2 columns layers"),
+        (
+            HEADER + "\nx,,,48,8192,64,,,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1e-308,,,,,",
+            "step_time_s is not above 0, or beyond",
+        ),
         (HEADER + "\nx,,,48,8192,64,,,51200,2048,,Abacus,8,8,8,1,,1,,,,,,8,1.0,,,,,", "no file of configs/cluster"),
         (HEADER + "\nx,,,many,8192,64,,,51200,2048,,A100,8,8,8,1,,1,,,,,,8,1.0,,,,,", "layers is no number"),
         (HEADER + '\n"x', "cannot be read"),
