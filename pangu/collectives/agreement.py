@@ -64,14 +64,10 @@ def agree_on_long_work(
     """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
     in a thread, so that processes can exchange heartbeats.
 
-    Args:
-        mesh: of a group that nothing else uses meanwhile, see `Mesh.background`.
-        doing: the work in words, e.g. "writing".
-        action: gets a function to call whenever it has made progress.
-
-    Raises:
-        StuckError: on every process, naming the ranks whose action makes no progress in time.
-        RuntimeError: if a process does not answer, see `name_silent_ranks`.
+    `mesh`: of a group that nothing else uses meanwhile, see `Mesh.background`; `doing`: the work in words, e.g.
+    "writing"; `action` gets a function to call whenever it has made progress. Raises StuckError on every process,
+    naming the ranks whose action makes no progress in time, and RuntimeError if one does not answer, see
+    `name_silent_ranks`.
     """
     world = mesh.group("world")
     progress_s = time.monotonic()

@@ -57,15 +57,11 @@ class _Source:
 def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: int = 8) -> LoadedModel:
     """Load the weights of a model, and nothing else of it, for evaluation: no dropout, no gradients.
 
-    Args:
-        path: a run folder, whose newest checkpoint is taken, one checkpoint in it, or a folder of Hugging Face's
-            transformers (see `pangu.checkpoint.formats.huggingface`), of which no code is run.
-        mesh: of any layout that the model allows, whatever layout wrote the checkpoint.
-        precision: format that the model computes in; None: that of the run, or of the folder.
-        rows: texts computed at a time.
-
-    Raises:
-        UserError: on all ranks, if there is no intact checkpoint, or the layout does not fit the model.
+    `path`: a run folder, whose newest checkpoint is taken, one checkpoint in it, or a folder of Hugging Face's
+    transformers (see `pangu.checkpoint.formats.huggingface`), of which no code is run. `mesh`: of any layout that the
+    model allows, whatever layout wrote the checkpoint. `precision`: format that the model computes in; None: that of
+    the run, or of the folder. `rows`: texts computed at a time. Raises UserError on all ranks, if there is no intact
+    checkpoint, or the layout does not fit the model.
     """
     source = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
     config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)

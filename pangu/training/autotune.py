@@ -67,17 +67,9 @@ Timer = Callable[[Mapping[Any, Callable[[], object]], torch.device, float | None
 
 
 def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:
-    """Choose, and say what was chosen and why.
-
-    Args:
-        config: the run. What it asks for by name is taken.
-        mesh: live; all ranks call this together and get the same.
-        recorded: what the checkpoint that the run continues from holds of the choices; None: a new run.
-        timer: stops the time.
-
-    Raises:
-        UserError: if the attention kernel that is asked for cannot train this model on this device.
-    """
+    """Choose, and say what was chosen and why. What `config` asks for by name is taken. All ranks of `mesh` call this
+    together and get the same. `recorded`: what the checkpoint that the run continues from holds of the choices; None: a
+    new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
     processors, of_ranks = zip(*gather_objects((processor_name(device), precisions), mesh.group("world")), strict=True)

@@ -104,17 +104,10 @@ def convert(
 ) -> None:
     """Write a model in another format. The result has a temporary name beside `output` until it is complete.
 
-    Args:
-        source: the open files.
-        target: the format to write.
-        config: the model of the files (see `settle_model`), and the ids of its data (`IndexedData`).
-        tokenizer: copied where the format has a place for it.
-        output: the new folder or file.
-        tensor: tensor-parallel ranks of the new files.
-        tick: called with the number of all tensors for each of them.
-
-    Raises:
-        UserError: naming everything in which the files and the model differ; nothing is written then.
+    `config`: the model of the files (see `settle_model`), and the ids of its data (`IndexedData`). `tokenizer` is
+    copied where the format has a place for it. `tensor`: tensor-parallel ranks of the new files. `tick` is called with
+    the number of all tensors for each of them. Raises UserError, naming everything in which the files and the model
+    differ; nothing is written then.
     """
     model, shapes = config.model, logical_shapes(config.model)
     table = target.table(model, tensor)

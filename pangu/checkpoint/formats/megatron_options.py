@@ -42,16 +42,10 @@ def read_model(
 ) -> dict[str, Any]:
     """Keys of `ModelConfig` of a checkpoint.
 
-    Args:
-        options: Megatron's options, as far as the files have them.
-        shapes: one tensor-parallel rank's tensors of all layers.
-        ranks: tensor-parallel ranks.
-        layout: options of the layout, with the values that fit the number of files.
-        where: stands at the head of messages.
-
-    Raises:
-        UserError: naming every option that we do not compute or that does not agree with the tensors, or a tensor
-            that every such model has and this one lacks.
+    `options`: Megatron's, as far as the files have them. `shapes`: one of the `ranks` tensor-parallel ranks' tensors of
+    all layers. `layout`: options of the layout, with the values that fit the number of files. `where` stands at the
+    head of messages. Raises UserError, naming every option that we do not compute or that does not agree with the
+    tensors, or a tensor that every such model has and this one lacks.
     """
     table = load_table("megatron_options")
     check_fields(options, where, table["used"].split(), table["harmless"].split(), table["only"])
