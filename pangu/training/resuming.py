@@ -24,13 +24,13 @@ from pangu.training.step import Trainer
 log = logging.getLogger("pangu")
 
 
-def intact_checkpoint(config: RunConfig, paths: Sequence[Path], mesh: Mesh) -> Path | None:
-    """What `checkpoint.resume` names, or the newest intact one of a run folder's checkpoints, if it has any. Raises
-    UserError if there is none that is intact."""
+def intact_checkpoint(config: RunConfig, paths: Sequence[Path], mesh: Mesh) -> Path:
+    """What `checkpoint.resume` names, or the newest intact one of a run folder's checkpoints. Raises UserError if there
+    is none that is intact."""
     if config.checkpoint.resume not in ("auto", "none"):
         return intact(Path(config.checkpoint.resume), mesh)
     path, problems = newest_intact(paths, mesh)
-    if path is None and problems:
+    if path is None:
         raise UserError(
             f"{paths[0].parent}: no checkpoint here is intact; choose another train.output to start from the "
             "beginning:\n" + "\n".join(f"  {line}" for line in problems)
