@@ -52,7 +52,7 @@ class Mesh:
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
-        Raises LocalError if not all processes arrive within `timeout_s`."""
+        Raises LocalError if not all processes arrive within `timeout_s`, or another one has another layout."""
         end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device)
@@ -65,6 +65,9 @@ class Mesh:
                 # torchrun's store outlives the processes: those that it starts again must not find the dead ones'
                 store = dist.PrefixStore(f"attempt-{attempt}", store)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+                # before groups are made, in which processes of two layouts would wait for each other
+                if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
+                    raise LocalError(f"rank {rank} has {layout}, another one {first}: all nodes need the same command")
             except RuntimeError as error:
                 if not is_silence(error):
                     raise

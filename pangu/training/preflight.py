@@ -47,7 +47,8 @@ class Node:
     def of(cls, config: RunConfig, device: torch.device) -> Node:
         """This process's."""
         values = asdict(replace(config, cluster=None, train=replace(config.train, output="")))
-        del values["data"]
+        for path in ("folder", "train", "validation", "tokenizer"):
+            values["data"].pop(path, None)
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
         versions = f"pangu {pangu.__version__}, torch {torch.__version__}"
         return cls(socket.gethostname(), device_name(device), versions, digest)

@@ -33,7 +33,8 @@ def test_paths_may_differ_between_nodes_and_nothing_else() -> None:
     device = torch.device("cpu")
     here = Node.of(config("+config=quickstart"), device)
     assert Node.of(config("+config=quickstart", "train.output=elsewhere", "data.folder=/scratch"), device) == here
-    assert Node.of(config("+config=quickstart", "train.seed=5"), device).configuration != here.configuration
+    for word in ("train.seed=5", "data.packing.reset_mask=false", "data=synthetic", "parallel.zero=1"):
+        assert Node.of(config("+config=quickstart", word), device).configuration != here.configuration
 
 
 def test_what_makes_a_run_slow_is_a_warning() -> None:
