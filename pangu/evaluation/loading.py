@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pangu.checkpoint.files import Slice
-from pangu.checkpoint.formats.convert import require_fit
+from pangu.checkpoint.formats.convert import fitting_tensors
 from pangu.checkpoint.formats.fields import refuse
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.stored import take
@@ -103,7 +103,7 @@ def _exported(path: Path) -> _Source:
     model = ModelConfig(**{**unknown, "attention": "auto", **source.model_keys})
     refuse(path / "config.json", find_model_problems(model))
     table, shapes = source.table(model), logical_shapes(model)
-    dtype = next(iter(require_fit(source, table).values())).dtype
+    dtype = next(iter(fitting_tensors(source, table).values())).dtype
     entries = {part: entry for entry in table for part in entry.parts}
     read = lru_cache(maxsize=1)(source.read)  # parts of a fused tensor come one after the other
 

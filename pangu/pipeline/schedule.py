@@ -9,8 +9,6 @@ from functools import cached_property
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
 from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "make_schedule"]
-
 
 @dataclass(frozen=True)
 class Schedule:

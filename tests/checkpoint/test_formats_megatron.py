@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from pangu.checkpoint.formats.convert import FORMATS, require_fit, settle_model
+from pangu.checkpoint.formats.convert import FORMATS, fitting_tensors, settle_model
 from pangu.checkpoint.formats.stored import take
 from pangu.config.build import build
 from pangu.config.errors import UserError
@@ -47,7 +47,7 @@ def read(folder: Path, given: ModelConfig) -> tuple[ModelConfig, dict[str, Tenso
     source = FORMATS["megatron"].open(folder)
     model = settle_model(source.model_keys, given, set())
     table = source.table(model)
-    require_fit(source, table)
+    fitting_tensors(source, table)
     shapes = logical_shapes(model)
     return model, {part: take(stored, source.read(stored), part, shapes) for stored in table for part in stored.parts}
 

@@ -112,7 +112,7 @@ def convert(
     model, shapes = config.model, logical_shapes(config.model)
     table = target.table(model, tensor)
     stored = source.table(model)
-    tensors = require_fit(source, stored)
+    tensors = fitting_tensors(source, stored)
     where = {part: entry for entry in stored for part in entry.parts}
     # parts of a fused tensor come one after the other
     read = lru_cache(maxsize=1)(source.read)
@@ -132,7 +132,7 @@ def convert(
             target.write(partial, Job(config, tokenizer, output, tensor, table, described, contents()))
 
 
-def require_fit(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
+def fitting_tensors(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:
     """The tensors of the files on the meta device. Raises UserError unless they are those of the table."""
     problems: list[str] = []
     tensors = source.inspect(table, problems)
