@@ -100,7 +100,7 @@ def _train(
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
-    benchmarks = _benchmarks(config, sources)
+    validation, benchmarks = _measurements(config, sources, mesh)
     checkpoint = find_checkpoint(config, mesh)
     warn_of_slow_format(config, mesh)
     recorded = None
@@ -126,7 +126,6 @@ def _train(
     # only now: a run that is refused must not overwrite what another one left
     agree(mesh, lambda: _describe_folder(output, config, choices), here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
-        validation = _validation(config, sources, mesh)
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
@@ -167,22 +166,19 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     return open_sources(config.data, config.model, config.train.seed)
 
 
-def _benchmarks(config: RunConfig, sources: Sources) -> Benchmarks | None:
-    """None if `evaluate` asks for none. Raises UserError if their files are wrong."""
-    if not config.evaluate.every:
-        return None
-    from pangu.training.validation import Benchmarks
+def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Validation | None, Benchmarks | None]:
+    """What is measured during training, as far as the run asks for it and there is a validation split. Raises UserError
+    if the files of benchmarks are wrong."""
+    validation, benchmarks = None, None
+    if sources.validation is not None and config.validation.every:
+        from pangu.training.validation import Validation
 
-    return Benchmarks(config, sources)
+        validation = Validation(config, sources.validation, mesh)
+    if config.evaluate.every:
+        from pangu.training.validation import Benchmarks
 
-
-def _validation(config: RunConfig, sources: Sources, mesh: Mesh) -> Validation | None:
-    """None if there is no validation split, or the run does not ask for it."""
-    if sources.validation is None or not config.validation.every:
-        return None
-    from pangu.training.validation import Validation
-
-    return Validation(config, sources.validation, mesh)
+        benchmarks = Benchmarks(config, sources)
+    return validation, benchmarks
 
 
 def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
