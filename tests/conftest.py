@@ -93,3 +93,12 @@ def _one_core() -> Iterator[None]:
 def _usual_products() -> None:
     """A run of this process chooses how fp32 products are made, for all that follows."""
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches and forecasts of this process go by published formulas, and carry nothing out."""
+    from pangu.planning import search
+    from tests.formulas import Formulas
+
+    monkeypatch.setattr(search, "Program", Formulas)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +28,9 @@ from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
+from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.layouts import choose_layout
+from pangu.planning.program import Program
 from pangu.planning.report import describe, make_table
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
@@ -179,10 +182,9 @@ def plan(options: argparse.Namespace) -> None:
     values = laid_out(options.overrides)
     config, layout, stages = choose_layout(values, world=1)
     if options.modules:
-        from pangu.planning.module_work import profile_modules
-
         require_kernels(config)
-        print(json.dumps({name: asdict(module) for name, module in profile_modules(values).items()}, indent=1))
+        modules = Program(config).describe(plan_of(config, layout, stages)).modules
+        print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))
         return
     if options.json:
         print(json.dumps(plan_dry_run(values), indent=1))
@@ -190,6 +192,8 @@ def plan(options: argparse.Namespace) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     fullest = fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
+    if config.cluster is not None:
+        console.print(Forecast.of(config, layout, stages).line(), markup=False, highlight=False, soft_wrap=True)
     if layout.pipeline > 1:
         print_stages(console, config, layout, stages)
     if options.sharding:
@@ -204,6 +208,7 @@ def plan(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     # a plan is made of millions of small objects without cycles, and looking for these took most of its time
     gc.disable()
     try:

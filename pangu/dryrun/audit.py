@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +236,8 @@ class Audit(TorchDispatchMode):
         self._count("launches")
         if operator.product:
             shapes = tuple(tuple(tensor.shape) for tensor in inputs)
-            self._count("product", operator.name, shapes, str(inputs[0].dtype).removeprefix("torch."))
+            format_ = str(inputs[0].dtype).removeprefix("torch.")
+            self._count("product", operator.name, shapes, format_, _is_causal(function, args, kwargs))
             self._count("flops", by=flop_registry[function.overloadpacket](*args, **kwargs, out_val=result))
         else:
             self._count("memory_bound_bytes", by=_moved(operator, inputs, written, outputs))
@@ -329,6 +330,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _is_causal(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an attention kernel skips what is masked."""
+    names = [argument.name for argument in function._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
 def _one(tensor: Tensor) -> float | int | bool:

@@ -13,8 +13,8 @@ from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.planning.cluster import cluster_in
-from pangu.planning.cost import device_overhead
 from pangu.planning.layouts import choose_layout
+from pangu.planning.memory import device_overhead
 from pangu.planning.report import make_table
 from pangu.planning.roles import role_ranks, run_jobs
 from pangu.topology.layout import Layout

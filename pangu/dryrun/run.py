@@ -62,9 +62,11 @@ class RankReport:
     flops: int = 0
     products: list[dict[str, Any]] = field(default_factory=list)
     """Products of matrices and fused attention: operator, shapes, format, how often."""
-    phases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`, `memory_bound_bytes`,
-    `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
+    phases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Chunk -> kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`,
+    `memory_bound_bytes`, `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
+    update: dict[str, int] = field(default_factory=dict)
+    """`launches` and `memory_bound_bytes` of what is done once a step."""
     host_syncs: dict[str, int] = field(default_factory=dict)
     """File and line -> how often in a step the host waits for a value of the device."""
     blocking_copies: dict[str, int] = field(default_factory=dict)
@@ -298,6 +300,7 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         counts["flops",],
         _products(counts),
         _phases(audit),
+        {what: audit.counts[None][what,] for what in ("launches", "memory_bound_bytes")},
         {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
         {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
         dict(audit.findings),
@@ -315,22 +318,22 @@ def _collectives(counts: Counter[tuple[Any, ...]]) -> dict[str, dict[str, dict[s
 
 def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [
-        {"operator": key[1], "shapes": key[2], "format": key[3], "calls": amount}
+        {"operator": key[1], "shapes": key[2], "format": key[3], "causal": key[4], "calls": amount}
         for key, amount in counts.items()
         if key[0] == "product"
     ]
 
 
-def _phases(audit: Audit) -> dict[str, dict[str, Any]]:
-    """Of the second micro-batch; of a stage's first chunk."""
-    return {
-        str(action.kind): {
-            "launches": counts["launches",],
-            "memory_bound_bytes": counts["memory_bound_bytes",],
-            "products": _products(counts),
-            "collectives": _collectives(counts),
-            **audit.spans[action]._asdict(),
-        }
-        for action, counts in reversed(audit.counts.items())
-        if isinstance(action, Action) and action.kind in COMPUTE and action.micro == 1
-    }
+def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
+    """Of the second micro-batch."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for action, counts in audit.counts.items():
+        if isinstance(action, Action) and action.kind in COMPUTE and action.micro == 1:
+            found.setdefault(str(action.chunk), {})[str(action.kind)] = {
+                "launches": counts["launches",],
+                "memory_bound_bytes": counts["memory_bound_bytes",],
+                "products": _products(counts),
+                "collectives": _collectives(counts),
+                **audit.spans[action]._asdict(),
+            }
+    return found

@@ -10,10 +10,12 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
-from pangu.planning.cost import StepTime, memory_of_stages, step_time
+from pangu.planning.cost import StepTime, step_time
 from pangu.planning.fit import Factors, fit, scaled
+from pangu.planning.layout_work import Plan
 from pangu.planning.measurements import Row
-from pangu.planning.published import Plan, describe
+from pangu.planning.memory import memory_of_stages
+from pangu.planning.published import describe
 
 MOST_ROWS = 150
 """Of a scope that are fitted to."""
@@ -134,7 +136,7 @@ def predict_time(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -
 def predict_memory(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> float:
     """GiB of the fullest stage."""
     known = scaled(cluster, fitted.memory)
-    stages = memory_of_stages(describe(row.shape, row.system, plan), plan.steps, plan.layout, known)
+    stages = memory_of_stages(describe(row.shape, row.system, plan), plan.steps, known)
     return max(stage.total for stage in stages)
 
 

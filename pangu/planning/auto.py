@@ -16,24 +16,10 @@ from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
-from pangu.planning.search import search, space_of
-from pangu.planning.search_report import Outcome, keys_of, overrides_of, refusals
+from pangu.planning.search import KEYS, keys_of, search, space_of
+from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch
 
-SEARCHED = {
-    "parallel.tensor": "tensor",
-    "parallel.pipeline": "pipeline",
-    "parallel.virtual": "virtual",
-    "parallel.schedule": "schedule",
-    "parallel.sequence": "sequence",
-    "parallel.zero": "zero",
-    "batch.micro_size": "micro_size",
-    "memory.recompute": "recompute",
-    "memory.offload": "offload",
-    "parallel.zero_group": "shards",
-    "parallel.data": "data",
-}
-"""Keys that a search tries all values of unless they are given, and the fields of a plan."""
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
 SAME_RATE = 0.9
@@ -79,7 +65,7 @@ def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:
     groups = {"parallel": config.parallel, "batch": config.batch, "memory": config.memory}
     return {
         field: getattr(groups[key.partition(".")[0]], key.partition(".")[2])
-        for key, field in SEARCHED.items()
+        for field, key in KEYS.items()
         if key in given
     }
 
@@ -121,7 +107,7 @@ def choose_automatically(
 def difference(plan: Any, other: Any) -> str:
     """The keys of `other` that are not those of `plan`."""
     before = keys_of(plan)
-    return " ".join(f"{key}={value}" for key, value in keys_of(other).items() if before[key] != value)
+    return " ".join(f"{key}={shown(value)}" for key, value in keys_of(other).items() if before[key] != value)
 
 
 def given_keys(words: Iterable[str]) -> set[str]:

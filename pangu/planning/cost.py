@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig, LinkConfig
+from pangu.config.cluster import ClusterConfig, LinkConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
@@ -332,59 +332,3 @@ def _after(
     waited += step.host_bytes / (cluster.host_gb_s * 1e9)
     device = step.update_bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     return waited + beside(backward, hidden, cluster), max(device, step.launches * cluster.launch_us * 1e-6)
-
-
-def in_flight(pipeline: Pipeline, stage: int) -> float:
-    """Most forwards of chunks whose backward is to come on a stage (Narayanan et al. 2021, section 2.2)."""
-    p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
-    if pipeline.schedule in ("gpipe", "breadth_first"):
-        return m * v
-    if pipeline.schedule == "interleaved":
-        group = math.ceil(m / max(1, m // p))
-        return min(m * v, (v - 1) * group + 2 * (p - stage - 1) + 1)
-    if pipeline.schedule == "zb-2p":
-        return min(m, 2 * p - 2 * stage - 1 if p > 1 else 1)
-    if pipeline.schedule == "zb_v":
-        return min(2 * m, 2 * p)
-    return min(m, p - stage)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """GiB of a device."""
-
-    states: float
-    """Parameters, gradients, optimizer state."""
-    activations: float
-    """From forward to backward, and what a module works with."""
-    overhead: float
-    """Of the device and its libraries."""
-
-    @property
-    def total(self) -> float:
-        """Of all."""
-        return self.states + self.activations + self.overhead
-
-
-def device_overhead(memory: DeviceMemoryConfig, groups: int) -> float:
-    """GiB of a device that hold no tensors: its context, workspaces of libraries, buffers of the groups that send."""
-    return memory.context_gib + memory.workspace_gib + groups * memory.communicator_gib
-
-
-def memory_of_stages(workload: Workload, pipeline: Pipeline, layout: Layers, cluster: ClusterConfig) -> list[Memory]:
-    """What each stage needs at its peak."""
-    gib, memory = 2.0**30, cluster.memory
-    overhead = device_overhead(memory, sum(size > 1 for size in layout[:4]))
-    chunks: list[list[Mapping[str, int]]] = [[] for _ in workload.steps]
-    for number, chunk in enumerate(workload.chunks):
-        chunks[pipeline.of(number)].append(chunk)
-    stages = []
-    for stage, (step, own) in enumerate(zip(workload.steps, chunks, strict=True)):
-        modules = [(workload.modules[kind], count) for chunk in own for kind, count in chunk.items()]
-        # the head's forward is followed by its backward: one of it is there at a time
-        repeated = sum(module.saved_bytes * count for module, count in modules if not module.at_once)
-        once = sum(module.saved_bytes * count for module, count in modules if module.at_once)
-        working = max((module.working_bytes for module, _ in modules), default=0.0)
-        held = in_flight(pipeline, stage) / pipeline.virtual * repeated + max(working, once)
-        stages.append(Memory(step.state_bytes / gib, held / gib, overhead + memory.fragmentation * held / gib))
-    return stages

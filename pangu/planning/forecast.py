@@ -14,8 +14,9 @@ from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import difference
 from pangu.planning.cluster import cluster_in
-from pangu.planning.cost import Memory, StepTime, memory_of_stages
-from pangu.planning.published import Plan, describe
+from pangu.planning.cost import StepTime
+from pangu.planning.layout_work import Plan
+from pangu.planning.memory import Memory, memory_of_stages
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import TERMS
 from pangu.topology.layout import Layout
@@ -23,7 +24,8 @@ from pangu.topology.layout import Layout
 log = logging.getLogger("pangu")
 
 MEMORY_ERROR = 0.05
-"""Of a prediction, as dry runs show it. What is refused needs more than the room by more than this."""
+"""Of a prediction from counted modules, beside dry runs of the whole step (`tests/dryrun/test_module_work.py`). What is
+refused needs more than the room by more than this."""
 COMPARED_AFTER = 20
 """Steps after which what was measured is compared with the forecast."""
 WARM_UP = 5
@@ -45,11 +47,12 @@ class Forecast:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
-        """The forecast of a configuration on its `cluster`. Raises ConfigError if that is no cluster."""
+        """The forecast of a configuration on its `cluster`. Raises ConfigError if that is no cluster, DryRunError if
+        the model's modules cannot be counted."""
         assert config.cluster is not None
         cluster = cluster_in(config.cluster)
         space, plan = space_of(config, cluster, {}), plan_of(config, layout, stages)
-        stages_memory = memory_of_stages(describe(space.shape, space.system, plan), plan.steps, plan.layout, cluster)
+        stages_memory = memory_of_stages(space.program.describe(plan), plan.steps, cluster)
         fullest = max(stages_memory, key=lambda stage: stage.total)
         return cls(cluster.name, time_of(space, plan), fullest, cluster.memory.gib)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pangu.planning.cost import ModuleTime, collective_seconds, in_flight, module_time
-from pangu.planning.published import REDUCES_EACH, Plan, Recompute, describe
+from pangu.planning.cost import ModuleTime, collective_seconds, module_time
+from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
+from pangu.planning.memory import most_held
 from pangu.planning.workload import Collective
 
 if TYPE_CHECKING:
@@ -37,26 +38,26 @@ class Bounds:
         """Seconds of a step without messages and the update."""
         p, m, layers = plan.pipeline, plan.micro_batches, plan.layers
         pieces = self._of(plan, plan.recompute)
-        each, longest = pieces.whole, max(layers) if plan.virtual == 1 else self._space.shape.layers / p
-        whole = each * self._space.shape.layers + pieces.head
+        each, longest = pieces.whole, max(layers) if plan.virtual == 1 else self._space.program.shape.layers / p
+        whole = each * self._space.program.shape.layers + pieces.head
         stage = max(whole / p, longest * each, layers[-1] * each + pieces.head)
         if plan.recomputed:
             share = min(1.0, plan.recomputed / max(layers))
             more = share * (self._of(plan, "full").whole - each)
             whole, stage = whole + more * sum(layers) * 0.9, stage + more * longest * 0.9
-        forward, back, weight = (sum(phase) * self._space.shape.layers / p for phase in pieces.layer)
+        forward, back, weight = (sum(phase) * self._space.program.shape.layers / p for phase in pieces.layer)
         busy = m * stage + self._replicas(plan, m * stage, back + weight)
         if plan.schedule == "1f1b":
             return busy + whole - stage
         if plan.schedule == "interleaved":
             return busy + (whole - stage) / plan.virtual
-        return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.95
+        return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.9
 
     def _replicas(self, plan: Plan, busy: float, backward: float) -> float:
         """Seconds that a stage waits for replicas at least."""
         if plan.data == 1:
             return 0.0
-        system, shape = self._space.system, self._space.shape
+        system, shape = self._space.program.system, self._space.program.shape
         numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
         shards = (plan.shards or plan.data) if plan.zero else 1
         latency, per_byte = self._link(plan)
@@ -86,20 +87,11 @@ class Bounds:
 
     def gib(self, plan: Plan) -> float:
         """GiB of the first stage: states of its layers, and their activations in flight."""
-        shape = self._space.shape
-        system, layers = self._space.system, min(plan.layers) * plan.virtual
-        numbers = layers * shape.layer_matrices / plan.tensor
-        shards = (plan.shards or plan.data) if plan.zero else 1
-        kept = 0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
-        whole = plan.zero < 2 or plan.schedule not in REDUCES_EACH
-        each = (
-            kept
-            + system.number_bytes / (shards if plan.zero == 3 else 1)
-            + system.gradient_bytes / (1 if whole else shards)
-        )
+        program, layers = self._space.program, min(plan.layers) * plan.virtual
+        states = program.state_bytes(plan, layers * program.shape.layer_matrices / plan.tensor)
         again = min(plan.recomputed * plan.virtual, layers)
-        flying = in_flight(plan.steps, 0) / plan.virtual
-        return (numbers * each + flying * (layers - again) * self._of(plan, plan.recompute).saved) / 2**30
+        flying = max(sum(held.forwards) for held in most_held(plan.steps)[0]) / plan.virtual
+        return (states + flying * (layers - again) * self._of(plan, plan.recompute).saved) / 2**30
 
     def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
         """The pieces of a layout."""
@@ -107,7 +99,7 @@ class Bounds:
         if key not in self._pieces:
             space = self._space
             alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
-            modules = describe(space.shape, space.system, alone).modules
+            modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)
             layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))
             self._pieces[key] = Pieces(layer, sum(map(sum, head)), modules["layer"].saved_bytes)

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pangu.config.errors import UserError
-from pangu.planning.published import (
-    FSDP,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    NANOTRON,
-    Plan,
-    Recompute,
-    Shape,
-    System,
-)
+from pangu.planning.layout_work import Plan, Recompute, Shape, System
+from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, NANOTRON
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")
 """That a table must have."""

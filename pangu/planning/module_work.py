@@ -1,100 +1,249 @@
-"""What each kind of module does, from the operations of a real step: the input of a plan that computes no step.
+"""What each kind of module of this program does, counted in dry runs of small pieces of the real step.
 
-Two stages are carried out by a schedule that splits backward, with one and with two layers on the first: a layer is
-the difference, the embedding and the head are what remains of their stages.
+A model of five layers is cut into four chunks on two stages: the embedding and a layer; one layer; two layers; one and
+the head. What the third chunk does more than the second is a layer's work, and the others follow. Micro-batches of one
+and of two sequences tell what is fixed and what each sequence adds: all other sizes lie on the line through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+from pangu.config.errors import UserError
+from pangu.config.files import read_json, write_atomically
+from pangu.config.schema import RunConfig
 from pangu.planning.roles import run_jobs
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
 
-Phase = Mapping[str, Any]
-"""An entry of `RankReport.phases`."""
+log = logging.getLogger("pangu")
+Job = tuple[Mapping[str, Any], int]
+"""A composed configuration and a rank."""
+Report = Mapping[str, Any]
+"""What matters here of `RankReport`: `phases` and `update`."""
+Modules = dict[str, ModuleWork]
+"""`layer`; `embedding` and `head`, all that the first and the last chunk have besides layers (in some models the last
+layer is special); `inner`, what other chunks have."""
 _AXES: Mapping[str, Axis] = {"gather": "shard", "world": "data"}
-_ALONE = {
+_PIECES = {
     "data": None,
     "zero": 0,
     "zero_group": None,
     "pipeline": 2,
-    "virtual": 1,
-    "schedule": "zb_h1",
+    "virtual": 2,
+    "schedule": "zb_v",
+    "layers": [1, 1, 2, 1],
     "allowed": (),
+    "auto": False,
 }
-"""A layer's own work: of one replica."""
+"""One replica; gradients of weights are computed apart from those of inputs, and so counted apart."""
+_LAYERS = 3
+"""Of the second stage."""
+_MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
+"""Groups of a configuration that a module's work depends on."""
 
 
-def profile_modules(values: Mapping[str, Any]) -> dict[str, ModuleWork]:
-    """`embedding`, `layer`, `recomputed` (a layer that backward computes again; missing if the run has none) and `head`
-    (with what is special of the last layer) of a run, for one micro-batch.
+class Piece(NamedTuple):
+    """How a layer is cut, and what of it is kept."""
 
-    Args:
-        values: the composed configuration as plain dictionaries; of its layout only what cuts a layer counts.
+    tensor: int
+    sequence: bool
+    recompute: str = "none"
+    """As `memory.recompute`, in words."""
 
-    Raises:
-        UserError: if it cannot be carried out.
-    """
-    plain = {**values, "memory": {**values["memory"], "recompute": "none", "offload": []}}
-    asked = values["memory"]["recompute"]
-    mode = "selective" if asked == "selective" else "full"
-    again = {**values, "memory": {**values["memory"], "recompute": mode, "offload": []}}
-    tensor = int(values["parallel"]["tensor"])
-    jobs = [
-        (_cut(plain, (1, 2)), 0),
-        (_cut(plain, (2, 2)), 0),
-        (_cut(plain, (1, 2)), tensor),
-        (_cut(again, (1, 2)), 0),
-        (_cut(again, (2, 2)), 0),
-    ]
-    one, two, last, again_one, again_two = (report["phases"] for report in run_jobs(jobs))
-    layer, recomputed = _module(one, two), _module(again_one, again_two)
-    modules = {
-        "embedding": _module(None, one, layer, 1),
-        "layer": layer,
-        "head": _module(None, last, layer, 2),
+
+@dataclass
+class ModuleCounts:
+    """The modules of a configuration's model on one rank, however they are cut, for micro-batches of any size."""
+
+    config: RunConfig
+    _reports: dict[Piece, list[Report]] = field(default_factory=dict)
+    """Of the second stage with one and with two sequences; where all is kept, then of the first stage."""
+    _modules: dict[tuple[Piece, int], Modules] = field(default_factory=dict)
+
+    def count(self, pieces: Collection[Piece]) -> None:
+        """Count what has not been counted, on all cores; what was counted before is read from the user's cache folder.
+
+        Raises:
+            DryRunError: if the model cannot be carried out so.
+        """
+        wanted = {*pieces, *(piece._replace(recompute="none") for piece in pieces)}
+        jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
+        if not jobs:
+            return
+        with _cache() as folder:
+            files = {piece: folder / f"modules-{_identity(those)}.json" for piece, those in jobs.items()}
+            self._reports |= {piece: reports for piece, file in files.items() if (reports := _read(file))}
+            jobs = {piece: those for piece, those in jobs.items() if piece not in self._reports}
+            for piece, reports in _carry_out(jobs):
+                self._reports[piece] = reports
+                with suppress(OSError):
+                    write_atomically(files[piece], json.dumps(reports).encode(), sync=False)
+
+    def of(self, piece: Piece, size: int) -> Modules:
+        """The modules for micro-batches of `size` sequences; of a piece that keeps less than all, its `layer`."""
+        if (piece, size) not in self._modules:
+            self.count([piece])
+            reports = self._reports[piece]
+            if piece.recompute == "none":
+                one, two = (_modules(*reports[number::2]) for number in range(2))
+            else:
+                kept = piece._replace(recompute="none")
+                one, two = (
+                    {"layer": _recomputed(reports[number], self.of(kept, number + 1)["layer"])} for number in range(2)
+                )
+            self._modules[piece, size] = {kind: _at(size, one[kind], two[kind]) for kind in one}
+        return self._modules[piece, size]
+
+    def update(self, piece: Piece) -> tuple[float, float]:
+        """Bytes that the optimizer's step reads and writes for a layer without any sharding, and its launches."""
+        self.count([piece])
+        update = self._reports[piece._replace(recompute="none")][0]["update"]
+        return update["memory_bound_bytes"] / _LAYERS, update["launches"] / _LAYERS
+
+
+def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
+    """Dry runs of all jobs together, which may take a minute and so is told."""
+    everything = [job for those in jobs.values() for job in those]
+    if not everything:
+        return
+    log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
+    done = iter(run_jobs(everything))
+    for piece, those in jobs.items():
+        yield piece, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
+
+
+def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
+    """What has to be carried out."""
+    values = {**asdict(config), "dry_run": True}
+    parallel = {"tensor": piece.tensor, "sequence": piece.sequence, **_PIECES}
+    offload = [what for what in config.memory.offload if what == "activations"]
+    # kernels that a dry run cannot carry out keep as much
+    attention = "auto" if config.model.attention in ("flex", "flash_attn") else config.model.attention
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"layers": _LAYERS + 2, "attention": attention},
+        "parallel": parallel,
+        "memory": {"recompute": piece.recompute, "offload": offload},
+        "train": {"frozen": ()},
     }
-    if asked != "none":
-        repeated = _minus(recomputed.backward_input, layer.backward_input)
-        saved, working = recomputed.saved_bytes, recomputed.working_bytes
-        parts = layer.forward, layer.backward_input, layer.backward_weight
-        modules["recomputed"] = ModuleWork(*parts, repeated, saved, working)
-    return modules
+    values |= {group: {**values[group], **change} for group, change in changes.items()}
+    stages = (1, 0) if piece.recompute == "none" else (1,)
+    sizes = ({"global_size": 3 * size, "micro_size": size} for size in (1, 2))
+    batches = [{**values, "batch": size} for size in sizes]
+    return [(batch, stage * piece.tensor) for stage in stages for batch in batches]
 
 
-def _cut(values: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """The run on two stages of so many layers, with three micro-batches."""
-    rows = values["batch"]["micro_size"]
-    return {
-        **values,
-        "dry_run": True,
-        "model": {**values["model"], "layers": sum(layers)},
-        "parallel": {**values["parallel"], **_ALONE, "layers": list(layers)},
-        "batch": {**values["batch"], "global_size": 3 * rows},
-    }
+def cache_folder() -> Path:
+    """Where what this machine has counted is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pangu"
 
 
-def _module(
-    fewer: Mapping[str, Phase] | None, more: Mapping[str, Phase], layer: ModuleWork | None = None, count: int = 0
-) -> ModuleWork:
-    """What one stage does more than another one, or than so many layers."""
-    works = {kind: _work(more[kind]) for kind in "FIW"}
-    saved = more["F"]["end"] - more["F"]["start"]
-    if fewer is not None:
-        works = {kind: _minus(works[kind], _work(fewer[kind])) for kind in "FIW"}
-        saved -= fewer["F"]["end"] - fewer["F"]["start"]
-    if layer is not None:
-        parts = {"F": layer.forward, "I": layer.backward_input, "W": layer.backward_weight}
-        works = {kind: _minus(works[kind], parts[kind], count) for kind in "FIW"}
-        saved -= count * layer.saved_bytes
-    single = more if fewer is None else fewer
-    working = max(single["F"]["peak"] - single["F"]["end"], single["I"]["peak"] - single["I"]["start"])
-    return ModuleWork(works["F"], works["I"], works["W"], saved_bytes=saved, working_bytes=working)
+@contextmanager
+def _cache() -> Iterator[Path]:
+    """The user's cache folder, if it can be had for this process alone: of many that want the same, one counts."""
+    folder = cache_folder()
+    with ExitStack() as stack:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context((folder / "modules.lock").open("w")), fcntl.LOCK_EX)
+        yield folder
 
 
-def _work(phase: Phase) -> Work:
+@cache
+def _program() -> bytes:
+    """What tells this version of the program from others."""
+    files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
+    return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
+
+
+def _identity(jobs: Sequence[Job]) -> str:
+    matters = [[{group: values[group] for group in _MATTERS}, rank] for values, rank in jobs]
+    return hashlib.sha256(_program() + json.dumps(matters, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> list[Report] | None:
+    """What was written, if it can be read."""
+    with suppress(OSError, UserError):
+        found = read_json(file)
+        if isinstance(found, list):
+            return found
+    return None
+
+
+def _modules(second: Report, first: Report) -> Modules:
+    alone, two = (_module(second["phases"][chunk]) for chunk in "12")
+    layer = replace(_less(two, alone), working_bytes=alone.working_bytes)
+    ends = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
+    return {"layer": layer, **{kind: _less(chunk, layer) for kind, chunk in ends.items()}}
+
+
+def _recomputed(second: Report, kept: ModuleWork) -> ModuleWork:
+    """A layer that is computed again, as it is besides the same layer when all is kept."""
+    alone, two = (_module(second["phases"][chunk]) for chunk in "12")
+    layer = _less(two, alone)
+    again = _minus(layer.backward_input, kept.backward_input)
+    return replace(layer, backward_input=kept.backward_input, recompute=again, working_bytes=alone.working_bytes)
+
+
+def _module(phases: Mapping[str, Any]) -> ModuleWork:
+    """All that a chunk does."""
+    forward, back, weight = (phases[kind] for kind in "FIW")
+    saved = forward["end"] - forward["start"]
+    return ModuleWork(
+        _work(forward),
+        _work(back),
+        _work(weight),
+        saved_bytes=saved,
+        deferred_bytes=saved + back["end"] - back["start"],
+        working_bytes=max(
+            forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]
+        ),
+    )
+
+
+def _less(whole: ModuleWork, part: ModuleWork) -> ModuleWork:
+    """What is besides a part; it works with as much memory."""
+    return ModuleWork(
+        _minus(whole.forward, part.forward),
+        _minus(whole.backward_input, part.backward_input),
+        _minus(whole.backward_weight, part.backward_weight),
+        saved_bytes=whole.saved_bytes - part.saved_bytes,
+        deferred_bytes=whole.deferred_bytes - part.deferred_bytes,
+        working_bytes=whole.working_bytes,
+    )
+
+
+def _minus(work: Work, other: Work) -> Work:
+    return Work(
+        _joined(work.matmuls, other.matmuls),
+        work.bytes - other.bytes,
+        work.launches - other.launches,
+        _joined(work.collectives, other.collectives),
+    )
+
+
+def _joined(entries: Iterable[Any], less: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Equal entries as one, with their calls added up; those of `less` are taken off."""
+    calls: Counter[Any] = Counter()
+    for sign, those in ((1, entries), (-1, less)):
+        for entry in those:
+            calls[entry._replace(calls=0)] += sign * entry.calls
+    return tuple(entry._replace(calls=count) for entry, count in calls.items() if count)
+
+
+def _work(phase: Mapping[str, Any]) -> Work:
     products = [matmul for product in phase["products"] for matmul in _matmuls(product)]
     collectives = [
         Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), one["bytes"] / one["calls"], one["calls"])
@@ -111,8 +260,9 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
     if "attention" in operator:
         # shapes of the gradient, then of query, key and value; or of the latter
         (rows, heads, queries, width), (_, _, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
-        scores = Matmul(queries, keys, width, rows * heads, calls, fused=True)
-        mixed = Matmul(queries, width, keys, rows * heads, calls, fused=True)
+        count = calls * (0.5 if product["causal"] else 1.0)  # what is masked is skipped
+        scores = Matmul(queries, keys, width, rows * heads, count, fused=True)
+        mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
         # backward: the scores again, the gradients of probabilities, values, queries and keys
         return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
     first, second = shapes[-2:]
@@ -120,22 +270,13 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
     return [Matmul(first[-2], second[-1], first[-1], batch, calls)]
 
 
-def _joined(entries: Sequence[Any], signs: Sequence[float] = ()) -> tuple[Any, ...]:
-    """Equal entries as one, with their calls added up (taken off where the sign is negative)."""
-    calls: dict[Any, float] = {}
-    for place, entry in enumerate(entries):
-        key = entry._replace(calls=0)
-        calls[key] = calls.get(key, 0) + entry.calls * (signs[place] if signs else 1)
-    return tuple(key._replace(calls=count) for key, count in calls.items() if count)
-
-
-def _minus(work: Work, other: Work, times: int = 1) -> Work:
-    def entries(some: Sequence[Any], less: Sequence[Any]) -> tuple[Any, ...]:
-        return _joined([*some, *less], [1.0] * len(some) + [-float(times)] * len(less))
-
-    return Work(
-        entries(work.matmuls, other.matmuls),
-        work.bytes - times * other.bytes,
-        work.launches - times * other.launches,
-        entries(work.collectives, other.collectives),
-    )
+def _at(size: int, one: Any, two: Any) -> Any:
+    """What is `one` with one sequence and `two` with two, with `size` sequences: each number lies on a line."""
+    if isinstance(one, (str, bool)):
+        return one
+    if isinstance(one, (int, float)):
+        return one + (size - 1) * (two - one)
+    if isinstance(one, tuple):
+        parts = [_at(size, *both) for both in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+    return replace(one, **{name: _at(size, value, getattr(two, name)) for name, value in vars(one).items()})

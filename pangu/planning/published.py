@@ -8,82 +8,11 @@ t: tensor.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
-from pangu.planning.cost import Layers, Pipeline
-from pangu.planning.workload import Collective, Matmul, ModuleWork, StepWork, Work, Workload
-
-Recompute = Literal["none", "selective", "full"]
-
-
-class Shape(NamedTuple):
-    """A decoder."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sequence: int
-    gated: bool = False
-    tied: bool = True
-
-    @property
-    def layer_matrices(self) -> int:
-        """Weights of a layer's matrices."""
-        kv = self.hidden // self.heads * self.kv_heads
-        return self.hidden * (2 * self.hidden + 2 * kv + (3 if self.gated else 2) * self.ffn)
-
-    @property
-    def parameters(self) -> float:
-        """Of the whole model."""
-        words = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * (self.layer_matrices + 13 * self.hidden) + words + self.sequence * self.hidden
-
-    def flops(self, sequences: float) -> float:
-        """Model FLOPs of a step: attention in full, nothing twice."""
-        layer = 2.0 * self.layer_matrices + 4.0 * self.sequence * self.hidden
-        return 3.0 * sequences * self.sequence * (self.layers * layer + 2.0 * self.vocab * self.hidden)
-
-
-@dataclass(frozen=True)
-class System:
-    """How a program carries out a layer."""
-
-    name: str
-    flash: bool
-    """Attention is one kernel that keeps no scores, and skips what is masked."""
-    dropout: bool
-    fused: bool
-    """Element-wise operations are joined into few kernels."""
-    launches: float
-    """Kernels of a layer's forward; backward starts twice as many."""
-    gradient_bytes: int
-    """Of a gradient that is summed and reduced."""
-    accumulation_bytes: float
-    """Read and written per weight and micro-batch to add its gradient to the sum."""
-    hidden_tensor: float = 0.0
-    """Share of tensor-parallel communication that runs beside products."""
-    hidden_backward: float = 0.0
-    """Of the backward's, beside the products of weight gradients."""
-    hidden_data: float = 0.0
-    """Share of the communication of replicas that runs beside backward."""
-    hidden_messages: float = 0.0
-    """Share of the messages between stages that runs beside computing."""
-    number_bytes: int = 2
-    """Of weights and activations."""
-    moved: float = 1.0
-    """Bytes of a layer's operations that are no products, over those of the formulas."""
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Of a parameter's moments, and of its main copy where weights are shorter (Rajbhandari et al. 2020, 3.1)."""
-        return 12 if self.number_bytes == 2 else 8
-
+from pangu.planning.layout_work import Plan, Shape, System, assemble
+from pangu.planning.workload import Collective, Matmul, ModuleWork, Work, Workload
 
 MEGATRON_2021 = System("megatron", False, True, True, 22, 4, 8)
 """Megatron-LM and Megatron-DeepSpeed of 2021 and 2022: fused softmax, nothing overlaps."""
@@ -93,47 +22,8 @@ MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 0, 0.5, 0.5, 0
 """Megatron-Core since 2023: flash attention, communication beside computing."""
 NANOTRON = System("nanotron", True, False, False, 30, 4, 12)
 """nanotron of 2024."""
-PANGU = System("pangu", True, True, False, 32, 4, 12, 0.0, 0.0, 0.9, moved=1.42)
-"""This program: fused attention, element-wise operations one by one. Launches and bytes are those that a dry run of
-pangu_350m counts (tools/plan.py +config=pangu_350m --dry-run: 93 launches and 2.7 GiB of a layer and micro-batch)."""
 FSDP = System("fsdp", True, False, False, 24, 4, 8, 0.0, 0.0, 1.0)
 """FSDP of PyTorch with flash attention."""
-
-
-class Plan(NamedTuple):
-    """How a model is spread and stepped."""
-
-    tensor: int
-    pipeline: int
-    virtual: int
-    data: int
-    context: int
-    zero: int
-    sequence: bool
-    recompute: Recompute
-    micro_size: int
-    micro_batches: int
-    schedule: str
-    light_ends: bool = False
-    """The embedding and the head count as layers where the model is cut."""
-    layers: tuple[int, ...] = ()
-    """Of each chunk; (): as `light_ends` says."""
-    recomputed: int = 0
-    """With `recompute` = none, layers of each chunk that are computed again in full."""
-    shards: int = 0
-    """Replicas that share states; 0: all."""
-    offload: tuple[str, ...] = ()
-    """What waits in host memory: `optimizer`."""
-
-    @property
-    def layout(self) -> Layers:
-        """Its degrees."""
-        return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
-
-    @property
-    def steps(self) -> Pipeline:
-        """Its schedule."""
-        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
 
 
 def _attention(shape: Shape, system: System, b: int, length: int, heads: int, passes: float) -> tuple[Matmul, ...]:
@@ -270,13 +160,10 @@ def head_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
         Work((Matmul(h, columns, tokens),), system.accumulation_bytes * columns * h, 1),
         Work(),
         tokens * h * 4 + 10 * logits,
-        at_once=True,
         parameters=columns * h,
     )
 
 
-REDUCES_EACH = ("1f1b", "interleaved")
-"""Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
 TILES = 128
 """Vocabularies are padded to a multiple of so many rows on each tensor-parallel rank."""
 
@@ -294,19 +181,6 @@ def embedding_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
         saved_bytes=1.0 * tokens * shape.hidden,
         parameters=rows * shape.hidden,
     )
-
-
-def cut(shape: Shape, plan: Plan) -> list[int]:
-    """Layers of each chunk: as even as can be, the larger ones first; with `light_ends` the embedding and the head
-    count as a layer each."""
-    if plan.layers:
-        return list(plan.layers)
-    chunks, more = plan.pipeline * plan.virtual, 2 if plan.light_ends and plan.pipeline > 1 else 0
-    each, rest = divmod(shape.layers + more, chunks)
-    counts = [each + (number < rest) for number in range(chunks)]
-    counts[0] -= more // 2
-    counts[-1] -= more // 2
-    return counts
 
 
 def _reduced(plan: Plan) -> Plan:
@@ -337,57 +211,4 @@ def describe(shape: Shape, system: System, plan: Plan) -> Workload:
     }
     if plan.recomputed:
         modules["recomputed"] = layer_work(shape, system, reduced._replace(recompute="full"))
-    chunks = [Counter({"layer": count}) for count in cut(shape, plan)]
-    for chunk in chunks if plan.recomputed else ():
-        chunk["recomputed"] = min(chunk["layer"], plan.recomputed)
-        chunk["layer"] -= chunk["recomputed"]
-    chunks[0]["embedding"] += 1
-    chunks[-1]["head"] += 1
-    sums = [Counter[str]() for _ in range(plan.pipeline)]
-    for number, counts in enumerate(chunks):
-        sums[plan.steps.of(number)].update(counts)
-    tied = shape.tied and plan.pipeline == 1
-    steps = tuple(_step(modules, counts, shape, system, plan, tied) for counts in sums)
-    tokens = plan.micro_size * shape.sequence / plan.context
-    # tensor ranks send a part each: Narayanan et al. 2021, 4.1
-    message = system.number_bytes * tokens * shape.hidden / plan.tensor
-    sequences = plan.micro_size * plan.micro_batches * plan.data
-    return Workload(modules, tuple(chunks), steps, message, shape.flops(sequences))
-
-
-def _step(
-    modules: dict[str, ModuleWork], counts: Counter[str], shape: Shape, system: System, plan: Plan, tied: bool
-) -> StepWork:
-    """What a stage does once a step: gradients between replicas, the optimizer."""
-    numbers = sum(modules[kind].parameters * count for kind, count in counts.items())
-    if tied:
-        numbers -= modules["head"].parameters
-    replicas = plan.data * plan.context
-    shards = (plan.shards or replicas) if plan.zero else 1
-    # schedules that compute weight gradients late keep whole gradients
-    kept = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
-    found: list[Collective] = []
-    if replicas > 1 and plan.zero in (0,):
-        found.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
-    elif shards > 1 and plan.zero < 3:
-        # whole gradients are there for one micro-batch only: each is reduced
-        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
-        found.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
-        found.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
-    if plan.zero and shards < replicas:
-        found.append(
-            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
-        )
-    if shape.tied and plan.pipeline > 1 and ("head" in counts or "embedding" in counts):
-        found.append(Collective("all_reduce", "ends", modules["head"].parameters * system.gradient_bytes))
-    gradients = system.gradient_bytes
-    state = (
-        numbers * (system.number_bytes / (shards if plan.zero == 3 else 1))
-        + numbers * gradients / kept
-        + (0 if "optimizer" in plan.offload else numbers * system.optimizer_bytes / shards)
-    )
-    # gradients there, weights back
-    host = numbers / shards * (gradients + system.number_bytes) if "optimizer" in plan.offload else 0.0
-    update = numbers / shards * 34 + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
-    launches = 24.0 * (counts["layer"] + counts["recomputed"])
-    return StepWork(update, launches, tuple(found), host, state)
+    return assemble(shape, system, plan, modules)

@@ -18,6 +18,10 @@ from pangu.config.errors import UserError
 from pangu.topology.layout import Coordinates, Layout
 
 
+class DryRunError(UserError):
+    """A rank could not be carried out without its device."""
+
+
 def role_ranks(layout: Layout, every: bool) -> list[int]:
     """One rank of each stage; with `every` the first and the last of those that share matrices, and of the replicas."""
     tensors = {0, layout.tensor - 1} if every else {0}
@@ -30,7 +34,7 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, An
     """What `Worker.report` says of each composed configuration and rank.
 
     Raises:
-        UserError: if a rank cannot be carried out.
+        DryRunError: if a rank cannot be carried out.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting: SimpleQueue[Worker] = SimpleQueue()
@@ -74,7 +78,7 @@ class Worker:
 
     def report(self, values: Mapping[str, Any], rank: int, **options: Any) -> dict[str, Any]:
         """What `run.RankReport` says of a rank, and under `device` why there is no fake one, if so. `options` are those
-        of `run.dry_run`. Raises UserError if the rank cannot be carried out."""
+        of `run.dry_run`. Raises DryRunError if the rank cannot be carried out."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # what it has said tells why
@@ -83,7 +87,7 @@ class Worker:
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
-            raise UserError(f"the dry run of rank {rank} failed: {answer['error']}")
+            raise DryRunError(f"the dry run of rank {rank} failed: {answer['error']}")
         return answer
 
     def end(self) -> None:

@@ -12,25 +12,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.size import head_flops, layer_flops
 from pangu.pipeline.actions import Durations
-from pangu.pipeline.balance import split_layers
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
+from pangu.pipeline.stages import cut
 from pangu.pipeline.timeline import Timeline
-from pangu.planning.cost import Memory, StepTime, chunk_times, memory_of_stages, module_time, step_time
+from pangu.planning.cost import StepTime, chunk_times, module_time, step_time
+from pangu.planning.layout_work import Plan, Recompute, Shape, System
 from pangu.planning.lower_bounds import Bounds
-from pangu.planning.published import PANGU, Plan, Recompute, Shape, System, describe
+from pangu.planning.memory import Memory, memory_of_stages
+from pangu.planning.program import Program
+from pangu.planning.workload import Workload
 
 MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
+INEXACT = 1.1
+"""By how much the closed form of an irregular schedule may be above the time that carrying it out takes."""
 TOO_LARGE = "does not fit into a device's memory"
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
@@ -68,41 +72,78 @@ class Found:
     """Of these; the others do not fit, or cannot be among the best."""
 
 
+class StepModel(Protocol):
+    """What a program does in a step."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model."""
+
+    @property
+    def system(self) -> System:
+        """How states are kept and sent."""
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Find out together what `describe` needs for some layouts."""
+
+    def describe(self, plan: Plan) -> Workload:
+        """The step of a layout."""
+
+    def state_bytes(self, plan: Plan, numbers: float) -> float:
+        """Bytes on the device that last from step to step, of so many parameters of a stage."""
+
+
 class Space(NamedTuple):
     """What is searched."""
 
-    shape: Shape
-    system: System
+    program: StepModel
     cluster: ClusterConfig
     config: RunConfig
     fixed: Mapping[str, Any]
     """Fields of a plan that are given."""
 
 
-def shape_of(model: ModelConfig) -> Shape:
-    """A model's shape; the query layer counts as a layer."""
-    kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
-    gated = model.activation == "swiglu"
-    numbers = (model.layers, model.hidden, model.heads, kv_heads, model.ffn_size, model.vocab, model.sequence)
-    return Shape(*numbers, gated, model.tied_head)
+KEYS = {
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "virtual": "parallel.virtual",
+    "schedule": "parallel.schedule",
+    "data": "parallel.data",
+    "sequence": "parallel.sequence",
+    "zero": "parallel.zero",
+    "shards": "parallel.zero_group",
+    "micro_size": "batch.micro_size",
+    "recompute": "memory.recompute",
+    "offload": "memory.offload",
+}
+"""Field of a plan -> the key of a configuration: what a search tries all values of unless they are given."""
+
+
+def keys_of(plan: Plan) -> dict[str, Any]:
+    """The keys that a layout stands for, with their values."""
+    values = {
+        **plan._asdict(),
+        "shards": plan.shards or None,
+        "recompute": plan.recomputed or plan.recompute,
+        "offload": list(plan.offload),
+    }
+    return {key: values[field] for field, key in KEYS.items()}
 
 
 def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
     """The space of a configuration's model and batch on a cluster."""
-    system = replace(PANGU, dropout=config.model.dropout > 0)
     if config.precision.compute in ("fp32", "fp64"):
-        system = replace(system, number_bytes=4)
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    return Space(shape_of(config.model), system, cluster, config, fixed)
+    return Space(Program(config), cluster, config, fixed)
 
 
 def search(space: Space, top: int = 10) -> Found:
     """The `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
     bounds = Bounds(space)
-    plans = sorted(
-        ((bounds.seconds(plan), number, plan) for number, plan in enumerate(enumerate_plans(space, refused)))
-    )
+    enumerated = list(enumerate_plans(space, refused))
+    space.program.prepare(enumerated)
+    plans = sorted((bounds.seconds(plan), number, plan) for number, plan in enumerate(enumerated))
     room = space.cluster.memory.gib
     costed: list[Candidate] = []
     worst = math.inf
@@ -112,13 +153,12 @@ def search(space: Space, top: int = 10) -> Found:
         if bounds.gib(plan) > room:
             refused[TOO_LARGE] += 1
             continue
-        workload = describe(space.shape, space.system, plan)
-        memory = tuple(memory_of_stages(workload, plan.steps, plan.layout, space.cluster))
+        memory = tuple(memory_of_stages(space.program.describe(plan), plan.steps, space.cluster))
         if max(stage.total for stage in memory) > room:
             refused[TOO_LARGE] += 1
             continue
         time = time_of(space, plan, exact=False)
-        if time.total <= worst:
+        if time.total <= worst * INEXACT:
             time = time_of(space, plan)
         costed.append(Candidate(plan, time, memory))
         if len(costed) >= top:
@@ -136,9 +176,8 @@ def _preference(one: Candidate) -> tuple[float, ...]:
 
 def time_of(space: Space, plan: Plan, exact: bool = True) -> StepTime:
     """The time of a layout; `exact`: irregular schedules are carried out, which takes longer."""
-    workload = describe(space.shape, space.system, plan)
-    hidden = space.system.hidden_messages
-    return step_time(workload, plan.steps, plan.layout, space.cluster, hidden, exact)
+    hidden = space.program.system.hidden_messages
+    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster, hidden, exact)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
@@ -183,23 +222,13 @@ def problem_of(space: Space, plan: Plan) -> str:
 
 def configured(space: Space, plan: Plan) -> RunConfig:
     """The configuration with this layout."""
+    values = {"parallel.layers": None, "dry_run": False, **keys_of(plan), "memory.offload": plan.offload}
     config = space.config
-    parallel_values: dict[str, Any] = {
-        "tensor": plan.tensor,
-        "pipeline": plan.pipeline,
-        "virtual": plan.virtual,
-        "schedule": plan.schedule,
-        "data": plan.data,
-        "sequence": plan.sequence,
-        "zero": plan.zero,
-        "zero_group": plan.shards or None,
-        "layers": None,
-    }
-    parallel = replace(config.parallel, **parallel_values)
-    batch = replace(config.batch, micro_size=plan.micro_size)
-    memory_values: dict[str, Any] = {"recompute": plan.recomputed or plan.recompute, "offload": plan.offload}
-    memory = replace(config.memory, **memory_values)
-    return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        changed = replace(getattr(config, group), **{name: value}) if group else value
+        config = replace(config, **{group or name: changed})
+    return config
 
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
@@ -208,22 +237,27 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
         least, most = SCHEDULES[schedule].virtual
         chunks = [v for v in (1, *VIRTUAL) if v >= least and (most is None or v <= most)]
         for virtual in _options(space.fixed, "virtual", chunks):
-            if virtual < least or (most is not None and virtual > most):
-                refused[f"parallel.virtual: {schedule} does not allow so many chunks"] += 1
-                continue
-            if plan.pipeline * virtual > space.shape.layers:
-                refused["parallel.pipeline x parallel.virtual: each chunk needs at least one layer"] += 1
-                continue
-            layers = layers_of(space.config.model, plan.pipeline * virtual)
-            yield from _saving(space, plan._replace(schedule=schedule, virtual=virtual, layers=layers))
+            scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))
+            if isinstance(scheduled, str):
+                refused[scheduled] += 1
+            else:
+                yield from _saving(space, scheduled)
+
+
+def with_schedule(space: Space, plan: Plan) -> Plan | str:
+    """The plan with the layers of its chunks, or why its schedule does not go with them."""
+    least, most = SCHEDULES[plan.schedule].virtual
+    if plan.virtual < least or (most is not None and plan.virtual > most):
+        return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
+    if plan.pipeline * plan.virtual > space.config.model.layers:
+        return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
+    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual))
 
 
 @lru_cache(maxsize=1000)
-def layers_of(model: ModelConfig, chunks: int) -> tuple[int, ...]:
+def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     """Layers of each chunk, as the trainer cuts them."""
-    costs = [layer_flops(model)] * model.layers
-    costs[-1] += head_flops(model)
-    return tuple(len(part) for part in split_layers(model.layers, chunks, costs=costs))
+    return tuple(len(part.layers) for part in cut(model, chunks))
 
 
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -238,7 +272,7 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         group = space.fixed["shards"] or 0  # null: all replicas
         zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.data % (group or 1) == 0]
     most = max(plan.layers)
-    recomputes: list[tuple[Recompute, int]] = [("none", 0), ("full", 0)]
+    recomputes: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0), ("full", 0)]
     recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]
     if "recompute" in space.fixed:
         given = space.fixed["recompute"]
@@ -253,18 +287,9 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
                 )
 
 
-def with_schedule(space: Space, plan: Plan) -> Plan | None:
-    """The plan with the layers of its chunks; None if its schedule does not go with them."""
-    least, most = SCHEDULES[plan.schedule].virtual
-    fits = plan.virtual >= least and (most is None or plan.virtual <= most)
-    if not fits or plan.pipeline * plan.virtual > space.shape.layers:
-        return None
-    return plan._replace(layers=layers_of(space.config.model, plan.pipeline * plan.virtual))
-
-
 def simulated(space: Space, plan: Plan) -> Timeline:
     """What each stage does when in a step of the plan; of long steps the first micro-batches."""
-    workload = describe(space.shape, space.system, plan)
+    workload = space.program.describe(plan)
     groups = plan.layout.groups(space.cluster.node)
     times = {kind: module_time(module, groups, space.cluster) for kind, module in workload.modules.items()}
     chunks = chunk_times(workload, times)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.errors import shown
-from pangu.planning.cost import memory_of_stages
-from pangu.planning.published import Plan, describe
+from pangu.planning.layout_work import Plan
+from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
     MODEL_ERROR,
     SCHEDULED,
@@ -16,6 +16,7 @@ from pangu.planning.search import (
     Candidate,
     Found,
     Space,
+    keys_of,
     problem_of,
     ties,
     time_of,
@@ -35,23 +36,6 @@ class Outcome(NamedTuple):
     """Of the whole run."""
 
 
-def keys_of(plan: Plan) -> dict[str, Any]:
-    """The keys of a configuration that a layout stands for, with their values."""
-    return {
-        "parallel.tensor": plan.tensor,
-        "parallel.pipeline": plan.pipeline,
-        "parallel.virtual": plan.virtual,
-        "parallel.schedule": plan.schedule,
-        "parallel.data": plan.data,
-        "parallel.sequence": plan.sequence,
-        "parallel.zero": plan.zero,
-        "parallel.zero_group": plan.shards or None,
-        "batch.micro_size": plan.micro_size,
-        "memory.recompute": plan.recomputed or plan.recompute,
-        "memory.offload": list(plan.offload),
-    }
-
-
 def overrides_of(plan: Plan) -> list[str]:
     """The same as words of a command line."""
     return [f"{key}={shown(value)}" for key, value in keys_of(plan).items()]
@@ -61,8 +45,8 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     """A layout in numbers."""
     space, cluster = outcome.space, outcome.space.cluster
     seconds = one.time.total
-    tokens = space.config.batch.global_size * space.shape.sequence
-    flops = space.shape.flops(space.config.batch.global_size)
+    tokens = space.config.batch.global_size * space.program.shape.sequence
+    flops = space.program.shape.flops(space.config.batch.global_size)
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
@@ -139,12 +123,11 @@ def explain(outcome: Outcome) -> Iterator[str]:
     space, best = outcome.space, outcome.found.best[0]
     for name, plan in neighbours(best.plan):
         made = with_schedule(space, plan)
-        reason = problem_of(space, plan) if made is not None else "the schedule does not go with these stages"
-        if made is None or reason:
+        reason = made if isinstance(made, str) else problem_of(space, made)
+        if isinstance(made, str) or reason:
             yield f"{name}: cannot be: {reason}"
             continue
-        workload = describe(space.shape, space.system, made)
-        stages = memory_of_stages(workload, made.steps, made.layout, space.cluster)
+        stages = memory_of_stages(space.program.describe(made), made.steps, space.cluster)
         fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
         if stages[fullest].total > space.cluster.memory.gib:
             need = f"stage {fullest} needs {stages[fullest].total:.1f} GiB of {space.cluster.memory.gib:.1f}"

@@ -1,7 +1,7 @@
 """What one rank does in a step, as plain data that says nothing of how fast a device is.
 
-`published` makes it from formulas, a dry run from the operations of a real step; `cost` makes seconds and bytes of
-it.
+`published` makes it from formulas, `module_work` from the operations of a real step; `cost` makes seconds and bytes
+of it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ModuleWork:
     """What backward computes again before it begins."""
     saved_bytes: float = 0.0
     """Activations that are kept from forward to backward for one micro-batch."""
+    deferred_bytes: float = 0.0
+    """Kept from the gradient of the input to those of the weights, where these are computed apart."""
     working_bytes: float = 0.0
     """Most that is there besides while it is computed."""
-    at_once: bool = False
-    """Backward follows forward: the activations of one micro-batch are there at a time (the head's)."""
     parameters: float = 0.0
     """Numbers that this rank holds of its weights before any sharding over replicas."""
 
@@ -81,6 +81,8 @@ class ModuleWork:
 class StepWork:
     """What a stage does once a step besides the micro-batches."""
 
+    parameters: float = 0.0
+    """Numbers that a rank holds of its weights before any sharding over replicas."""
     update_bytes: float = 0.0
     """Read and written by the optimizer."""
     launches: float = 0.0
@@ -89,6 +91,10 @@ class StepWork:
     """Sent to and from host memory, beside nothing else."""
     state_bytes: float = 0.0
     """Parameters, gradients and optimizer state."""
+    communicators: int = 0
+    """Groups in which the stage sends, each with buffers of its own."""
+    buffer_bytes: float = 0.0
+    """Whole parameters and gradients that come and go, at most."""
 
 
 @dataclass(frozen=True)

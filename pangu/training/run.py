@@ -83,11 +83,17 @@ def run(values: Mapping[str, Any]) -> None:
         mesh.close()
 
 
-def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
-    """What the run is expected to take. Raises UserError if that is more memory than a device has."""
+def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:
+    """What the run is expected to take; None if a dry run, from which that is known, cannot be made here. Raises
+    UserError if that is more memory than a device has."""
     from pangu.planning.forecast import Forecast
+    from pangu.planning.roles import DryRunError
 
-    forecast = Forecast.of(config, layout, stages)
+    try:
+        forecast = Forecast.of(config, layout, stages)
+    except DryRunError as error:
+        log.info("%-12s nothing can be said: %s", "expected", error)
+        return None
     log.info(forecast.line())
     if not config.dry_run:
         forecast.require_room(config, layout, stages)

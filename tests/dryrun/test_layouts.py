@@ -48,7 +48,9 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
         for rank in role_ranks(choose_layout(chosen, 1).layout, every=False):
             short, whole = (process.report(chosen, rank, whole=whole) for whole in (False, True))
             # live bytes of a phase: fewer micro-batches are on the device
-            assert all(report.pop("peak_place") and report.pop("phases") for report in (short, whole))
+            assert all(
+                report.pop("peak_place") and report.pop("phases") and report.pop("update") for report in (short, whole)
+            )
             # the losses are added up at the end, in one operation over all micro-batches
             moved = short.pop("memory_bound_bytes")
             assert moved == pytest.approx(whole.pop("memory_bound_bytes"), rel=1e-3)
@@ -58,7 +60,7 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
 def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
     """One micro-batch more costs a forward and a backward more; what forward leaves is what backward gives back."""
     fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
-    forward, backward = (more["phases"][kind] for kind in "FB")
+    forward, backward = (more["phases"]["0"][kind] for kind in "FB")
     for count in ("launches", "flops"):
         assert more[count] > fewer[count] > 0
     assert more["launches"] - fewer["launches"] == forward["launches"] + backward["launches"]

@@ -1,53 +1,110 @@
-"""What a module does, from a dry run: against formulas, and against the step of a whole stage."""
+"""What a module does, counted: against formulas, and against the steps of whole stages."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pangu.models.size import layer_flops
+from pangu.planning import module_work
+from pangu.planning.cluster import load_cluster
+from pangu.planning.forecast import plan_of
 from pangu.planning.layouts import choose_layout
-from pangu.planning.module_work import profile_modules
+from pangu.planning.memory import memory_of_stages
+from pangu.planning.module_work import ModuleCounts, Piece
+from pangu.planning.program import Program
+from pangu.topology.layout import Coordinates
+from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
+from tests.spawn import repository
 
 pytestmark = pytest.mark.usefixtures("commands_share_it")
+A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
-SEQUENCE = "parallel.tensor=2 parallel.sequence=true memory.recompute=full"
+LARGER = ("model.hidden=256", "model.sequence=128", "model.layers=8", "precision=bf16")
+PLANNED = (
+    "batch.global_size=16 batch.micro_size=4 parallel.data=2 parallel.zero=2",
+    "batch.global_size=16 parallel.pipeline=4 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
+    "batch.global_size=16 parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 memory.recompute=1",
+    "batch.global_size=16 parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=2 parallel.data=2 "
+    "parallel.zero=1 memory.recompute=full",
+    "batch.global_size=16 parallel.pipeline=4 batch.micro_size=2 parallel.data=2 memory.offload=[optimizer]",
+)
+OFF = 0.06
+"""Most by which the formulas that are made of counted modules may be off the peak of a dry run."""
 
 
-@pytest.mark.parametrize("layout", ["", SEQUENCE])
-def test_a_layer_is_what_formulas_say(layout: str) -> None:
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the tests of a session count, and nothing else."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setattr(module_work, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.mark.parametrize("piece", [Piece(1, False), Piece(2, True)])
+def test_a_layer_is_what_formulas_say(piece: Piece) -> None:
     """Activations to 0.1 % (the kernel keeps its random state as well), products and collectives exactly."""
-    chosen = values(layout, *SHAPE)
-    config = choose_layout(chosen, 1).config
-    modules = profile_modules(chosen)
-    layer, tensor = modules["layer"], config.parallel.tensor
-    tokens = config.model.sequence * config.batch.micro_size
+    config = choose_layout(values("", *SHAPE), 1).config
+    counts = ModuleCounts(config)
+    tensor, tokens = piece.tensor, 3 * config.model.sequence
+    modules = counts.of(piece, 3)
+    layer = modules["layer"]
     # Korthikanti et al. 2022, table 2: 34, without the two masks of dropout; a fused kernel keeps no scores but their
     # sums, and norms keep two statistics
-    kept = tokens * (32 * config.model.hidden + 4 * config.model.heads + 16) / tensor
-    assert layer.saved_bytes == pytest.approx(kept, rel=1e-3)
-    assert sum(matmul.flops for matmul in layer.forward.matmuls) * tensor == tokens * layer_flops(config.model)
+    saved = tokens * (32 * config.model.hidden + 4 * config.model.heads + 16) / tensor
+    assert layer.saved_bytes == pytest.approx(saved, rel=1e-3)
+    # half of the fused products is masked
+    flops = sum(matmul.flops * (2 if matmul.fused else 1) for matmul in layer.forward.matmuls)
+    assert flops * tensor == tokens * layer_flops(config.model)
     weights = [matmul for matmul in layer.forward.matmuls if not matmul.fused]
     assert sum(matmul.flops for matmul in layer.backward_weight.matmuls) == sum(matmul.flops for matmul in weights)
     sent = {one.kind: one.calls for one in layer.forward.collectives}
-    assert sent == ({"all_gather": 2, "reduce_scatter": 2} if layout else {})
+    assert sent == ({"all_gather": 2, "reduce_scatter": 2} if tensor > 1 else {})
     assert all(one.bytes == 2 * tokens * config.model.hidden for one in layer.forward.collectives)
     assert modules["head"].saved_bytes > 2 * tokens * config.model.vocab / tensor
-    assert ("recomputed" in modules) == bool(layout)
-    if layout:
-        again = modules["recomputed"]
-        assert again.saved_bytes == 2 * tokens * config.model.hidden / tensor
-        # the last product of a layer is not computed again
-        assert len(again.recompute.matmuls) > 0
-        assert again.recompute.launches < layer.forward.launches
+    again = counts.of(piece._replace(recompute="full"), 3)["layer"]
+    assert again.saved_bytes == 2 * tokens * config.model.hidden / tensor
+    # the last product of a layer is not computed again
+    assert 0 < again.recompute.launches < layer.forward.launches
+
+
+@pytest.mark.parametrize("layout", PLANNED)
+def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, process: SharedWorker) -> None:
+    chosen = choose_layout(values(layout, *LARGER), 1)
+    plan = plan_of(*chosen)
+    workload = Program(chosen.config).describe(plan)
+    stages = memory_of_stages(workload, plan.steps, A100)
+    for stage in {0, chosen.layout.pipeline - 1}:
+        rank = chosen.layout.rank(Coordinates(stage, 0, 0))
+        report = process.report(values(layout, *LARGER), rank)
+        expected = (stages[stage].states + stages[stage].activations) * 2**30
+        assert expected == pytest.approx(report["peak"], rel=OFF), stage
+        assert workload.steps[stage].communicators == report["groups"]
+        assert workload.steps[stage].state_bytes == pytest.approx(sum(report["lasting_bytes"].values()), rel=0.02)
+
+
+def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = choose_layout(values("", *SHAPE), 1).config
+    first = ModuleCounts(config).of(Piece(1, False), 1)
+    monkeypatch.setattr(module_work, "run_jobs", lambda jobs: pytest.fail("counted twice"))
+    assert ModuleCounts(config).of(Piece(1, False), 1) == first
+    files = sorted(own_cache.glob("modules-*.json"))
+    monkeypatch.undo()
+    monkeypatch.setattr(module_work, "cache_folder", lambda: own_cache)
+    for file in files:
+        file.write_text("[{", encoding="utf-8")
+    assert ModuleCounts(config).of(Piece(1, False), 1) == first
 
 
 def test_a_plan_gives_modules_as_data() -> None:
     done = called("tools/plan", *SMALL, "--modules")
     assert done.returncode == 0, done.stderr
     modules = json.loads(done.stdout)
-    assert set(modules) == {"embedding", "layer", "head"}
+    assert set(modules) == {"embedding", "layer", "inner", "head"}
     assert modules["layer"]["forward"]["launches"] > 0

@@ -120,6 +120,7 @@ def test_kernels_of_other_packages_are_refused(option: str) -> None:
 
 
 @SHARED
+@pytest.mark.usefixtures("formulas")
 def test_a_dry_run_says_whether_it_fits() -> None:
     fits, not_ = (called("tools/plan", *SMALL, "cluster=a100", f"cluster.memory.gib={n}", "--dry-run") for n in (40, 1))
     assert "memory       fits on a100" in fits.stdout

@@ -21,6 +21,7 @@ from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
 from tests.spawn import repository
 
+pytestmark = pytest.mark.usefixtures("formulas")
 CLUSTERS = repository() / "configs" / "cluster"
 NO_DATA = ("data=synthetic", "validation.every=0")
 RECIPE = ("+config=pangu_2_6b", "cluster=a100", "parallel=auto", *NO_DATA)

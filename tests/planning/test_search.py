@@ -11,13 +11,14 @@ import pytest
 
 from pangu.config.layout_checks import layout_problems
 from pangu.planning.cluster import load_cluster
-from pangu.planning.cost import memory_of_stages, step_time
-from pangu.planning.published import describe
+from pangu.planning.cost import step_time
+from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import Space, configured, enumerate_plans, search, space_of, time_of
 from tests.configs import config
 from tests.spawn import repository
 from tools.plan import main
 
+pytestmark = pytest.mark.usefixtures("formulas")
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SMALL = ("+config=pangu_2_6b", "batch.global_size=32")
 
@@ -33,7 +34,7 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     where = space(devices, *SMALL, gib=gib)
     times = []
     for plan in enumerate_plans(where, Counter()):
-        stages = memory_of_stages(describe(where.shape, where.system, plan), plan.steps, plan.layout, where.cluster)
+        stages = memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
         if max(stage.total for stage in stages) <= gib:
             times.append(time_of(where, plan).total)
     found = search(where, top=5)
@@ -48,14 +49,14 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
         assert not layout_problems(configured(where, one.plan), 64)
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
         assert one.fullest <= 79.2
-        assert sum(one.plan.layers) == where.shape.layers
+        assert sum(one.plan.layers) == where.program.shape.layers
 
 
 def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() -> None:
     where = space(64, "+config=pangu_13b", "batch.global_size=512")
     for schedule in ("zb_h1", "zb_v"):
         (best, *_) = search(where._replace(fixed={"schedule": schedule, "pipeline": 4}), top=1).best
-        workload = describe(where.shape, where.system, best.plan)
+        workload = where.program.describe(best.plan)
         exact = step_time(workload, best.plan.steps, best.plan.layout, where.cluster)
         assert best.time.total == pytest.approx(exact.total)
 

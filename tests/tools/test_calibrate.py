@@ -35,6 +35,7 @@ def test_one_process_measures_all_but_links(tmp_path: Path, capsys: pytest.Captu
     assert "Borrowed, not measured: " in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("formulas")
 def test_two_processes_measure_links_and_a_search_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     done = on_ranks(2, "tools/calibrate", "--output", path, "--quick")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from typing import Any
 
 import pytest
 
-from pangu.planning import auto, module_work
+from pangu.planning import auto
 from tests.end_to_end.commands import called, command
+from tests.formulas import Formulas
 from tests.tools.test_preprocess_data import shell
 from tools import plan
 
@@ -111,6 +112,7 @@ def test_options_that_would_be_ignored_are_refused(options: str, says: str) -> N
     assert f"error: {says}" in done.stderr
 
 
+@pytest.mark.usefixtures("formulas")
 def test_a_plan_of_an_automatic_layout_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
     search, names = auto.find_layouts, ("plan_dry_run", "print_dry_run")
@@ -122,12 +124,12 @@ def test_a_plan_of_an_automatic_layout_searches_once(monkeypatch: pytest.MonkeyP
     assert len(searches) == 1
 
 
+@pytest.mark.usefixtures("formulas")
 def test_modules_are_those_of_the_layout_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(module_work, "profile_modules", lambda values: asked.append(values) or {})
+    monkeypatch.setattr(plan, "Program", Formulas)
     words = (*SMALL, "cluster=a100", "parallel=auto", "parallel.tensor=4")
-    assert called("tools/plan", *words, "--modules", "--json").stdout == "{}\n"
-    assert (asked[0]["parallel"]["tensor"], asked[0]["parallel"]["data"]) == (4, 2)
+    modules = json.loads(called("tools/plan", *words, "--modules", "--json").stdout)
+    assert modules["layer"]["forward"]["collectives"][0][:2] == ["all_reduce", "tensor"]
 
 
 def test_a_reader_that_stops_reading() -> None:

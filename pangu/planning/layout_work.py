@@ -1,0 +1,230 @@
+"""How a model is spread over ranks, and from what each module does to what each stage does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pangu.planning.cost import Layers, Pipeline
+from pangu.planning.workload import Collective, ModuleWork, StepWork, Workload
+
+Recompute = Literal["none", "selective", "full"]
+REDUCES_EACH = ("1f1b", "interleaved")
+"""Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
+
+
+class Shape(NamedTuple):
+    """A decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    gated: bool = False
+    tied: bool = True
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of a layer's matrices."""
+        kv = self.hidden // self.heads * self.kv_heads
+        return self.hidden * (2 * self.hidden + 2 * kv + (3 if self.gated else 2) * self.ffn)
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        words = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self.layer_matrices + 13 * self.hidden) + words + self.sequence * self.hidden
+
+    def flops(self, sequences: float) -> float:
+        """Model FLOPs of a step: attention in full, nothing twice."""
+        layer = 2.0 * self.layer_matrices + 4.0 * self.sequence * self.hidden
+        return 3.0 * sequences * self.sequence * (self.layers * layer + 2.0 * self.vocab * self.hidden)
+
+
+@dataclass(frozen=True)
+class System:
+    """How a program carries out a layer."""
+
+    name: str
+    flash: bool
+    """Attention is one kernel that keeps no scores, and skips what is masked."""
+    dropout: bool
+    fused: bool
+    """Element-wise operations are joined into few kernels."""
+    launches: float
+    """Kernels of a layer's forward; backward starts twice as many."""
+    gradient_bytes: int
+    """Of a gradient that is summed and reduced."""
+    accumulation_bytes: float
+    """Read and written per weight and micro-batch to add its gradient to the sum."""
+    hidden_tensor: float = 0.0
+    """Share of tensor-parallel communication that runs beside products."""
+    hidden_backward: float = 0.0
+    """Of the backward's, beside the products of weight gradients."""
+    hidden_data: float = 0.0
+    """Share of the communication of replicas that runs beside backward."""
+    hidden_messages: float = 0.0
+    """Share of the messages between stages that runs beside computing."""
+    number_bytes: int = 2
+    """Of weights and activations."""
+    moved: float = 1.0
+    """Bytes of a layer's operations that are no products, over those of the formulas."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter's moments, and of its main copy where weights are shorter (Rajbhandari et al. 2020, 3.1)."""
+        return 12 if self.number_bytes == 2 else 8
+
+
+class Plan(NamedTuple):
+    """How a model is spread and stepped."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    data: int
+    context: int
+    zero: int
+    sequence: bool
+    recompute: Recompute
+    micro_size: int
+    micro_batches: int
+    schedule: str
+    light_ends: bool = False
+    """The embedding and the head count as layers where the model is cut."""
+    layers: tuple[int, ...] = ()
+    """Of each chunk; (): as `light_ends` says."""
+    recomputed: int = 0
+    """With `recompute` = none, layers of each chunk that are computed again in full."""
+    shards: int = 0
+    """Replicas that share states; 0: all."""
+    offload: tuple[str, ...] = ()
+    """What waits in host memory: `optimizer`."""
+
+    @property
+    def layout(self) -> Layers:
+        """Its degrees."""
+        return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
+
+    @property
+    def steps(self) -> Pipeline:
+        """Its schedule."""
+        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
+
+
+class Update(NamedTuple):
+    """What the optimizer does."""
+
+    bytes: float
+    """Read and written for each number whose state a rank holds."""
+    launches: float
+    """For each layer."""
+
+
+ADAM = Update(34.0, 24.0)
+"""Fused, in fp32."""
+
+
+def cut(shape: Shape, plan: Plan) -> list[int]:
+    """Layers of each chunk: as even as can be, the larger ones first; with `light_ends` the embedding and the head
+    count as a layer each."""
+    if plan.layers:
+        return list(plan.layers)
+    chunks, more = plan.pipeline * plan.virtual, 2 if plan.light_ends and plan.pipeline > 1 else 0
+    each, rest = divmod(shape.layers + more, chunks)
+    counts = [each + (number < rest) for number in range(chunks)]
+    counts[0] -= more // 2
+    counts[-1] -= more // 2
+    return counts
+
+
+def assemble(
+    shape: Shape,
+    system: System,
+    plan: Plan,
+    modules: Mapping[str, ModuleWork],
+    update: Update = ADAM,
+    twice: float | None = None,
+) -> Workload:
+    """The workload of a step.
+
+    Args:
+        shape: of the model.
+        system: how states are kept and sent.
+        plan: the layout.
+        modules: `embedding`, `layer`, `recomputed` if there are such, `head`, and `inner` if the chunks between the
+            first and the last one do more than their layers.
+        update: what the optimizer does.
+        twice: numbers of the matrix that embedding and head share where they are on one stage; None: all of the head's.
+    """
+    twice = modules["head"].parameters if twice is None else twice
+    chunks = [Counter({"layer": count}) for count in cut(shape, plan)]
+    for chunk in chunks if plan.recomputed else ():
+        chunk["recomputed"] = min(chunk["layer"], plan.recomputed)
+        chunk["layer"] -= chunk["recomputed"]
+    chunks[0]["embedding"] += 1
+    chunks[-1]["head"] += 1
+    for chunk in chunks[1:-1] if "inner" in modules else ():
+        chunk["inner"] += 1
+    sums = [Counter[str]() for _ in range(plan.pipeline)]
+    for number, counts in enumerate(chunks):
+        sums[plan.steps.of(number)].update(counts)
+    steps = tuple(_step(modules, counts, shape, system, plan, update, twice) for counts in sums)
+    tokens = plan.micro_size * shape.sequence / plan.context
+    # tensor ranks send a part each: Narayanan et al. 2021, 4.1
+    message = system.number_bytes * tokens * shape.hidden / plan.tensor
+    sequences = plan.micro_size * plan.micro_batches * plan.data
+    return Workload(dict(modules), tuple(chunks), steps, message, shape.flops(sequences))
+
+
+def state_bytes(system: System, plan: Plan, numbers: float) -> float:
+    """Bytes on the device that last from step to step, of so many parameters of a stage."""
+    replicas = plan.data * plan.context
+    shards = (plan.shards or replicas) if plan.zero else 1
+    # schedules that compute weight gradients late keep whole gradients
+    kept = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+    main = 0.0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
+    return numbers * (system.number_bytes / (shards if plan.zero == 3 else 1) + system.gradient_bytes / kept + main)
+
+
+def _step(
+    modules: Mapping[str, ModuleWork],
+    counts: Counter[str],
+    shape: Shape,
+    system: System,
+    plan: Plan,
+    update: Update,
+    twice: float,
+) -> StepWork:
+    """What a stage does once a step: gradients between replicas, the optimizer."""
+    numbers = sum(modules[kind].parameters * count for kind, count in counts.items())
+    if shape.tied and "head" in counts and "embedding" in counts:
+        numbers -= twice
+    replicas = plan.data * plan.context
+    shards = (plan.shards or replicas) if plan.zero else 1
+    found: list[Collective] = []
+    if replicas > 1 and plan.zero in (0,):
+        found.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
+    elif shards > 1 and plan.zero < 3:
+        # whole gradients are there for one micro-batch only: each is reduced
+        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
+        found.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
+        found.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
+    if plan.zero and shards < replicas:
+        found.append(
+            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
+        )
+    if shape.tied and plan.pipeline > 1 and ("head" in counts or "embedding" in counts):
+        found.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
+    gradients, state = system.gradient_bytes, state_bytes(system, plan, numbers)
+    # gradients there, weights back
+    host = numbers / shards * (gradients + system.number_bytes) if "optimizer" in plan.offload else 0.0
+    moved = numbers / shards * update.bytes + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
+    launches = update.launches * (counts["layer"] + counts["recomputed"])
+    groups = sum(size > 1 for size in plan.layout[:4])
+    return StepWork(numbers, moved, launches, tuple(found), host, state, groups)

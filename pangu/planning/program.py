@@ -1,0 +1,177 @@
+"""What this program does in a step: counted modules, spread over the ranks of a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from pangu.config.model import ModelConfig
+from pangu.config.schema import RunConfig
+from pangu.models.parameters import ModelPart, place_tensors
+from pangu.pipeline.orders import SCHEDULES
+from pangu.planning.layout_work import REDUCES_EACH, Plan, Shape, System, Update, assemble
+from pangu.planning.module_work import ModuleCounts, Piece
+from pangu.planning.states import BYTES, sum_bytes
+from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
+from pangu.topology.placement import TensorRank
+from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
+
+HIDDEN = 0.9
+"""Share of the communication of replicas that runs beside computing, where `parallel.overlap` asks for it."""
+
+
+@dataclass
+class Program:
+    """The step of a configuration's model and batch, for any layout."""
+
+    config: RunConfig
+    _counts: ModuleCounts = field(init=False)
+    _modules: dict[tuple[Piece, int, bool, bool], dict[str, ModuleWork]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._counts = ModuleCounts(self.config)
+
+    @property
+    def shape(self) -> Shape:
+        """The query layer counts as a layer."""
+        model = self.config.model
+        kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
+        numbers = (model.layers, model.hidden, model.heads, kv_heads, model.ffn_size, model.vocab, model.sequence)
+        return Shape(*numbers, model.activation == "swiglu", model.tied_head)
+
+    @property
+    def system(self) -> System:
+        """How states are kept and sent."""
+        config = self.config
+        message = 2 if config.precision.reduce == "bf16" else sum_bytes(config)
+        hidden = HIDDEN if config.parallel.overlap else 0.0
+        narrow = BYTES[config.precision.compute]
+        return System("pangu", True, config.model.dropout > 0, False, 0, message, 0, 0.0, 0.0, hidden, 0.0, narrow)
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Count the modules of layouts together. Raises DryRunError if one cannot be carried out."""
+        self._counts.count({piece for plan in plans for piece in _pieces(plan).values()})
+
+    def describe(self, plan: Plan) -> Workload:
+        """The workload of a step."""
+        pieces = _pieces(plan)
+        modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
+        modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
+        update, launches = self._counts.update(pieces["layer"])
+        update /= modules["layer"].parameters
+        twice = _words(self.config.model, plan.tensor)
+        workload = assemble(self.shape, self.system, plan, modules, Update(update, launches), twice)
+        largest = [0.0] * plan.pipeline
+        for chunk, counts in enumerate(workload.chunks):
+            stage = plan.steps.of(chunk)
+            largest[stage] = max(largest[stage], *(modules[kind].parameters for kind in counts))
+        layer, steps = modules["layer"].parameters, workload.steps
+        message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
+        stored = tuple(self._stored(step, n, plan, largest[n], layer) for n, step in enumerate(steps))
+        return replace(workload, steps=stored, message_bytes=message)
+
+    def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
+        """The modules of a piece, with what ZeRO-3 sends for them."""
+        sharded = plan.zero == 3 and plan.data > 1
+        key = piece, plan.micro_size, sharded and plan.schedule in REDUCES_EACH, sharded
+        if key not in self._modules:
+            numbers = _numbers(self.config.model, piece.tensor)
+            self._modules[key] = {
+                kind: self._sent(replace(module, parameters=numbers[kind]), sharded, key[2])
+                for kind, module in self._counts.of(piece, plan.micro_size).items()
+            }
+        return self._modules[key]
+
+    def _sent(self, module: ModuleWork, sharded: bool, each: bool) -> ModuleWork:
+        """ZeRO-3 gathers parameters before forward and again before backward, and reduces gradients after `each`
+        micro-batch (Rajbhandari et al. 2020, section 7.2.2)."""
+        system, numbers = self.system, module.parameters
+        if not sharded or not numbers:
+            return module
+        gather = Collective("all_gather", "shard", system.number_bytes * numbers, 1, system.hidden_data)
+        reduce = Collective("reduce_scatter", "shard", system.gradient_bytes * numbers, 1, system.hidden_data)
+        return replace(
+            module,
+            forward=_sending(module.forward, gather),
+            backward_input=_sending(module.backward_input, gather),
+            backward_weight=_sending(module.backward_weight, reduce) if each else module.backward_weight,
+        )
+
+    def _stored(self, step: StepWork, stage: int, plan: Plan, largest: float, layer: float) -> StepWork:
+        """A stage's step with what this program stores for it; numbers of its `largest` module and of a layer."""
+        narrow, wide = self._bytes
+        sharding, schedule, buffers = _sharding(plan), SCHEDULES[plan.schedule], 0.0
+        # in two phases a chunk at a time is gathered, and reduced when its gradients are complete
+        chunk = step.parameters / (plan.virtual if schedule.two_phases else 1)
+        if sharding.stage == 3:  # of the module that computes and of the next one
+            buffers += narrow * (chunk if schedule.two_phases else min(largest + layer, chunk))
+        if sharding.stage >= 2:  # of the module in backward and of those that are being reduced
+            each = largest + IN_FLIGHT * layer
+            buffers += wide * (min(each, chunk) if plan.schedule in REDUCES_EACH else chunk)
+        states = self.state_bytes(plan, step.parameters)
+        communicators = _communicators(plan, stage, self.config.model.tied_head)
+        return replace(step, state_bytes=states, buffer_bytes=buffers, communicators=communicators)
+
+    def state_bytes(self, plan: Plan, numbers: float) -> float:
+        """Bytes on the device that last, of so many parameters of a stage."""
+        sharding, (narrow, wide) = _sharding(plan), self._bytes
+        rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
+        kept = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+        moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
+        return sum(row.numel * (wide if row.wide else narrow) for row in kept) + moments * numbers / sharding.size
+
+    @property
+    def _bytes(self) -> tuple[int, int]:
+        """Of a number that is computed with, and of one that is summed."""
+        return BYTES[self.config.precision.compute], sum_bytes(self.config)
+
+
+@lru_cache(maxsize=100)
+def _numbers(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Parameters of each kind of module on one of so many ranks."""
+    last = range(model.layers - 1, model.layers)
+    parts = {
+        "layer": ModelPart(range(1)),
+        "embedding": ModelPart(range(1), first=True),
+        "head": ModelPart(last, last=True),
+    }
+    tables = {kind: place_tensors(model, [part], TensorRank(0, tensor)) for kind, part in parts.items()}
+    whole = {kind: sum(map(math.prod, table.shapes.values())) for kind, table in tables.items()}
+    return {kind: number - (kind != "layer") * whole["layer"] for kind, number in whole.items()} | {"inner": 0}
+
+
+@lru_cache(maxsize=100)
+def _words(model: ModelConfig, tensor: int) -> int:
+    """Numbers of a head's matrix that is the embedding's on one of so many ranks."""
+    table = place_tensors(model, [ModelPart(range(1), first=True)], TensorRank(0, tensor))
+    return math.prod(table["embedding.word.weight"].local_shape)
+
+
+def _sharding(plan: Plan) -> Sharding:
+    shards = (plan.shards or plan.data) if plan.zero else 1
+    return Sharding(plan.zero if shards > 1 else 0, 0, shards, plan.data, plan.offload)
+
+
+def _pieces(plan: Plan) -> dict[str, Piece]:
+    pieces = {"layer": Piece(plan.tensor, plan.sequence, plan.recompute)}
+    return pieces | ({"recomputed": Piece(plan.tensor, plan.sequence, "full")} if plan.recomputed else {})
+
+
+def _sending(work: Work, collective: Collective) -> Work:
+    return replace(work, collectives=(*work.collectives, collective))
+
+
+def _communicators(plan: Plan, stage: int, tied: bool) -> int:
+    """Groups in which a stage sends: of tensor ranks, of replicas (all; those that share states, to reduce and to
+    gather; those that hold the same share), of each kind and direction of message, of the first and the last stage, and
+    of all ranks."""
+    shards = _sharding(plan).size
+    replicas = (plan.data > 1) + 2 * (shards > 1) + (1 < shards < plan.data)
+    v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
+    # a chunk's output goes to the next stage, and from the last one to the first if it has further chunks
+    messages = 0 if plan.pipeline == 1 else 4 if v_shape or (plan.virtual > 1 and end) else 2
+    ends = tied and plan.pipeline > 1 and not v_shape and end
+    world = plan.tensor * plan.data * plan.pipeline > 1
+    return (plan.tensor > 1) + replicas + messages + ends + world

@@ -1,0 +1,36 @@
+"""Published formulas in the place of counted modules, where a test is of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pangu.config.schema import RunConfig
+from pangu.planning.layout_work import Plan, Shape, state_bytes
+from pangu.planning.program import Program
+from pangu.planning.published import MEGATRON_2021, describe
+from pangu.planning.workload import Workload
+
+
+@dataclass
+class Formulas:
+    """Megatron-LM in the place of this program."""
+
+    config: RunConfig
+    system = MEGATRON_2021
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model."""
+        return Program(self.config).shape
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Formulas need no preparing."""
+
+    def describe(self, plan: Plan) -> Workload:
+        """The step of a layout."""
+        return describe(self.shape, self.system, plan)
+
+    def state_bytes(self, plan: Plan, numbers: float) -> float:
+        """Bytes that last."""
+        return state_bytes(self.system, plan, numbers)
