@@ -66,7 +66,8 @@ class Forecast:
 
     def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
         """Raises UserError, naming the layouts of as many devices that fit, if this one cannot."""
-        if self.memory.total <= self.room_gib * (1 + MEMORY_ERROR):
+        # frozen weights have no gradients and no moments, which the formulas do not know
+        if config.train.frozen or self.memory.total <= self.room_gib * (1 + MEMORY_ERROR):
             return
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})
