@@ -28,6 +28,7 @@ from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
+from pangu.planning.cluster import cluster_in
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.layouts import choose_layout
 from pangu.planning.program import Program
@@ -181,6 +182,8 @@ def plan(options: argparse.Namespace) -> None:
         return
     values = laid_out(options.overrides)
     config, layout, stages = choose_layout(values, world=1)
+    if config.cluster is not None:
+        cluster_in(config.cluster)
     if options.modules:
         require_kernels(config)
         modules = Program(config).describe(plan_of(config, layout, stages)).modules

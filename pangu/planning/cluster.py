@@ -22,7 +22,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     """
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a cluster: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: is no cluster")
@@ -40,7 +40,7 @@ def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterCo
 def cluster_names(folder: Path, whole: bool = False) -> list[str]:
     """The names that `cluster=NAME` knows; `whole`: of files that are not another one's in another size. `folder`:
     configs/cluster/."""
-    paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none")
+    paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none" and path.is_file())
     return [path.stem for path in paths if not whole or b"defaults:" not in path.read_bytes()]
 
 

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pangu.config.build import build
 from pangu.config.errors import ConfigError, Problem, UserError, shown
@@ -109,6 +110,8 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
         raise UserError(f"{said}{reason}") from error
+    except (YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{configs}: a file that is asked for is no YAML: {' '.join(str(error).split())}") from error
 
 
 def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:

@@ -152,10 +152,10 @@ def test_where_no_file_is_for_the_devices_the_message_says_what_to_do() -> None:
     ("word", "rule"), [("cluster.devices=x", "must be an integer"), ("cluster.node=null", "must be an integer")]
 )
 def test_a_cluster_that_is_none_is_one_message(word: str, rule: str) -> None:
-    done = called("pretrain", *RECIPE, word, "dry_run=true")
-    assert done.returncode == 2
-    assert f"{word.partition('=')[0]} = " in done.stderr
-    assert rule in done.stderr
+    for done in (called("pretrain", *RECIPE, word, "dry_run=true"), called("tools/plan", *RECIPE[:2], *NO_DATA, word)):
+        assert done.returncode == 2
+        assert f"{word.partition('=')[0]} = " in done.stderr
+        assert rule in done.stderr
 
 
 def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:

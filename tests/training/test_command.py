@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from pangu.config.errors import UserError
+from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.layouts import choose_layout
 from pangu.training.command import compose
 from tests.end_to_end.commands import called
@@ -38,6 +39,21 @@ def said(*words: str) -> str:
 )
 def test_one_message(word: str, expected: str) -> None:
     assert expected in said(word)
+
+
+@pytest.mark.parametrize("content", ["a: &a [*a]", "a: [", "\udcff"])
+def test_a_file_that_is_no_yaml_is_one_message(content: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "base.yaml").write_text("a: 1\n", encoding="utf-8")
+    path = tmp_path / "cluster" / "mine.yaml"
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError, match=f"{tmp_path}: a file that is asked for is no YAML: ."):
+        compose(tmp_path, ["+cluster=mine"])
+    with pytest.raises(UserError, match=f"{path}: cannot be read as a cluster: ."):
+        load_cluster(path)
+    path.unlink()
+    path.mkdir()
+    assert cluster_names(tmp_path / "cluster") == []
 
 
 @pytest.mark.parametrize("name", ["pretrain", "tools/plan"])
