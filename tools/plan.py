@@ -33,6 +33,7 @@ from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.layouts import choose_layout
 from pangu.planning.program import Program
 from pangu.planning.report import describe, make_table
+from pangu.planning.roles import DryRunError
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
     HEADS,
@@ -122,6 +123,14 @@ def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
     return plan_layout(_CONFIGS / "cluster", values, given_keys(overrides), Launch())[0]
 
 
+def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:
+    """Time and memory of a step, or why nothing is known of them."""
+    try:
+        return Forecast.of(config, layout, stages).line()
+    except DryRunError as error:
+        return f"{'expected':<12} nothing can be said: {error}"
+
+
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
     """What the schedule asks for, and a table of the pipeline's stages."""
     for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
@@ -196,7 +205,7 @@ def plan(options: argparse.Namespace) -> None:
     fullest = fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
     if config.cluster is not None:
-        console.print(Forecast.of(config, layout, stages).line(), markup=False, highlight=False, soft_wrap=True)
+        console.print(expected(config, layout, stages), markup=False, highlight=False, soft_wrap=True)
     if layout.pipeline > 1:
         print_stages(console, config, layout, stages)
     if options.sharding:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -147,7 +148,11 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
 
 def cache_folder() -> Path:
     """Where what this machine has counted is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pangu"
+    try:
+        home = Path.home()
+    except RuntimeError:  # as of a user who is a mere number, in a container
+        home = Path(tempfile.gettempdir()) / f"user-{os.getuid()}"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu"
 
 
 @contextmanager
@@ -177,7 +182,9 @@ def _read(file: Path) -> list[Report] | None:
     """What was written, if it can be read."""
     with suppress(OSError, UserError):
         found = read_json(file)
-        if isinstance(found, list):
+        if isinstance(found, list) and all(
+            isinstance(one, dict) and {"phases", "update"} <= one.keys() for one in found
+        ):
             return found
     return None
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from pangu.planning import auto
+from pangu.planning.roles import DryRunError
 from tests.end_to_end.commands import called, command
 from tests.formulas import Formulas
 from tests.tools.test_preprocess_data import shell
@@ -130,6 +131,17 @@ def test_modules_are_those_of_the_layout_that_is_chosen(monkeypatch: pytest.Monk
     words = (*SMALL, "cluster=a100", "parallel=auto", "parallel.tensor=4")
     modules = json.loads(called("tools/plan", *words, "--modules", "--json").stdout)
     assert modules["layer"]["forward"]["collectives"][0][:2] == ["all_reduce", "tensor"]
+
+
+def test_a_plan_without_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise DryRunError("no memory")
+
+    monkeypatch.setattr(plan.Forecast, "of", fail)
+    done = called("tools/plan", *SMALL, "cluster=a100")
+    assert done.returncode == 0
+    assert "tensor 2 x pipeline 1" in done.stdout
+    assert "expected     nothing can be said: no memory" in done.stdout
 
 
 def test_a_reader_that_stops_reading() -> None:
