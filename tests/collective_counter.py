@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pangu.planning.sharding import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
 from tests.threads import replaced_here
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+
+class Traffic(NamedTuple):
+    """Calls and bytes of one collective."""
+
+    calls: int = 0
+    bytes: int = 0
+
 
 # function of torch.distributed -> (its kind, the bytes of the whole tensor among its positional arguments)
 COUNTED: dict[str, tuple[str, Callable[..., int]]] = {

@@ -212,7 +212,7 @@ def plan(options: argparse.Namespace) -> None:
         # which builds the model and imports torch for it; the rest of a plan does without
         from pangu.planning.sharding_tables import print_sharding
 
-        print_sharding(console, config, layout)
+        print_sharding(console, config, layout, stages)
     if options.dry_run:
         print_dry_run(console, layout, plan_dry_run(values), config.dry_run == "all")
 

@@ -56,6 +56,7 @@ class Program:
 
     def describe(self, plan: Plan) -> Workload:
         """The workload of a step."""
+        self.prepare([plan])
         pieces = _pieces(plan)
         modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -10,23 +11,24 @@ from rich.text import Text
 
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
+from pangu.pipeline.stages import Stages
+from pangu.planning.forecast import plan_of
+from pangu.planning.program import Program
 from pangu.planning.report import make_table
-from pangu.planning.sharding import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    Message,
-    Part,
-    plan_sharding,
-    step_messages,
-    traffic,
-)
+from pangu.planning.sharding import Part, plan_sharding
+from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
 
+Sent = defaultdict[tuple[str, str, str], float]
+"""Phase, collective and `calls`, `bytes` (of the whole tensor) or `wire` (sent by each rank) -> how many."""
 
-def print_sharding(console: Console, config: RunConfig, layout: Layout) -> None:
-    """A table of weights and one of messages for each part, then the sums."""
-    parts = plan_sharding(config, layout)
+
+def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
+    """A table of weights for each part, and what the tensor ranks send in a micro-batch, as a dry run counts it.
+
+    Raises:
+        DryRunError: if that cannot be counted.
+    """
     batch, model = config.batch.micro_size, config.model
     console.print(
         f"\ns = {model.sequence} tokens, b = {batch} sequences per micro-batch, h = {model.hidden}, V = {model.vocab}, "
@@ -37,56 +39,62 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout) -> None:
         highlight=False,
         markup=False,
     )
-    for part in parts:
-        _print_part(console, part, layout)
-    _print_sums(console, config, parts, layout)
-
-
-def _print_part(console: Console, part: Part, layout: Layout) -> None:
-    several = f" ({part.count} layers; one of them)" if part.count > 1 else ""
-    console.print(Text(f"\n{part.name}{several}: {part.takes} -> {part.gives}", style="bold"))
-    console.print(_weights(part))
-    if part.messages:
-        console.print(_messages(part.messages, layout))
+    for part in plan_sharding(config, layout):
+        several = f" ({part.count} layers; one of them)" if part.count > 1 else ""
+        console.print(Text(f"\n{part.name}{several}: {part.takes} -> {part.gives}", style="bold"))
+        console.print(_weights(part))
+    if layout.tensor == 1:
+        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
+        return
+    workload = Program(config).describe(plan_of(config, layout, stages))
+    counts = sum((Counter(chunk) for chunk in workload.chunks), Counter[str]())
+    console.print(Text("\nsent by the tensor ranks in one micro-batch", style="bold"))
+    console.print(_sent(workload.modules, counts, layout.tensor))
+    console.print(
+        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce (Thakur et al. 2005). "
+        "What a step adds: --dry-run.",
+        highlight=False,
+    )
 
 
 def _weights(part: Part) -> Table:
     table = make_table("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
     for weight in part.weights:
-        later = "; gradient: see step" if weight.partial else ""
+        later = "; gradient: summed once a step" if weight.partial else ""
         shapes = (str(list(weight.shape)), str(list(weight.local_shape)))
         table.add_row(*map(Text, (weight.name, *shapes, weight.cut + later, weight.activations, weight.operator)))
     return table
 
 
-def _messages(messages: Sequence[Message], layout: Layout) -> Table:
-    table = make_table("where", "phase", "collective", "calls", "tensor", "sent by each rank", "why")
-    for message in messages:
-        table.add_row(*map(Text, _row(message, layout.tensor)))
+def _sent(modules: Mapping[str, ModuleWork], counts: Mapping[str, int], ranks: int) -> Table:
+    """Each kind of module, then all of the model."""
+    table = make_table("module", "phase", "collective", "calls", "tensor", "sent by each rank")
+    total = Sent(float)
+    for kind, count in counts.items():
+        each = sent_by(modules[kind], ranks)
+        for what, amount in each.items():
+            total[what] += count * amount
+        for row in _rows(each):
+            table.add_row(*map(Text, (f"{kind} (each of {count})" if count > 1 else kind, *row)))
+    for row in _rows(total):
+        table.add_row(*map(Text, ("whole model", *row)))
     return table
 
 
-def _row(message: Message, ranks: int) -> tuple[str, ...]:
-    numbers = (str(message.calls), size(message.bytes), size(message.wire(ranks)))
-    return (message.place, message.phase, message.collective, *numbers, message.why)
+def _rows(sent: Sent) -> Iterator[tuple[str, ...]]:
+    for phase, kind in dict.fromkeys((phase, kind) for phase, kind, _ in sent):
+        calls, tensor, wire = (sent[phase, kind, what] for what in ("calls", "bytes", "wire"))
+        yield phase, kind.replace("_", "-"), f"{calls:g}", size(round(tensor)), size(round(wire))
 
 
-def _print_sums(console: Console, config: RunConfig, parts: Sequence[Part], layout: Layout) -> None:
-    """The whole model by phase, and what a step adds."""
-    messages = [message for part in parts for message in part.messages * part.count]
-    if not messages:
-        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
-        return
-    stages = f", over its {layout.pipeline} pipeline stages together" if layout.pipeline > 1 else ""
-    console.print(Text(f"\nwhole model, one micro-batch{stages}", style="bold"))
-    table = make_table("phase", "collective", "calls", "tensor", "sent by each rank")
-    for phase in (FORWARD, BACKWARD, RECOMPUTE):
-        for collective, total in traffic(messages, phase).items():
-            sent = sum(m.wire(layout.tensor) for m in messages if (m.phase, m.collective) == (phase, collective))
-            table.add_row(phase, collective, str(total.calls), size(total.bytes), size(sent))
-    console.print(table)
-    console.print(Text("\nwhole model, once per step, over the tensor ranks", style="bold"))
-    console.print(_messages(step_messages(config, parts, layout.tensor), layout))
-    console.print(
-        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce.", highlight=False
-    )
+def sent_by(module: ModuleWork, ranks: int) -> Sent:
+    """What the tensor ranks send for a module."""
+    found = Sent(float)
+    backward = (module.backward_input, module.backward_weight)
+    for phase, works in (("forward", (module.forward,)), ("backward", backward), ("recompute", (module.recompute,))):
+        for one in (one for work in works for one in work.collectives if one.axis == "tensor"):
+            moved = one.bytes * one.calls
+            found[phase, one.kind, "calls"] += one.calls
+            found[phase, one.kind, "bytes"] += moved
+            found[phase, one.kind, "wire"] += (2 if one.kind == "all_reduce" else 1) * moved * (ranks - 1) / ranks
+    return found

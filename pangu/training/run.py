@@ -17,12 +17,13 @@ from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.layers.kernels import attention_kernels
+from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
 from pangu.pipeline.stages import Stages
 from pangu.planning.layouts import choose_layout
 from pangu.planning.report import describe
-from pangu.planning.states import fullest_states, held_bytes, plan_states, tell_states
+from pangu.planning.states import fullest_states, held_bytes, plan_states
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -149,8 +150,8 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
     place = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, place, implementation(optimizer))
     planned = plan_states(config, mesh.layout, mesh.rank, trainer.stages)
-    for line in tell_states(planned, held_bytes(trainer.parameters.flat_parameters, optimizer), mesh.layout):
-        log.info(line)
+    held = sum(held_bytes(trainer.parameters.flat_parameters, optimizer).values())
+    log.info(f"{'memory':<12} {planned.words()}; measured {size(held)}")
 
 
 def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks really send in a micro-batch is what the papers say and what the planner predicts."""
+"""What tensor-parallel ranks really send in a micro-batch is what the papers say."""
 
 from __future__ import annotations
 
@@ -12,25 +12,11 @@ from pangu.data.batch import make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.models.language_model import Options, build_model
-from pangu.planning.sharding import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    REDUCE_SCATTER,
-    STEP,
-    Message,
-    Traffic,
-    plan_sharding,
-    step_messages,
-    traffic,
-)
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.training.step import Trainer
-from tests.collective_counter import counted
+from tests.collective_counter import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic, counted
 from tests.configs import tiny
 from tests.threads import Ranks
 from tests.weights import materialise, whole_loss
@@ -72,14 +58,6 @@ def measure(ranks: Ranks, *overrides: str) -> tuple[Counts, Counts]:
     ranks = ranks.run(tiny(*overrides).parallel.tensor, micro_batch, *overrides)
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
-
-
-def predicted(*overrides: str) -> tuple[Counts, Counts]:
-    """The same from the planner."""
-    config = tiny(*overrides)
-    parts = plan_sharding(config, layout_of(config))
-    messages: list[Message] = [message for part in parts for message in part.messages * part.count]
-    return traffic(messages, FORWARD), traffic(messages, BACKWARD, RECOMPUTE)
 
 
 def minus(one: Counts, other: Counts) -> dict[str, tuple[int, float]]:
@@ -168,32 +146,6 @@ def test_embedding_head_and_loss(ranks: Ranks, sequence: bool, chunk: int | None
     assert loss[1] * HIDDEN < 4 * tokens * 101 / 2  # one rank's logits
 
 
-@pytest.mark.parametrize("tensor", TENSOR)
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("kind", ["gpt", "pangu"])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("memory.recompute=2",),
-        ("memory.recompute=selective",),
-        ("memory.offload=[activations]", "memory.recompute=full", "model.norm_placement=post"),
-        ("memory.recompute=full", "loss.chunk=5"),
-        ("memory.recompute=full", "model.dropout=0"),
-        ("memory.recompute=full", "model.dropout=0", "parallel.overlap_chunks=5"),
-        ("model.tied_head=false", "model.norm=rmsnorm", "model.activation=swiglu", "model.biases=false"),
-        ("model.positions=rope", "model.kv_heads=4", "model.norm_placement=post", "model.tied_head=false"),
-        ("model.positions=relative", "model.residual_scores=true", "model.window=5", "memory.recompute=2"),
-    ],
-    ids=str,
-)
-def test_the_planner_predicts_every_call_and_byte(
-    ranks: Ranks, kind: str, sequence: bool, tensor: int, overrides: tuple[str, ...]
-) -> None:
-    chosen = setting(kind, tensor, sequence, *overrides)
-    assert measure(ranks, *chosen) == predicted(*chosen)
-
-
 def step(rank: int, world: int, *overrides: str) -> Counts:
     """Collectives of a step of two micro-batches."""
     config = tiny(*overrides, "batch.global_size=4")
@@ -206,15 +158,19 @@ def step(rank: int, world: int, *overrides: str) -> Counts:
     return counts
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize(("optimizer", "sums"), [("adam", 2), ("lamb", 3)])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_adds_a_few_small_sums(ranks: Ranks, sequence: bool, optimizer: str, tied: str) -> None:
-    chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}", f"model.tied_head={tied}")
-    config = tiny(*chosen)
-    parts = plan_sharding(config, layout_of(config))
-    messages = [message for part in parts for message in part.messages * part.count] * 2
-    once = step_messages(config, parts, 2)
-    assert [message.place for message in once] == ["gradients", "clip norm"] + ["LAMB"] * (optimizer == "lamb")
-    expected = traffic([*messages, *once], FORWARD, BACKWARD, RECOMPUTE, STEP)
-    assert ranks.run(2, step, *chosen) == [expected] * 2
+def test_a_step_adds_a_few_small_sums(ranks: Ranks, sequence: bool, optimizer: str, sums: int) -> None:
+    """Besides two micro-batches: the gradients of what every rank holds whole, the clip norm with the loss; with LAMB
+    the squares of weights and of their updates, from which trust ratios come (You et al. 2020)."""
+    chosen = setting("pangu", 2, sequence, f"optimizer={optimizer}")
+    first, second = ranks.run(2, step, *chosen)
+    assert first == second
+    twice: Counts = {}
+    for counts in 2 * measure(ranks, *chosen):
+        for kind, (calls, size) in counts.items():
+            sofar = twice.get(kind, Traffic())
+            twice[kind] = Traffic(sofar.calls + calls, sofar.bytes + size)
+    more = minus(first, twice)
+    assert set(more) == {ALL_REDUCE}
+    assert more[ALL_REDUCE][0] == sums

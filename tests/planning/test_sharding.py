@@ -1,4 +1,4 @@
-"""The sharding plan speaks of the real model; what it says of messages is tested in parallel/test_collectives.py."""
+"""The sharding plan speaks of the real model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,11 @@ import pytest
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.models.size import num_parameters
-from pangu.planning.sharding import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BACKWARD,
-    FORWARD,
-    HEAD,
-    RECOMPUTE,
-    REDUCE_SCATTER,
-    Message,
-    Part,
-    Traffic,
-    plan_sharding,
-    step_messages,
-    traffic,
-)
+from pangu.planning.sharding import HEAD, Part, plan_sharding
+from pangu.planning.sharding_tables import sent_by
+from pangu.planning.workload import Collective, ModuleWork, Work
 from pangu.topology.layout import Layout
 from tests.configs import RECIPES, config
-
-STATE = 2 * 1024 * 4 * 5120
-"""Bytes of a hidden state of PanGu-α 13B in bf16 with micro-batches of 4: 2·s·b·h."""
 
 
 def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, Part]:
@@ -138,7 +123,6 @@ def test_the_relative_bias_is_cut_by_heads() -> None:
     assert (weight.shape, weight.local_shape, weight.cut) == ((32, 40), (32, 5), "columns (heads) over 8 ranks")
     assert weight.activations == "[1024] -> [5, 1024, 1024]"
     assert not weight.partial
-    assert part.messages == ()
 
 
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
@@ -154,28 +138,17 @@ def test_norms_of_heads_are_whole_and_their_gradients_are_not(norm: str) -> None
             assert weight.operator.startswith(f"{norm} ((dp,mp,1),(1,)")
 
 
-def test_messages_of_a_layer_in_bytes(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
-    """Shoeybi et al. 2019 and Korthikanti et al. 2022; the recipe recomputes every layer."""
-    block = plain["layers.0-38"].messages
-    assert traffic(block, FORWARD) == traffic(block, BACKWARD) == traffic(block, RECOMPUTE)
-    assert traffic(block, FORWARD) == {ALL_REDUCE: Traffic(2, 2 * STATE)}
-    block = sliced["layers.0-38"].messages
-    both = {ALL_GATHER: Traffic(2, 2 * STATE), REDUCE_SCATTER: Traffic(2, 2 * STATE)}
-    assert traffic(block, FORWARD) == traffic(block, RECOMPUTE) == both
-    assert traffic(block, BACKWARD) == {**both, ALL_GATHER: Traffic(4, 4 * STATE)}
-
-
 def test_bytes_on_a_ring() -> None:
     """An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism alone costs nothing in forward."""
-    sent = [Message("x", kind, FORWARD, "", 1, 800, 2).wire(4) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
-    assert sent == [2400, 1200, 1200]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    module = ModuleWork(Work(collectives=tuple(Collective(kind, "tensor", 800, 2) for kind in kinds)), Work(), Work())
+    sent = sent_by(module, 4)
+    assert [sent["forward", kind, "wire"] for kind in kinds] == [2400, 1200, 1200]
 
 
 def test_one_tensor_rank_sends_nothing() -> None:
     chosen = config("+config=pangu_350m")
     parts = plan_sharding(chosen, Layout(data=4))
-    assert not any(part.messages for part in parts)
-    assert not step_messages(chosen, parts, 1)
     weights = [weight for part in parts for weight in part.weights]
     assert {weight.cut for weight in weights} == {"whole"}
     assert not any("All" in weight.operator or "Scatter" in weight.operator for weight in weights)

@@ -27,8 +27,10 @@ def test_sharding_without_the_devices_or_the_data() -> None:
         "layers.0-38 (39 layers; one of them): [s/t, b, h] -> [s/t, b, h]",
         "attention.output.weight [5120, 5120] [5120, 640] rows (inputs) over 8 ranks "
         "[1024, 4, 640] -> [128, 4, 5120] MatMul ((dp,mp),(mp,1)) + ReduceScatter to ((dp*mp,1))",
-        "mlp.up forward all-gather 1 40.0 MiB 35.0 MiB whole sequence of the input",
-        "loss forward all-reduce 1 16.0 KiB 28.0 KiB largest logit of each token",
+        "layer (each of 40) forward all-gather 2 80.0 MiB 70.0 MiB",
+        "layer (each of 40) backward all-gather 4 0.16 GiB 0.14 GiB",
+        "layer (each of 40) recompute reduce-scatter 2 80.0 MiB 70.0 MiB",
+        "head forward all-reduce 2 48.0 KiB 84.0 KiB",
     ):
         assert line in lines, done.stdout
     assert "X [tokens, inputs] times A [inputs, outputs]" in done.stdout
