@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from functools import cache
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from pangu.config.errors import UserError
 from pangu.config.files import read_json, write_atomically
@@ -52,6 +53,8 @@ _PIECES = {
 """One replica; gradients of weights are computed apart from those of inputs, and so counted apart."""
 _LAYERS = 3
 """Of the second stage."""
+PATIENCE_SECONDS = 120.0
+"""With another process that counts."""
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Groups of a configuration that a module's work depends on."""
 
@@ -82,16 +85,21 @@ class ModuleCounts:
         """
         wanted = {*pieces, *(piece._replace(recompute="none") for piece in pieces)}
         jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
-        if not jobs:
+        folder = cache_folder()
+        files = {piece: folder / f"modules-{_identity(those)}.json" for piece, those in jobs.items()}
+        if not self._missing(files):
             return
-        with _cache() as folder:
-            files = {piece: folder / f"modules-{_identity(those)}.json" for piece, those in jobs.items()}
-            self._reports |= {piece: reports for piece, file in files.items() if (reports := _read(file))}
-            jobs = {piece: those for piece, those in jobs.items() if piece not in self._reports}
-            for piece, reports in _carry_out(jobs):
+        with _alone(folder):
+            missing = self._missing(files)  # another process may have counted meanwhile
+            for piece, reports in _carry_out({piece: jobs[piece] for piece in missing}):
                 self._reports[piece] = reports
                 with suppress(OSError):
                     write_atomically(files[piece], json.dumps(reports).encode(), sync=False)
+
+    def _missing(self, files: Mapping[Piece, Path]) -> list[Piece]:
+        """Read what was counted before; what was not."""
+        self._reports |= {piece: reports for piece, file in files.items() if (reports := _read(file))}
+        return [piece for piece in files if piece not in self._reports]
 
     def of(self, piece: Piece, size: int) -> Modules:
         """The modules for micro-batches of `size` sequences; of a piece that keeps less than all, its `layer`."""
@@ -147,23 +155,39 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
 
 
 def cache_folder() -> Path:
-    """Where what this machine has counted is kept."""
+    """Where what this machine has counted is kept; where the user's folder cannot be written, a temporary one."""
+    temporary = Path(tempfile.gettempdir()) / f"pangu-{os.getuid()}"
     try:
         home = Path.home()
     except RuntimeError:  # as of a user who is a mere number, in a container
-        home = Path(tempfile.gettempdir()) / f"user-{os.getuid()}"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu"
+        home = temporary
+    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+                return folder
+    return temporary
 
 
 @contextmanager
-def _cache() -> Iterator[Path]:
-    """The user's cache folder, if it can be had for this process alone: of many that want the same, one counts."""
-    folder = cache_folder()
+def _alone(folder: Path) -> Iterator[None]:
+    """Of many processes that want the same, one counts at a time. One that takes too long is not waited for: it may be
+    stopped."""
     with ExitStack() as stack:
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context((folder / "modules.lock").open("w")), fcntl.LOCK_EX)
-        yield folder
+            lock = stack.enter_context((folder / "modules.lock").open("w"))
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not _locked(lock) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @cache

@@ -41,6 +41,7 @@ OFF = 0.06
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the tests of a session count, and nothing else."""
     folder = tmp_path_factory.getbasetemp() / "cache"
+    folder.mkdir(exist_ok=True)
     monkeypatch.setattr(module_work, "cache_folder", lambda: folder)
     return folder
 

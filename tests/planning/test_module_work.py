@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from pangu.planning.module_work import _read, cache_folder
+from pangu.planning import module_work
+from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
+from tests.configs import config
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", "[1]", "[{}]", '[{"phases": {}}]', "\xff"])
@@ -18,9 +24,37 @@ def test_a_file_that_nobody_can_have_counted_is_not_read(content: str, tmp_path:
     assert _read(tmp_path) is None
 
 
-def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_the_users_or_a_temporary_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/.cache/pangu")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert cache_folder().is_absolute()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "pangu"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary = tmp_path / f"pangu-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    assert cache_folder() == temporary
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as of a user who is a mere number
+    assert cache_folder() == temporary / ".cache" / "pangu"
+
+
+def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was counted before is read without waiting."""
+    counted: list[int] = []
+    counts, piece = ModuleCounts(config("+config=quickstart")), Piece(1, False)
+    reports = [{"phases": {}, "update": {}}] * 4
+
+    def carry_out(jobs: Mapping[Piece, object]) -> list[tuple[Piece, object]]:
+        counted.append(len(jobs))
+        return [(one, reports) for one in jobs]
+
+    monkeypatch.setattr(module_work, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(module_work, "_carry_out", carry_out)
+    monkeypatch.setattr(module_work, "PATIENCE_SECONDS", 0.3)
+    with (tmp_path / "modules.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        counts.count([piece])
+        assert time.monotonic() - began >= 0.3
+        monkeypatch.setattr(module_work, "_alone", None)
+        ModuleCounts(counts.config).count([piece])
+    assert counted == [1]
