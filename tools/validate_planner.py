@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def read_coefficients(path: Path) -> list[Coefficients]:
             Coefficients(
                 Scope(one["source"], one["device"], one["format"]),
                 one["program"],
-                Fitted(*(_factors(one[name]) for name in ("times", "memory", "shapes"))),
+                Fitted(*(_factors(one[part.name]) for part in fields(Fitted))),
                 int(one["rows"]),
             )
             for one in entries

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
 from pangu.planning.cost import StepTime, step_time
-from pangu.planning.fit import Factors, fit, scaled
+from pangu.planning.fit import MEMORY, Factors, fit, scaled
 from pangu.planning.layout_work import Plan
 from pangu.planning.measurements import Row
 from pangu.planning.memory import memory_of_stages
@@ -38,6 +38,10 @@ ROWS_IN_POOL = 12
 """Of each source."""
 DISAGREEMENT = 0.1
 """Logarithm of a source's median time over those of all others."""
+UNUSUAL = math.log(2)
+"""Logarithm of how far a row may be from its like without being left out of a fit."""
+LEAST_STALL = 0.1
+"""Seconds of a message that are no latency of a network."""
 LEAST_SWEEP = 3
 """Rows of a sweep that say something of an order."""
 
@@ -65,6 +69,8 @@ class Fitted:
     """Of those that memory depends on."""
     shapes: Factors = field(default_factory=dict)
     """Layer's shape -> its time over that from the figures, where several rows tell of it."""
+    stalls: Factors = field(default_factory=dict)
+    """Nodes -> seconds that a message between stages waits besides, where most runs on so many did."""
 
 
 class Coefficients(NamedTuple):
@@ -109,7 +115,8 @@ def cluster_of(row: Row, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig
         each = found.between.gb_s * row.network / (_NOMINAL.get(found.name, found.between.gb_s) * found.nics)
         found = replace(found, between=replace(found.between, gb_s=each))
     if "40G" in row.device:
-        found = replace(found, memory=replace(found.memory, gib=39.4))
+        # NVIDIA's data sheet of the A100 of 40 GB
+        found = replace(found, memory=replace(found.memory, gib=39.4, gb_s=1555.0))
     return replace(found, node=row.node, devices=row.devices)
 
 
@@ -130,7 +137,18 @@ def predict_time(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -
     known = scaled(cluster, fitted.times)
     time = step_time(workload, plan.steps, plan.layout, known, row.system.hidden_messages)
     factor = fitted.shapes.get(shape_of(row, plan)) if fitted.shapes else None
-    return time if factor is None else time.slowed(factor)
+    time = time if factor is None else time.slowed(factor)
+    return replace(time, pipeline=time.pipeline + messages_of(plan) * fitted.stalls.get(nodes_of(row), 0.0))
+
+
+def nodes_of(row: Row) -> str:
+    """How many nodes a row's run was on."""
+    return str(row.devices // row.node)
+
+
+def messages_of(plan: Plan) -> float:
+    """Messages between stages that follow each other in a step: to and fro, mean over the stages."""
+    return plan.micro_batches * 2 * (plan.pipeline - 1) / plan.pipeline
 
 
 def predict_memory(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> float:
@@ -150,6 +168,13 @@ def predict(row: Row, cluster: ClusterConfig, fitted: Fitted) -> Prediction:
     return min(options, key=lambda option: (not option.fits, option.time.total))
 
 
+def _seconds(row: Row, cluster: ClusterConfig, fitted: Fitted) -> float:
+    """Of a row, as `predict` says."""
+    if len(row.plans) == 1:
+        return predict_time(row, row.plans[0], cluster, fitted).total
+    return predict(row, cluster, fitted).time.total
+
+
 def time_errors(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> list[float]:
     """Logarithms of predicted over measured times."""
     return [
@@ -165,7 +190,7 @@ def fit_rows(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> Fitt
     filled = _spread([pair for pair in known if pair[0].memory])
 
     def times(factors: Factors) -> list[float]:
-        return [math.log1p(predict(row, cluster, Fitted(factors)).error) for row, cluster in timed]
+        return [math.log(_seconds(row, cluster, Fitted(factors)) / (row.seconds or 1)) for row, cluster in timed]
 
     def memories(factors: Factors) -> list[float]:
         return [
@@ -174,18 +199,46 @@ def fit_rows(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> Fitt
         ]
 
     figures: Factors = fit(times) if timed else {}
+    # what takes twice as long as its like has another cause; it tells nothing of the figures
+    usual = [
+        pair for pair, error in zip(timed, time_errors(timed, Fitted(figures)), strict=True) if abs(error) < UNUSUAL
+    ]
+    if 2 * len(usual) > len(timed) > len(usual):
+        timed = usual
+        figures = fit(times)
+    memory: Factors = fit(memories, MEMORY) if filled else {}
+    everyone = [pair for pair in known if pair[0].seconds]
+    fitted = Fitted(figures, memory)
+    fitted = replace(fitted, stalls=_stalls(everyone, fitted))
+    return replace(fitted, shapes=_shapes(everyone, fitted))
+
+
+def _stalls(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Factors:
+    """What messages wait for besides on so many nodes, where three of four runs did."""
+    waits: dict[str, list[float]] = defaultdict(list)
+    for row, cluster in pairs:
+        plan = row.plans[0]
+        if plan.pipeline > 1 and row.devices > row.node:
+            seconds = predict_time(row, plan, cluster, fitted).total
+            waits[nodes_of(row)].append(((row.seconds or 0.0) - seconds) / messages_of(plan))
+    return {
+        nodes: median(found)
+        for nodes, found in waits.items()
+        if len(found) >= ROWS_IN_POOL and sorted(found)[len(found) // 4] > LEAST_STALL
+    }
+
+
+def _shapes(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Factors:
+    """How much longer than by the figures the layers of each shape take, as if one more row had no residual."""
     residuals: dict[str, list[float]] = defaultdict(list)
-    for (row, _), error in zip(timed, time_errors(timed, Fitted(figures)), strict=True):
-        if len(row.plans) == 1:
+    for (row, _), error in zip(pairs, time_errors(pairs, fitted), strict=True):
+        if len(row.plans) == 1 and abs(error) < UNUSUAL:
             residuals[shape_of(row, row.plans[0])].append(-error)
-    shapes = {
-        # as if one more row had no residual
+    return {
         shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(found) * len(found) / (len(found) + 1))))
         for shape, found in residuals.items()
         if len(found) >= LEAST_OF_SHAPE
     }
-    memory: Factors = fit(memories, ("memory.workspace_gib", "memory.fragmentation")) if filled else {}
-    return Fitted(figures, memory, shapes)
 
 
 def _spread(pairs: list[Any]) -> list[Any]:
@@ -248,24 +301,28 @@ def _residuals(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fitte
     return time_errors(known, fitted)
 
 
-def coefficients_for(row: Row, fits: Sequence[Coefficients]) -> Coefficients | None:
-    """The coefficients of a row's scope; else of its source on the same family of devices; else those of its device
-    and program, of its device."""
-    for matches in (
-        lambda one: one.scope == Scope.of(row),
-        lambda one: one.scope.source == row.source and one.scope.device.split("-")[0] == row.family
-        and one.scope.format == row.format,
-        lambda one: one.scope[1:] == (row.family, row.format) and one.program == row.system.name and _any(one),
-        lambda one: one.scope[1:] == (row.family, row.format) and _any(one),
-    ):  # fmt: skip
-        found = [one for one in fits if matches(one)]
-        if found:
-            return max(found, key=lambda one: one.rows)
-    return None
+def fitted_for(row: Row, fits: Sequence[Coefficients]) -> Fitted:
+    """What was fitted to a row's scope; else to its source on the same family of devices; else to its device and
+    program, to its device: times and memory each from the first that tells of them."""
+    likeness = [
+        (
+            one.scope == Scope.of(row),
+            one.scope.source == row.source and _kind(one.scope) == (row.family, row.format),
+            one.scope == Scope("*", row.family, row.format) and one.program == row.system.name,
+            one.scope == Scope("*", row.family, row.format),
+        )
+        for one in fits
+    ]
+    alike = [(like.index(True), -one.rows, one.fitted) for like, one in zip(likeness, fits, strict=True) if any(like)]
+    alike.sort(key=lambda entry: entry[:2])
+    times = next((fitted for *_, fitted in alike if fitted.times), Fitted())
+    memory = next((fitted.memory for *_, fitted in alike if fitted.memory), {})
+    return replace(times, memory=memory)
 
 
-def _any(one: Coefficients) -> bool:
-    return one.scope.source == "*"
+def _kind(scope: Scope) -> tuple[str, str]:
+    """Family of a scope's devices, and its format."""
+    return scope.device.split("-")[0], scope.format
 
 
 def predict_rows(
@@ -276,8 +333,7 @@ def predict_rows(
     for row in rows:
         cluster = cluster_of(row, clusters)
         if cluster is not None:
-            found = coefficients_for(row, fits)
-            predictions.append(predict(row, cluster, found.fitted if found is not None else Fitted()))
+            predictions.append(predict(row, cluster, fitted_for(row, fits)))
     return predictions
 
 

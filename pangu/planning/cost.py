@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pangu.config.cluster import ClusterConfig, LinkConfig
+from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
@@ -152,29 +152,38 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
     if group.size <= 1:
         return 0.0
     rounds = 2 if collective.kind == "all_reduce" else 1
-    inside = cluster.inside
     share = 1.0 if collective.kind == "send" else (group.size - 1) / group.size
-    if group.inside >= group.size:
-        link = inside
-    else:
-        # devices x share of a node's interfaces, of which those of the group's neighbours use the rest
-        wire = cluster.between.gb_s * cluster.nics * group.inside / cluster.node
-        link = LinkConfig(cluster.between.latency_us, min(wire, inside.gb_s))
-    hops = 1 if collective.kind == "send" else rounds * math.ceil(math.log2(group.size))
-    seconds = hops * link.latency_us * 1e-6 + rounds * share * collective.bytes / (link.gb_s * 1e9)
-    return seconds * collective.calls
+    whole, nodes = steps(collective, group.size), math.ceil(group.size / group.inside)
+    # of a ring's steps one leaves each node; those of a tree wait for the farthest
+    outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else whole
+    waits = outside * cluster.between.latency_us + (whole - outside) * cluster.inside.latency_us
+    wire = cluster.inside.gb_s
+    if nodes > 1:  # devices x share of a node's interfaces, of which those of the group's neighbours use the rest
+        wire = min(wire, cluster.between.gb_s * cluster.nics * group.inside / cluster.node)
+    return (waits * 1e-6 + rounds * share * collective.bytes / (wire * 1e9)) * collective.calls
+
+
+def steps(collective: Collective, size: int) -> int:
+    """Messages that follow each other: NCCL gathers and scatters in rings, and reduces to all by trees when short."""
+    if collective.kind == "send":
+        return 1
+    return 2 * math.ceil(math.log2(size)) if collective.kind == "all_reduce" else size - 1
 
 
 def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
     """Time of one piece of work."""
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    compute = max(device, work.launches * cluster.launch_us * 1e-6)
-    hidden = waited = 0.0
+    host, hidden, waited = work.launches * cluster.launch_us * 1e-6, 0.0, 0.0
+    contended = groups["pipeline"].inside < groups["pipeline"].size
     for collective in work.collectives:
-        seconds = collective_seconds(collective, groups[collective.axis], cluster)
+        group = groups[collective.axis]
+        seconds = collective_seconds(collective, group, cluster)
         hidden += seconds * collective.hidden
         waited += seconds * (1 - collective.hidden)
+        if contended and group.size > 1:
+            host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
+    compute = max(device, host)
     return Phase(compute, waited + beside(compute, hidden, cluster))
 
 

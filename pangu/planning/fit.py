@@ -25,17 +25,21 @@ FREEDOM: dict[str, float] = {
     "memory.efficiency": 0.3,
     "inside.gb_s": 0.4,
     "between.gb_s": 0.4,
-    "inside.latency_us": 0.7,
+    "inside.latency_us": 1.0,
     "between.latency_us": 1.0,
     "launch_us": 0.7,
     "message_us": 2.0,
     "step_us": 1.0,
     "overlap": 0.05,
+    "memory.context_gib": 1.0,
     "memory.workspace_gib": 1.5,
+    "memory.communicator_gib": 0.5,
     "memory.fragmentation": 1.0,
 }
 """What is fitted, and by about which factor (its logarithm) the truth may differ from the cluster's file."""
-TIMES = tuple(name for name in FREEDOM if name not in ("memory.workspace_gib", "memory.fragmentation"))
+MEMORY = ("memory.context_gib", "memory.workspace_gib", "memory.communicator_gib", "memory.fragmentation")
+"""Those of them that memory depends on."""
+TIMES = tuple(name for name in FREEDOM if name not in MEMORY)
 """Those that times depend on."""
 MOST = {"matmul.efficiency": 0.92, "memory.efficiency": 0.95, "matmul.attention": 0.9}
 """What no kernel reaches."""
@@ -76,7 +80,7 @@ def scaled(cluster: ClusterConfig, factors: Factors) -> ClusterConfig:
 
 
 def fit(
-    errors: Callable[[Factors], Sequence[float]], names: Sequence[str] = TIMES, iterations: int = 12
+    errors: Callable[[Factors], Sequence[float]], names: Sequence[str] = TIMES, iterations: int = 40
 ) -> dict[str, float]:
     """The factors of a cluster's figures that make `errors`, the logarithms of predicted over measured times, small.
 
@@ -109,6 +113,6 @@ def fit(
                 x, now, damping = tried, then, damping / 4
                 break
             damping *= 4
-        if gain < 1e-3 * float(now @ now):
+        if gain < 1e-4 * float(now @ now):
             break
     return factors(x)

@@ -74,6 +74,10 @@ class System:
     """Of weights and activations."""
     moved: float = 1.0
     """Bytes of a layer's operations that are no products, over those of the formulas."""
+    spare_bytes: int = 0
+    """Of a gradient besides the sum, from one micro-batch to the next."""
+    contended_us: float = 0.0
+    """Microseconds that a step of a ring of tensor ranks holds the host while messages between stages cross nodes."""
 
     @property
     def optimizer_bytes(self) -> int:
@@ -189,7 +193,8 @@ def state_bytes(system: System, plan: Plan, numbers: float) -> float:
     # schedules that compute weight gradients late keep whole gradients
     kept = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
     main = 0.0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
-    return numbers * (system.number_bytes / (shards if plan.zero == 3 else 1) + system.gradient_bytes / kept + main)
+    gradients = system.gradient_bytes / kept + system.spare_bytes
+    return numbers * (system.number_bytes / (shards if plan.zero == 3 else 1) + gradients + main)
 
 
 def _step(

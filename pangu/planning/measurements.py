@@ -7,15 +7,28 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pangu.config.errors import UserError
 from pangu.planning.layout_work import Plan, Recompute, Shape, System
-from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, NANOTRON
+from pangu.planning.published import (
+    DEEPSPEED,
+    DEEPSPEED_BF16,
+    FSDP,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    MEGATRON_UNFUSED,
+    NANOTRON,
+    ZERO_BUBBLE,
+)
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")
 """That a table must have."""
+SINCE_2022 = "2205"
+"""Month of the paper from which on Megatron-LM is that of Korthikanti et al. 2022."""
 PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "Ascend910": 256.0}
 """TFLOP/s of the dense 16-bit formats, of which printed utilisations are shares: NVIDIA's and Huawei's data sheets."""
 
@@ -128,10 +141,7 @@ def _row(values: Mapping[str, str]) -> Row:
     if stages > shape.layers:
         raise UnusableRowError("there are more stages than layers")
     zero = _number(values, "zero") or 0
-    recompute: Recompute = "none"
-    told = values.get("recompute", "").strip()
-    if told == "full" or told.startswith("selective"):
-        recompute = "full" if told == "full" else "selective"
+    recompute = _recompute(values, shape, devices)
     memory = _number(values, "mem_gb")
     row = Row(
         values["source"].strip(),
@@ -143,7 +153,7 @@ def _row(values: Mapping[str, str]) -> Row:
         devices,
         _count(values, "gpus_per_node", 8),
         shape,
-        _system(values, recompute),
+        _system(values, recompute, shape.gated),
         (),
         None,
         memory,
@@ -154,9 +164,22 @@ def _row(values: Mapping[str, str]) -> Row:
     return row._replace(plans=plans, seconds=_seconds(values, row, plans[0], note))
 
 
+def _recompute(values: Mapping[str, str], shape: Shape, devices: int) -> Recompute:
+    """What is told, or else what the printed rate of FLOPs counts: a forward that backward repeats is a third more."""
+    told = values.get("recompute", "").strip()
+    if told == "full" or told.startswith("selective"):
+        return "full" if told == "full" else "selective"
+    seconds, rate = _number(values, "step_time_s"), _number(values, "tflops_per_gpu")
+    if told or seconds is None or rate is None:
+        return "none"
+    counted = rate * 1e12 * devices * seconds / shape.flops(_count(values, "global_batch"))
+    return "full" if counted > (1 + 4 / 3) / 2 else "none"
+
+
 def _format(note: str) -> str:
     """The format of products."""
-    formats = {"nvfp4": "fp4", "fp8": "fp8", "float8": "fp8"}
+    # torchtitan's products with a scale for each row take as long as those of 16 bits
+    formats = {"rowwise": "bf16", "nvfp4": "fp4", "fp8": "fp8", "float8": "fp8"}
     return next((format_ for word, format_ in formats.items() if word in note.lower()), "bf16")
 
 
@@ -194,18 +217,29 @@ def _shape(values: Mapping[str, str]) -> Shape:
     return min(options, key=lambda one: (round(abs(one.parameters / 1e9 / told - 1), 2), one.gated != llama))
 
 
-def _system(values: Mapping[str, str], recompute: str) -> System:
+def _system(values: Mapping[str, str], recompute: str, gated: bool) -> System:
     """Which program it was, by its name or else by what it can do."""
     text = f"{values['source']} {values.get('note', '')}".lower()
     zero = values.get("zero", "").strip()
     if "nanotron" in text:
         return NANOTRON
     if "fsdp" in text or zero in ("2", "3", "2.0", "3.0"):
-        return FSDP
+        beside = 1.0 if re.search("async ?tp", text) else 0.0
+        return replace(FSDP, fused="compile" in text or "async" in text, hidden_tensor=beside)
     older = values["gpu"].startswith(("A100", "V100", "Ascend"))
-    if older and (recompute == "selective" or values.get("sp", "").strip() == "yes" or "2205.05198" in text):
-        return MEGATRON_2022
-    return MEGATRON_2021 if older else MEGATRON_CORE
+    year = re.search(r"arxiv:(\d{4})", text)
+    newer = recompute == "selective" or values.get("sp", "").strip() == "yes" or (year and year[1] >= SINCE_2022)
+    if older and gated:
+        return MEGATRON_UNFUSED
+    if older and (zero in ("1", "1.0") or "deepspeed" in text):
+        return DEEPSPEED if "fp16" in text else DEEPSPEED_BF16
+    if older:
+        late = _ZERO_BUBBLE.search(values.get("table", ""))
+        return ZERO_BUBBLE if late else MEGATRON_2022 if newer else MEGATRON_2021
+    return MEGATRON_CORE
+
+
+_ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
 
 
 def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recompute: Recompute) -> tuple[Plan, ...]:
@@ -216,13 +250,8 @@ def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recomp
     micro = _count(values, "micro_batch", 0)
     each = batch / sizes["data"]
     micros = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
-    virtual = _count(values, "vpp", 0)
-    if virtual or stages == 1 or row.system not in (MEGATRON_2021, MEGATRON_2022):
-        virtuals = [virtual or 1]
-    else:
-        told = "interleaved" in values.get("note", "")
-        virtuals = [2] if told and layers % (stages * 2) == 0 else [1]
-    named = re.search(r"schedule (zb-[12]p)", values.get("table", ""), re.IGNORECASE)
+    virtuals = _virtuals(values, row.system, stages, layers)
+    named = _ZERO_BUBBLE.search(values.get("table", ""))
     plans = []
     for size in micros or [1]:
         for chunks in virtuals:
@@ -233,11 +262,37 @@ def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recomp
                     sizes["tensor"], stages, chunks, sizes["data"], sizes["context"], sizes["zero"],
                     values.get("sp", "").strip() == "yes" and sizes["tensor"] > 1, recompute, size, times, schedule,
                     bool(re.search("one layer fewer|counted as a layer", values.get("note", ""))),
+                    cut_by_cost(row.shape, stages) if row.system is NANOTRON else (),
                 )
             )  # fmt: skip
     if min(plan.pipeline * plan.virtual for plan in plans) > layers:
         raise UnusableRowError("there are more chunks than layers")
     return tuple(plans)
+
+
+def _virtuals(values: Mapping[str, str], system: System, stages: int, layers: int) -> list[int]:
+    """Chunks of a stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers of 2021
+    and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
+    told = _count(values, "vpp", 0)
+    if told or stages == 1:
+        return [told or 1]
+    more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
+    if system is MEGATRON_CORE:
+        return [1, *more]
+    return more[:1] if more and "interleaved" in values.get("note", "") and "megatron" in system.name else [1]
+
+
+def cut_by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where the head counts as its weights: a layer goes to the first stage that has not yet had
+    its share of all weights (nanotron's `build_model`)."""
+    costs = [shape.layer_matrices] * shape.layers
+    whole, done, stage = sum(costs) + shape.vocab * shape.hidden, 0, 0
+    counts = [0] * stages
+    for cost in costs:
+        counts[stage] += 1
+        done += cost
+        stage += stage < stages - 1 and done > whole * (stage + 1) / stages
+    return tuple(counts)
 
 
 def _seconds(values: Mapping[str, str], row: Row, plan: Plan, note: str) -> float | None:

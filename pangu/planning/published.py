@@ -14,14 +14,25 @@ from functools import lru_cache
 from pangu.planning.layout_work import Plan, Shape, System, assemble
 from pangu.planning.workload import Collective, Matmul, ModuleWork, Work, Workload
 
-MEGATRON_2021 = System("megatron", False, True, True, 22, 4, 8)
-"""Megatron-LM and Megatron-DeepSpeed of 2021 and 2022: fused softmax, nothing overlaps."""
-MEGATRON_2022 = replace(MEGATRON_2021, hidden_backward=1.0)
-"""Megatron-LM with sequence parallelism and selective recompute (Korthikanti et al. 2022, section 4.2.2)."""
+MEGATRON_2021 = System("megatron", False, True, True, 22, 2, 8, spare_bytes=4)
+"""Megatron-LM of 2021: fused softmax, gradients in fp16 with a copy in fp32 for the update, nothing overlaps."""
+MEGATRON_2022 = replace(MEGATRON_2021, gradient_bytes=4, accumulation_bytes=0, spare_bytes=0, hidden_backward=1.0)
+"""Megatron-LM since sequence parallelism and selective recompute (Korthikanti et al. 2022, section 4.2.2): products of
+weight gradients add to the sum in fp32 as they end, beside them gradients of inputs are reduced."""
+ZERO_BUBBLE = replace(MEGATRON_2022, accumulation_bytes=8)
+"""Megatron-LM with schedules that compute gradients of weights late, and add them by an operation (Qi et al. 2024)."""
+MEGATRON_UNFUSED = replace(MEGATRON_2021, fused=False)
+"""Megatron's code with layers that its fused kernels do not know (gated, rotary): GLM-130B, Zeng et al. 2022."""
+DEEPSPEED = replace(MEGATRON_2021, spare_bytes=0)
+"""Megatron-DeepSpeed in fp16, whose copies in fp32 are sharded."""
+DEEPSPEED_BF16 = replace(MEGATRON_2021, gradient_bytes=4, accumulation_bytes=22, spare_bytes=2)
+"""Megatron-DeepSpeed in bf16: its optimizer adds each micro-batch's gradients to sums in fp32 by operations of their
+own: clears, writes and reads 2 bytes, writes and reads 4, reads and writes the sum (BLOOM, MT-NLG)."""
 MEGATRON_CORE = System("megatron-core", True, False, True, 18, 4, 0, 0.5, 0.5, 0.95, 1.0)
 """Megatron-Core since 2023: flash attention, communication beside computing."""
-NANOTRON = System("nanotron", True, False, False, 30, 4, 12)
-"""nanotron of 2024."""
+NANOTRON = System("nanotron", True, False, False, 30, 4, 12, hidden_tensor=1.0, contended_us=250.0)
+"""nanotron of 2024: communication of tensor ranks beside products (`tp_linear_async_communication`). Fitted: wherever a
+pipeline spans nodes, a layer takes the host 2.3 ms more for each further tensor rank, whatever its size."""
 FSDP = System("fsdp", True, False, False, 24, 4, 8, 0.0, 0.0, 1.0)
 """FSDP of PyTorch with flash attention."""
 
@@ -39,6 +50,10 @@ def _attention(shape: Shape, system: System, b: int, length: int, heads: int, pa
     )
 
 
+UNFUSED_SCORES = 18.0
+"""Numbers of 16 bits that each score moves with scale, mask, softmax in fp32, its casts and dropout one by one."""
+
+
 def _layer_bytes(shape: Shape, system: System, plan: Plan, tokens: float) -> tuple[float, float]:
     """Bytes that operations of a layer which are no products move, forward and backward.
 
@@ -51,7 +66,8 @@ def _layer_bytes(shape: Shape, system: System, plan: Plan, tokens: float) -> tup
     residual = 11.0 if system.fused else 15.0
     forward = residual / shared + (2 * shape.ffn / h + up + 4 + 2 * shape.kv_heads / shape.heads * 2) / t
     backward = 1.9 * residual / shared + (2 * up + 2 * shape.ffn / h + 12) / t
-    scores = 0.0 if system.flash else shape.heads / t * shape.sequence / h * (6.5 if system.dropout else 4)
+    each = (6.5 if system.dropout else 4) if system.fused else UNFUSED_SCORES
+    scores = 0.0 if system.flash else shape.heads / t * shape.sequence / h * each
     unit = system.moved * system.number_bytes * tokens * h
     return unit * (forward + scores), unit * (backward + scores * 1.6)
 
@@ -79,8 +95,9 @@ def _communication(shape: Shape, system: System, plan: Plan, tokens: float) -> t
     found: list[Collective] = []
     whole = 1.0 * system.number_bytes * tokens * shape.hidden
     if plan.tensor > 1 and plan.sequence:
-        found.append(Collective("all_gather", "tensor", whole, 2, system.hidden_tensor))
-        found.append(Collective("reduce_scatter", "tensor", whole, 2, system.hidden_tensor))
+        hidden, contended = system.hidden_tensor, system.contended_us
+        found.append(Collective("all_gather", "tensor", whole, 2, hidden, contended))
+        found.append(Collective("reduce_scatter", "tensor", whole, 2, hidden, contended))
     elif plan.tensor > 1:
         found.append(Collective("all_reduce", "tensor", whole, 2, system.hidden_tensor))
     if plan.context > 1:
@@ -123,7 +140,10 @@ def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
     # sequence parallelism gathers the inputs of products once more for the gradients of weights
     more = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
     again = forward if plan.recompute == "full" else Work()
-    if plan.recompute == "selective" and not system.flash:
+    if plan.recompute == "selective" and system.flash:  # torchtitan's: all but every other product and attention
+        products = tuple(Matmul(tokens, columns, depth, calls=0.5) for depth, columns in matrices)
+        again = Work(products, bytes_forward, launches - 3)
+    elif plan.recompute == "selective":
         scores = _attention(shape, system, b, length, heads, 1)
         again = Work(scores, 13.0 * b * length * shape.sequence * heads, 4)
     return ModuleWork(

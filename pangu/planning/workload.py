@@ -44,6 +44,8 @@ class Collective(NamedTuple):
     calls: float = 1
     hidden: float = 0.0
     """Share that can run beside computing."""
+    contended_us: float = 0.0
+    """Microseconds that each step of its ring holds the host while messages between stages cross nodes."""
 
 
 @dataclass(frozen=True)

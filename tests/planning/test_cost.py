@@ -19,12 +19,13 @@ from pangu.planning.cost import (
     collective_seconds,
     matmul_seconds,
     module_time,
+    phase_seconds,
     pipeline_seconds,
     step_time,
 )
 from pangu.planning.layout_work import Plan, Shape
 from pangu.planning.memory import memory_of_stages, most_held
-from pangu.planning.published import MEGATRON_2021, MEGATRON_2022, describe, layer_work
+from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.planning.workload import Collective, Matmul
 from tests.spawn import repository
 
@@ -68,6 +69,37 @@ def test_groups_share_the_interfaces_of_a_node() -> None:
         collective_seconds(Collective("all_reduce", "data", 8e9), Group(8, inside), A100) for inside in (2, 1)
     )
     assert narrow == pytest.approx(2 * wide, rel=0.01)
+
+
+def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> None:
+    def microseconds(kind: str, group: Group) -> float:
+        return 1e6 * collective_seconds(Collective(kind, "tensor", 0.0), group, A100)  # type: ignore[arg-type]
+
+    inside, between = A100.inside.latency_us, A100.between.latency_us
+    assert microseconds("all_gather", Group(8, 8)) == pytest.approx(7 * inside)
+    assert microseconds("all_gather", Group(16, 8)) == pytest.approx(14 * inside + between)
+    assert microseconds("all_reduce", Group(8, 8)) == pytest.approx(2 * 3 * inside)
+    assert microseconds("all_reduce", Group(16, 8)) == pytest.approx(2 * 4 * between)
+    assert microseconds("send", Group(2, 1)) == pytest.approx(between)
+
+
+def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
+    shape, plan = Shape(32, 4096, 32, 32, 14336, 131072, 4096, True, False), PLAN._replace(micro_size=1, sequence=True)
+    work = layer_work(shape, NANOTRON, plan).forward
+    inside, crossing = (plan._replace(data=1, pipeline=stages).layout.groups(8) for stages in (1, 2))
+    held = phase_seconds(work, crossing, A100).compute - work.launches * A100.launch_us * 1e-6
+    assert held == pytest.approx(4 * 7 * NANOTRON.contended_us * 1e-6)
+    assert phase_seconds(work, inside, A100).compute < phase_seconds(work, crossing, A100).compute
+    quiet = layer_work(shape, MEGATRON_2022, plan).forward
+    assert phase_seconds(quiet, inside, A100) == phase_seconds(quiet, crossing, A100)
+
+
+def test_selective_recompute_with_flash_attention_repeats_every_other_product() -> None:
+    shape = Shape(32, 4096, 32, 8, 14336, 128256, 8192, True, False)
+    again = layer_work(shape, FSDP, PLAN._replace(tensor=1, recompute="selective")).recompute
+    forward = layer_work(shape, FSDP, PLAN._replace(tensor=1)).forward
+    products = sum(product.flops for product in forward.matmuls if not product.fused)
+    assert sum(product.flops for product in again.matmuls) == pytest.approx(products / 2)
 
 
 def test_layers_take_as_long_as_was_published() -> None:
@@ -125,10 +157,12 @@ def test_terms_add_up_and_more_links_help() -> None:
 
 
 def test_memory_is_what_the_papers_formulas_say() -> None:
-    # 2 + 4 + 12 bytes a parameter, all on one device; 34 sbh + 5 a s^2 b a layer over 8 ranks (table 2)
-    workload = describe(GPT_22B, MEGATRON_2021, PLAN)
-    (memory,) = memory_of_stages(workload, PLAN.steps, A100)
-    assert memory.states == pytest.approx(18 * GPT_22B.parameters / 8 / 2**30, rel=0.02)
+    # 2 + 4 + 12 bytes a parameter in bf16, 2 more in fp16, all on one device
+    # 34 sbh + 5 a s^2 b a layer over 8 ranks (table 2)
+    for system, each in ((MEGATRON_2021, 20), (MEGATRON_2022, 18)):
+        workload = describe(GPT_22B, system, PLAN)
+        (memory,) = memory_of_stages(workload, PLAN.steps, A100)
+        assert memory.states == pytest.approx(each * GPT_22B.parameters / 8 / 2**30, rel=0.02)
     s, b, h, a = 2048, 4, 6144, 64
     layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
     assert workload.modules["layer"].saved_bytes == pytest.approx(layer)

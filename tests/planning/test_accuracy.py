@@ -1,0 +1,66 @@
+"""What is fitted to measurements, and to which rows it is applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pangu.planning.accuracy import Coefficients, Fitted, Scope, cluster_of, fit_rows, fitted_for, predict_time
+from pangu.planning.cluster import load_clusters
+from pangu.planning.measurements import Row
+from tests.planning.test_measurements import row
+from tests.spawn import repository
+
+CLUSTERS = load_clusters(repository() / "configs" / "cluster")
+
+
+def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:
+    """Rows that take as long as the model says, and `stall` seconds more for each message."""
+    found = []
+    for stages in (2, 4, 8):
+        for size in (1, 2, 4, 8):
+            one = row(
+                folder, source="nanotron", gpu="H100-80G", gpus=str(devices), pp=str(stages), micro_batch=str(size),
+                global_batch=str(4 * devices), params_b="39",
+            )  # fmt: skip
+            (cluster, plan) = cluster_of(one, CLUSTERS), one.plans[0]
+            assert cluster is not None
+            messages = plan.micro_batches * 2 * (stages - 1) / stages
+            seconds = predict_time(one, plan, cluster, Fitted()).total + stall * messages
+            found.append(one._replace(seconds=seconds))
+    return found
+
+
+def test_messages_that_wait_on_so_many_nodes_are_told_from_figures(tmp_path: Path) -> None:
+    few, many = measured(tmp_path, 64), measured(tmp_path, 512, 1.0)
+    fitted = fit_rows([*few, *few[:4], *many], CLUSTERS)
+    assert fitted.stalls == {"64": pytest.approx(1.0, rel=0.15)}
+
+
+def test_a_row_that_takes_twice_as_long_as_its_like_moves_no_figure(tmp_path: Path) -> None:
+    rows = measured(tmp_path, 64)[:6]
+    odd = rows[5]._replace(seconds=20 * (rows[5].seconds or 0))
+    fitted = fit_rows([*rows[:5], odd], CLUSTERS)
+    assert list(fitted.times.values()) == pytest.approx([1.0] * len(fitted.times), rel=0.02)
+
+
+def test_times_and_memory_come_from_the_nearest_fit_that_tells_of_them(tmp_path: Path) -> None:
+    one = row(tmp_path, gpus="16")
+    own, other = Scope("paper", "A100-80G", "bf16"), Scope("*", "A100", "bf16")
+    memory, times = (
+        Fitted(memory={"memory.fragmentation": 2.0}),
+        Fitted({"launch_us": 3.0}, {"memory.fragmentation": 4.0}),
+    )
+    fits = [Coefficients(own, "", memory, 4), Coefficients(other, one.system.name, times, 20)]
+    assert fitted_for(one, fits) == Fitted(times.times, memory.memory)
+    assert fitted_for(one, fits[1:]) == times
+    assert fitted_for(one._replace(format="fp8"), fits) == Fitted()
+
+
+def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:
+    small, large = (cluster_of(row(tmp_path, gpu=f"A100-{size}G"), CLUSTERS) for size in (40, 80))
+    assert small is not None
+    assert large is not None
+    assert (small.memory.gib, small.memory.gb_s) == (39.4, 1555.0)
+    assert large.memory.gb_s == 2039.0

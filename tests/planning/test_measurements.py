@@ -1,0 +1,101 @@
+"""What the rows of a table of measurements are read as."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from pangu.planning.layout_work import Shape, System
+from pangu.planning.measurements import Row, cut_by_cost, read_rows
+from pangu.planning.published import (
+    DEEPSPEED,
+    DEEPSPEED_BF16,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    MEGATRON_UNFUSED,
+    ZERO_BUBBLE,
+)
+
+GPT = {
+    "source": "paper", "layers": "48", "hidden": "8192", "heads": "64", "vocab": "51200", "seq": "2048",
+    "gpu": "A100-80G", "gpus": "128", "tp": "8", "pp": "2", "global_batch": "64", "micro_batch": "1",
+}  # fmt: skip
+"""A row, by column."""
+
+
+def row(folder: Path, **values: str) -> Row:
+    """The row with other values."""
+    whole = {**GPT, **values}
+    with (path := folder / "rows.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(whole))
+        writer.writeheader()
+        writer.writerow(whole)
+    rows, skipped = read_rows(path)
+    assert not skipped
+    return rows[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "system"),
+    [
+        ({}, MEGATRON_2021),
+        ({"recompute": "selective"}, MEGATRON_2022),
+        ({"source": "arXiv:2104.04473"}, MEGATRON_2021),
+        ({"source": "arXiv:2205.05198"}, MEGATRON_2022),
+        ({"source": "arXiv:2401.10241", "table": "schedule ZB-2p"}, ZERO_BUBBLE),
+        ({"zero": "1"}, DEEPSPEED_BF16),
+        ({"zero": "1", "note": "fp16. timed"}, DEEPSPEED),
+        ({"note": "Megatron-DeepSpeed; fp16"}, DEEPSPEED),
+        ({"ffn": "21824", "params_b": "39.6"}, MEGATRON_UNFUSED),
+        ({"gpu": "H100-80G", "zero": "1"}, MEGATRON_CORE),
+    ],
+)
+def test_programs_are_told_by_what_a_row_says(values: dict[str, str], system: System, tmp_path: Path) -> None:
+    assert row(tmp_path, **values).system == system
+
+
+def test_torchtitans_options_are_read(tmp_path: Path) -> None:
+    def titan(note: str) -> Row:
+        return row(tmp_path, gpu="H100-80G", zero="3", pp="1", note=f"FSDP2; {note}")
+
+    assert not titan("eager bf16").system.fused
+    assert titan("compile bf16").system.fused
+    assert titan("bf16 vanilla TP").system.hidden_tensor == 0
+    assert titan("bf16 async TP").system.hidden_tensor == titan("compile float8 AsyncTP").system.hidden_tensor == 1
+    assert titan("float8 tensorwise").format == "fp8"
+    assert titan("float8 rowwise").format == "bf16"
+
+
+@pytest.mark.parametrize(("factor", "recompute"), [(1.0, "none"), (4 / 3, "full")])
+def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, tmp_path: Path) -> None:
+    rate = factor * row(tmp_path).shape.flops(64) / 128 / 10 / 1e12
+    found = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate))
+    assert found.plans[0].recompute == recompute
+    told = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate), recompute="none")
+    assert told.plans[0].recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("values", "chunks"),
+    [
+        ({}, {1}),
+        ({"vpp": "4"}, {4}),
+        ({"note": "interleaved schedule"}, {2}),
+        ({"layers": "42", "pp": "2", "note": "interleaved schedule"}, {3}),
+        ({"gpu": "H100-80G", "pp": "8"}, {1, 2, 3, 6}),
+        ({"gpu": "H100-80G", "pp": "8", "vpp": "3"}, {3}),
+    ],
+)
+def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
+    assert {plan.virtual for plan in row(tmp_path, **values).plans} == chunks
+
+
+def test_stages_are_cut_by_what_they_compute() -> None:
+    # a head that weighs as much as four layers fills the last of four stages
+    shape = Shape(16, 2048, 32, 32, 8192, 131072, 4096, True, False)
+    assert cut_by_cost(shape, 1) == (16,)
+    assert cut_by_cost(shape._replace(vocab=1), 4) == (5, 4, 4, 3)
+    assert cut_by_cost(shape, 4) == (6, 5, 5, 0)
