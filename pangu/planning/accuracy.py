@@ -13,7 +13,7 @@ from pangu.config.cluster import ClusterConfig
 from pangu.planning.cost import StepTime, step_time
 from pangu.planning.fit import MEMORY, Factors, fit, scaled
 from pangu.planning.layout_work import Plan
-from pangu.planning.measurements import Row
+from pangu.planning.measurements import ALIKE, Row, family_of, word_of
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.published import describe
 
@@ -111,6 +111,10 @@ def cluster_of(row: Row, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig
         # less of a higher peak is reached
         matmul = replace(found.matmul, tflops=found.matmul.tflops * rate, efficiency=found.matmul.efficiency * 0.9)
         found = replace(found, matmul=matmul)
+    if (alike := ALIKE.get(word_of(row.device))) is not None:
+        matmul = replace(found.matmul, tflops=found.matmul.tflops * alike.products)
+        inside = replace(found.inside, gb_s=found.inside.gb_s * alike.links)
+        found = replace(found, matmul=matmul, inside=inside)
     if row.network is not None:
         each = found.between.gb_s * row.network / (_NOMINAL.get(found.name, found.between.gb_s) * found.nics)
         found = replace(found, between=replace(found.between, gb_s=each))
@@ -322,7 +326,7 @@ def fitted_for(row: Row, fits: Sequence[Coefficients]) -> Fitted:
 
 def _kind(scope: Scope) -> tuple[str, str]:
     """Family of a scope's devices, and its format."""
-    return scope.device.split("-")[0], scope.format
+    return family_of(scope.device), scope.format
 
 
 def predict_rows(

@@ -33,6 +33,37 @@ PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "Ascend910"
 """TFLOP/s of the dense 16-bit formats, of which printed utilisations are shares: NVIDIA's and Huawei's data sheets."""
 
 
+class Alike(NamedTuple):
+    """A device that was made from another one."""
+
+    family: str
+    products: float
+    """Its peak rate over the other's."""
+    links: float
+    """Its NVLink over the other's."""
+
+
+ALIKE = {
+    "A800": Alike("A100", 1.0, 2 / 3),
+    "H800": Alike("H100", 1.0, 4 / 9),
+    "B200": Alike("GB200", 0.9, 1.0),
+    "B300": Alike("GB300", 0.9, 1.0),
+}
+"""NVIDIA's data sheets."""
+
+
+def word_of(device: str) -> str:
+    """The name of a device without its maker and the size of its memory."""
+    name = re.sub("nvidia|huawei", "", device, flags=re.IGNORECASE).strip()
+    return "Ascend910" if name.lower().startswith("ascend") else re.split(r"[-\s(]", name)[0].upper()
+
+
+def family_of(device: str) -> str:
+    """Whose file describes a device: its own, or that of the one it was made from."""
+    word = word_of(device)
+    return ALIKE[word].family if word in ALIKE else word
+
+
 class UnusableRowError(Exception):
     """Something that a prediction needs is missing or makes no sense."""
 
@@ -63,8 +94,8 @@ class Row(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Of its device, without the size of its memory."""
-        return re.split(r"[-\s(]", self.device)[0]
+        """Of its device."""
+        return family_of(self.device)
 
     @property
     def sweep(self) -> tuple[object, ...]:
@@ -226,7 +257,7 @@ def _system(values: Mapping[str, str], recompute: str, gated: bool) -> System:
     if "fsdp" in text or zero in ("2", "3", "2.0", "3.0"):
         beside = 1.0 if re.search("async ?tp", text) else 0.0
         return replace(FSDP, fused="compile" in text or "async" in text, hidden_tensor=beside)
-    older = values["gpu"].startswith(("A100", "V100", "Ascend"))
+    older = family_of(values["gpu"]) in ("A100", "V100", "Ascend910")
     year = re.search(r"arxiv:(\d{4})", text)
     newer = recompute == "selective" or values.get("sp", "").strip() == "yes" or (year and year[1] >= SINCE_2022)
     if older and gated:

@@ -64,3 +64,22 @@ def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:
     assert large is not None
     assert (small.memory.gib, small.memory.gb_s) == (39.4, 1555.0)
     assert large.memory.gb_s == 2039.0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "file", "products", "links"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", 1.0, 1.0),
+        ("h800", "h100", 1.0, 4 / 9),
+        ("A800-SXM4-80GB", "a100", 1.0, 2 / 3),
+        ("B200", "gb200", 0.9, 1.0),
+        ("GB200", "gb200", 1.0, 1.0),
+        ("Huawei Ascend 910", "ascend910", 1.0, 1.0),
+    ],
+)
+def test_devices_are_known_by_their_kin(gpu: str, file: str, products: float, links: float, tmp_path: Path) -> None:
+    cluster, kin = cluster_of(row(tmp_path, gpu=gpu), CLUSTERS), CLUSTERS[file]
+    assert cluster is not None
+    assert cluster.name == file
+    assert cluster.matmul.tflops == pytest.approx(kin.matmul.tflops * products)
+    assert cluster.inside.gb_s == pytest.approx(kin.inside.gb_s * links)
