@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--explain", action="store_true", help="why the neighbours of the fastest are slower")
     parser.add_argument("--tokens", type=float, metavar="N", help="days, energy and money for so many tokens")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
-    parser.add_argument("--json", action="store_true", help="the dry run or the search as data, and nothing else")
+    parser.add_argument("--json", action="store_true", help="dry run, modules or search as data, and nothing else")
     options = parser.parse_intermixed_args(arguments)
     problem = next(_contradictions(options), None)
     if problem:
