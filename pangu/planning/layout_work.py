@@ -167,23 +167,35 @@ def assemble(
         twice: numbers of the matrix that embedding and head share where they are on one stage; None: all of the head's.
     """
     twice = modules["head"].parameters if twice is None else twice
-    chunks = [Counter({"layer": count}) for count in cut(shape, plan)]
-    for chunk in chunks if plan.recomputed else ():
-        chunk["recomputed"] = min(chunk["layer"], plan.recomputed)
-        chunk["layer"] -= chunk["recomputed"]
-    chunks[0]["embedding"] += 1
-    chunks[-1]["head"] += 1
-    for chunk in chunks[1:-1] if "inner" in modules else ():
-        chunk["inner"] += 1
-    sums = [Counter[str]() for _ in range(plan.pipeline)]
-    for number, counts in enumerate(chunks):
-        sums[plan.steps.of(number)].update(counts)
-    steps = tuple(_step(modules, counts, shape, system, plan, update, twice) for counts in sums)
+    layers = cut(shape, plan)
+    # most chunks are alike, and so are most stages: what is alike is one object
+    kinds = {(count, number == 0, number == len(layers) - 1) for number, count in enumerate(layers)}
+    made = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in kinds}
+    chunks = [made[count, number == 0, number == len(layers) - 1] for number, count in enumerate(layers)]
+    stages: list[list[Counter[str]]] = [[] for _ in range(plan.pipeline)]
+    for number, chunk in enumerate(chunks):
+        stages[plan.steps.of(number)].append(chunk)
+    steps: dict[tuple[int, ...], StepWork] = {}
+    for own in stages:
+        key = tuple(map(id, own))
+        if key not in steps:
+            steps[key] = _step(modules, sum(own, Counter[str]()), shape, system, plan, update, twice)
     tokens = plan.micro_size * shape.sequence / plan.context
     # tensor ranks send a part each: Narayanan et al. 2021, 4.1
     message = system.number_bytes * tokens * shape.hidden / plan.tensor
     sequences = plan.micro_size * plan.micro_batches * plan.data
-    return Workload(dict(modules), tuple(chunks), steps, message, shape.flops(sequences))
+    each = tuple(steps[tuple(map(id, own))] for own in stages)
+    return Workload(dict(modules), tuple(chunks), each, message, shape.flops(sequences))
+
+
+def _modules_of(
+    layers: int, first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
+) -> Counter[str]:
+    """How many modules of each kind a chunk has."""
+    again = min(layers, recomputed)
+    counts = Counter({"layer": layers - again, "embedding": first, "head": last, "recomputed": again})
+    counts["inner"] = "inner" in modules and not (first or last)
+    return +counts
 
 
 def state_bytes(system: System, plan: Plan, numbers: float) -> float:

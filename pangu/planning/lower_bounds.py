@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pangu.planning.cost import ModuleTime, collective_seconds, module_time
+from pangu.planning.cost import Pipeline, collective_seconds, module_time
 from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
-from pangu.planning.memory import most_held
+from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.workload import Collective
 
 if TYPE_CHECKING:
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 class Pieces(NamedTuple):
-    """Seconds of a layer and of the head for one micro-batch, and bytes of a layer's activations."""
+    """Of one micro-batch."""
 
-    layer: ModuleTime
+    whole: float
+    """Seconds of a layer, of which the next three are parts."""
+    forward: float
+    back: float
+    weight: float
     head: float
+    """Seconds."""
     saved: float
-
-    @property
-    def whole(self) -> float:
-        """Seconds of a layer."""
-        return sum(map(sum, self.layer))
+    """Bytes of a layer, this and the following ones as in `ModuleWork`."""
+    deferred: float
+    working: float
 
 
 class Bounds:
@@ -32,6 +35,7 @@ class Bounds:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._pieces: dict[tuple[int, int, bool, str], Pieces] = {}
+        self._held: dict[Pipeline, list[tuple[int, int]]] = {}
         self._links: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -45,7 +49,8 @@ class Bounds:
             share = min(1.0, plan.recomputed / max(layers))
             more = share * (self._of(plan, "full").whole - each)
             whole, stage = whole + more * sum(layers) * 0.9, stage + more * longest * 0.9
-        forward, back, weight = (sum(phase) * self._space.program.shape.layers / p for phase in pieces.layer)
+        share = self._space.program.shape.layers / p
+        forward, back, weight = pieces.forward * share, pieces.back * share, pieces.weight * share
         busy = m * stage + self._replicas(plan, m * stage, back + weight)
         if plan.schedule == "1f1b":
             return busy + whole - stage
@@ -86,12 +91,25 @@ class Bounds:
         return self._links[key]
 
     def gib(self, plan: Plan) -> float:
-        """GiB of the first stage: states of its layers, and their activations in flight."""
-        program, layers = self._space.program, min(plan.layers) * plan.virtual
-        states = program.state_bytes(plan, layers * program.shape.layer_matrices / plan.tensor)
-        again = min(plan.recomputed * plan.virtual, layers)
-        flying = max(sum(held.forwards) for held in most_held(plan.steps)[0]) / plan.virtual
-        return (states + flying * (layers - again) * self._of(plan, plan.recompute).saved) / 2**30
+        """GiB of a stage: states of its layers, activations in flight, a layer at work, the device."""
+        program, layers, pieces = self._space.program, min(plan.layers), self._of(plan, plan.recompute)
+        layer = program.shape.layer_matrices / plan.tensor
+        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer, layer, layer))
+        each = max(0, layers - plan.recomputed)
+        most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
+        memory, working = self._space.cluster.memory, pieces.working if each else 0.0
+        held = (each * most + working) * (1 + memory.fragmentation)
+        return (states + held) / 2**30 + device_overhead(memory, 0)
+
+    def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
+        """Most forwards whose backward is to come on any stage, and with these gradients of weights that are."""
+        if pipeline not in self._held:
+            sums = {(sum(one.forwards), sum(one.inputs)) for stage in most_held(pipeline) for one in stage}
+            most: dict[int, int] = {}
+            for forwards, inputs in sums:
+                most[forwards] = max(inputs, most.get(forwards, 0))
+            self._held[pipeline] = list(most.items())
+        return self._held[pipeline]
 
     def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
         """The pieces of a layout."""
@@ -102,5 +120,7 @@ class Bounds:
             modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)
             layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))
-            self._pieces[key] = Pieces(layer, sum(map(sum, head)), modules["layer"].saved_bytes)
+            counted = modules["layer"]
+            times = (sum(map(sum, layer)), *map(sum, layer), sum(map(sum, head)))
+            self._pieces[key] = Pieces(*times, counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)
         return self._pieces[key]

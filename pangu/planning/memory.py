@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES, Order
 from pangu.planning.cost import Pipeline
-from pangu.planning.workload import Workload
+from pangu.planning.workload import ModuleWork, Workload
 
 _GIB = 2.0**30
 MESSAGES = 4
@@ -37,22 +38,38 @@ class Memory:
 
 def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterConfig) -> list[Memory]:
     """What each stage needs at its peak."""
-    chunks: list[list[Mapping[str, int]]] = [[] for _ in workload.steps]
+    modules = workload.modules
+    # most chunks are one object (see `layout_work.assemble`)
+    sums = {id(chunk): _Chunk.of(chunk, modules) for chunk in workload.chunks}
+    chunks: list[list[_Chunk]] = [[] for _ in workload.steps]
     for number, chunk in enumerate(workload.chunks):
-        chunks[pipeline.of(number)].append(chunk)
+        chunks[pipeline.of(number)].append(sums[id(chunk)])
+    messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
     for step, own, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
-        saved, deferred = (
-            [sum(getattr(workload.modules[kind], what) * count for kind, count in chunk.items()) for chunk in own]
-            for what in ("saved_bytes", "deferred_bytes")
-        )
+        saved, deferred, working = zip(*own, strict=True)
         most = max(sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) for one in held)
-        most += max(workload.modules[kind].working_bytes for chunk in own for kind in chunk)
-        most += MESSAGES * workload.message_bytes * (pipeline.stages > 1)
+        most += max(working) + messages
         states = (step.state_bytes + step.buffer_bytes) / _GIB
         overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
         stages.append(Memory(states, most / _GIB, overhead))
     return stages
+
+
+class _Chunk(NamedTuple):
+    """Bytes of a chunk and micro-batch, as in `ModuleWork`."""
+
+    saved: float
+    deferred: float
+    working: float
+
+    @classmethod
+    def of(cls, chunk: Mapping[str, int], modules: Mapping[str, ModuleWork]) -> _Chunk:
+        return cls(
+            sum(modules[kind].saved_bytes * count for kind, count in chunk.items()),
+            sum(modules[kind].deferred_bytes * count for kind, count in chunk.items()),
+            max(modules[kind].working_bytes for kind in chunk),
+        )
 
 
 def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:

@@ -85,13 +85,15 @@ class ModuleCounts:
         """
         wanted = {*pieces, *(piece._replace(recompute="none") for piece in pieces)}
         jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
+        if not jobs:
+            return
         folder = cache_folder()
         files = {piece: folder / f"modules-{_identity(those)}.json" for piece, those in jobs.items()}
         if not self._missing(files):
             return
         with _alone(folder):
             missing = self._missing(files)  # another process may have counted meanwhile
-            for piece, reports in _carry_out({piece: jobs[piece] for piece in missing}):
+            for piece, reports in _carry_out({piece: jobs[piece] for piece in missing}) if missing else ():
                 self._reports[piece] = reports
                 with suppress(OSError):
                     write_atomically(files[piece], json.dumps(reports).encode(), sync=False)
@@ -126,8 +128,6 @@ class ModuleCounts:
 def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
     """Dry runs of all jobs together, which may take a minute and so is told."""
     everything = [job for those in jobs.values() for job in those]
-    if not everything:
-        return
     log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
     done = iter(run_jobs(everything))
     for piece, those in jobs.items():

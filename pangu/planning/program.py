@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -30,10 +30,12 @@ class Program:
     _counts: ModuleCounts = field(init=False)
     _modules: dict[tuple[Piece, int, bool, bool], dict[str, ModuleWork]] = field(default_factory=dict)
 
+    _last: tuple[Plan, Workload] | None = None
+
     def __post_init__(self) -> None:
         self._counts = ModuleCounts(self.config)
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """The query layer counts as a layer."""
         model = self.config.model
@@ -41,7 +43,7 @@ class Program:
         numbers = (model.layers, model.hidden, model.heads, kv_heads, model.ffn_size, model.vocab, model.sequence)
         return Shape(*numbers, model.activation == "swiglu", model.tied_head)
 
-    @property
+    @cached_property
     def system(self) -> System:
         """How states are kept and sent."""
         config = self.config
@@ -56,6 +58,11 @@ class Program:
 
     def describe(self, plan: Plan) -> Workload:
         """The workload of a step."""
+        if self._last is None or self._last[0] != plan:  # who asks for its memory asks for its time as well
+            self._last = plan, self._described(plan)
+        return self._last[1]
+
+    def _described(self, plan: Plan) -> Workload:
         self.prepare([plan])
         pieces = _pieces(plan)
         modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
@@ -68,10 +75,17 @@ class Program:
         for chunk, counts in enumerate(workload.chunks):
             stage = plan.steps.of(chunk)
             largest[stage] = max(largest[stage], *(modules[kind].parameters for kind in counts))
-        layer, steps = modules["layer"].parameters, workload.steps
         message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
-        stored = tuple(self._stored(step, n, plan, largest[n], layer) for n, step in enumerate(steps))
-        return replace(workload, steps=stored, message_bytes=message)
+        stored: dict[tuple[int, float, int], StepWork] = {}  # most stages are alike
+        steps = []
+        for stage, step in enumerate(workload.steps):
+            key = id(step), largest[stage], _communicators(plan, stage, self.config.model.tied_head)
+            if key not in stored:
+                layer = modules["layer"].parameters
+                lasting, buffers = self.stored_bytes(plan, step.parameters, layer, largest[stage])
+                stored[key] = replace(step, state_bytes=lasting, buffer_bytes=buffers, communicators=key[2])
+            steps.append(stored[key])
+        return replace(workload, steps=tuple(steps), message_bytes=message)
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""
@@ -100,30 +114,24 @@ class Program:
             backward_weight=_sending(module.backward_weight, reduce) if each else module.backward_weight,
         )
 
-    def _stored(self, step: StepWork, stage: int, plan: Plan, largest: float, layer: float) -> StepWork:
-        """A stage's step with what this program stores for it; numbers of its `largest` module and of a layer."""
-        narrow, wide = self._bytes
-        sharding, schedule, buffers = _sharding(plan), SCHEDULES[plan.schedule], 0.0
+    def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
+        """What a stage of so many parameters stores on the device: bytes that last, and those of whole parameters and
+        gradients that come and go; of them those of a layer and of the `largest` module."""
+        sharding, schedule, (narrow, wide) = _sharding(plan), SCHEDULES[plan.schedule], self._bytes
+        rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
+        kept = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+        moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
+        lasting = sum(row.numel * (wide if row.wide else narrow) for row in kept) + moments * numbers / sharding.size
         # in two phases a chunk at a time is gathered, and reduced when its gradients are complete
-        chunk = step.parameters / (plan.virtual if schedule.two_phases else 1)
+        chunk, buffers = numbers / (plan.virtual if schedule.two_phases else 1), 0.0
         if sharding.stage == 3:  # of the module that computes and of the next one
             buffers += narrow * (chunk if schedule.two_phases else min(largest + layer, chunk))
         if sharding.stage >= 2:  # of the module in backward and of those that are being reduced
             each = largest + IN_FLIGHT * layer
             buffers += wide * (min(each, chunk) if plan.schedule in REDUCES_EACH else chunk)
-        states = self.state_bytes(plan, step.parameters)
-        communicators = _communicators(plan, stage, self.config.model.tied_head)
-        return replace(step, state_bytes=states, buffer_bytes=buffers, communicators=communicators)
+        return lasting, buffers
 
-    def state_bytes(self, plan: Plan, numbers: float) -> float:
-        """Bytes on the device that last, of so many parameters of a stage."""
-        sharding, (narrow, wide) = _sharding(plan), self._bytes
-        rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
-        kept = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
-        moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
-        return sum(row.numel * (wide if row.wide else narrow) for row in kept) + moments * numbers / sharding.size
-
-    @property
+    @cached_property
     def _bytes(self) -> tuple[int, int]:
         """Of a number that is computed with, and of one that is summed."""
         return BYTES[self.config.precision.compute], sum_bytes(self.config)

@@ -89,8 +89,8 @@ class StepModel(Protocol):
     def describe(self, plan: Plan) -> Workload:
         """The step of a layout."""
 
-    def state_bytes(self, plan: Plan, numbers: float) -> float:
-        """Bytes on the device that last from step to step, of so many parameters of a stage."""
+    def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
+        """What a stage of so many parameters stores on the device: bytes that last, and bytes that come and go."""
 
 
 class Space(NamedTuple):
