@@ -121,6 +121,8 @@ class Bounds:
             groups = alone.layout.groups(space.cluster.node)
             layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))
             counted = modules["layer"]
-            times = (sum(map(sum, layer)), *map(sum, layer), sum(map(sum, head)))
-            self._pieces[key] = Pieces(*times, counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)
+            forward, back, weight = map(sum, layer)
+            times = (forward + back + weight, forward, back, weight, sum(map(sum, head)))
+            bytes_ = (counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)
+            self._pieces[key] = Pieces(*times, *bytes_)
         return self._pieces[key]

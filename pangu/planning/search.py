@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from pangu.config.cluster import ClusterConfig
@@ -141,21 +142,19 @@ def search(space: Space, top: int = 10) -> Found:
     """The `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
     bounds = Bounds(space)
-    enumerated = list(enumerate_plans(space, refused))
-    space.program.prepare(enumerated)
-    plans = sorted((bounds.seconds(plan), number, plan) for number, plan in enumerate(enumerated))
-    room = space.cluster.memory.gib
-    costed: list[Candidate] = []
-    worst = math.inf
-    for bound, _, plan in plans:
-        if bound > worst:
-            break
-        if bounds.gib(plan) > room:
+    plans = list(enumerate_plans(space, refused))
+    space.program.prepare(plans)
+    waiting = [(bounds.seconds(plan), number, plan) for number, plan in enumerate(plans)]
+    heapify(waiting)
+    number, costed, worst = len(waiting), list[Candidate](), math.inf
+    while waiting and waiting[0][0] <= worst:
+        _, _, plan = heappop(waiting)
+        memory = _memory(space, bounds, plan)
+        if memory is None:
             refused[TOO_LARGE] += 1
-            continue
-        memory = tuple(memory_of_stages(space.program.describe(plan), plan.steps, space.cluster))
-        if max(stage.total for stage in memory) > room:
-            refused[TOO_LARGE] += 1
+            for other in offloaded(space, plan):
+                heappush(waiting, (bounds.seconds(other), number, other))
+                number += 1
             continue
         time = time_of(space, plan, exact=False)
         if time.total <= worst * INEXACT:
@@ -164,7 +163,22 @@ def search(space: Space, top: int = 10) -> Found:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
-    return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
+    return Found(costed[:top], front_of(costed), refused, number, len(costed))
+
+
+def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
+    """The same layout with less on the device, for one that does not fit: it is never faster."""
+    if not plan.offload and "offload" not in space.fixed:
+        yield plan._replace(offload=("optimizer",))
+
+
+def _memory(space: Space, bounds: Bounds, plan: Plan) -> tuple[Memory, ...] | None:
+    """Of each stage; None if one is too large."""
+    room = space.cluster.memory.gib
+    if bounds.gib(plan) > room:
+        return None
+    memory = tuple(memory_of_stages(space.program.describe(plan), plan.steps, space.cluster))
+    return memory if max(stage.total for stage in memory) <= room else None
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:
@@ -281,7 +295,7 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         if space.fixed.get("zero", zero) != zero:
             continue
         for recompute, recomputed in recomputes:
-            for offload in _options(space.fixed, "offload", ((), ("optimizer",))):
+            for offload in _options(space.fixed, "offload", ((),)):
                 yield plan._replace(
                     zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
                 )

@@ -13,7 +13,7 @@ from pangu.config.layout_checks import layout_problems
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import step_time
 from pangu.planning.memory import memory_of_stages
-from pangu.planning.search import Space, configured, enumerate_plans, search, space_of, time_of
+from pangu.planning.search import Space, configured, enumerate_plans, offloaded, search, space_of, time_of
 from tests.configs import config
 from tests.spawn import repository
 from tools.plan import main
@@ -33,10 +33,14 @@ def space(devices: int, *overrides: str, gib: float = 79.2) -> Space:
 def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     where = space(devices, *SMALL, gib=gib)
     times = []
-    for plan in enumerate_plans(where, Counter()):
+    plans = list(enumerate_plans(where, Counter()))
+    while plans:
+        plan = plans.pop()
         stages = memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
         if max(stage.total for stage in stages) <= gib:
             times.append(time_of(where, plan).total)
+        else:
+            plans += offloaded(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
 
@@ -64,7 +68,7 @@ def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() 
 def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:
     """Bounds decide most of them, which is what makes the search quick."""
     found = search(space(2048, "+config=pangu_200b"))
-    assert found.layouts > 20_000
+    assert found.layouts > 15_000
     assert 10 <= found.costed < found.layouts / 10
 
 
