@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig
@@ -20,6 +21,8 @@ from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, StepWork, Work, Workload
 
+REPLICAS = ("data", "shard", "copies")
+"""Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that products are cut into."""
 
@@ -62,8 +65,15 @@ class Phase(NamedTuple):
     """Seconds of a piece of work."""
 
     compute: float
-    communication: float
-    """That computing does not hide."""
+    tensor: float
+    """Of communication inside the layer that computing does not hide."""
+    replicas: float
+    """The same of communication with replicas: ZeRO-3's."""
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return self.compute + self.tensor + self.replicas
 
 
 class ModuleTime(NamedTuple):
@@ -174,17 +184,20 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     """Time of one piece of work."""
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    host, hidden, waited = work.launches * cluster.launch_us * 1e-6, 0.0, 0.0
+    host = work.launches * cluster.launch_us * 1e-6
+    hidden, waited = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # with replicas, inside the layer
     contended = groups["pipeline"].inside < groups["pipeline"].size
     for collective in work.collectives:
-        group = groups[collective.axis]
+        group, replicas = groups[collective.axis], collective.axis in REPLICAS
         seconds = collective_seconds(collective, group, cluster)
-        hidden += seconds * collective.hidden
-        waited += seconds * (1 - collective.hidden)
+        hidden[replicas] += seconds * collective.hidden
+        waited[replicas] += seconds * (1 - collective.hidden)
         if contended and group.size > 1:
             host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
-    compute = max(device, host)
-    return Phase(compute, waited + beside(compute, hidden, cluster))
+    compute, everything = max(device, host), sum(hidden.values())
+    added = beside(compute, everything, cluster) / everything if everything else 0.0
+    tensor, replicated = (waited[replicas] + added * hidden[replicas] for replicas in (False, True))
+    return Phase(compute, tensor, replicated)
 
 
 def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
@@ -198,7 +211,7 @@ def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: Clust
     back = phase_seconds(module.backward_input, groups, cluster)
     return ModuleTime(
         phase_seconds(module.forward, groups, cluster),
-        Phase(again.compute + back.compute, again.communication + back.communication),
+        Phase(*map(add, again, back)),
         phase_seconds(module.backward_weight, groups, cluster),
     )
 
@@ -209,8 +222,10 @@ class Chunk(NamedTuple):
     forward: float
     backward_input: float
     backward_weight: float
-    communication: float
-    """Of all three the part that is no computing."""
+    tensor: float = 0.0
+    """Of all three what is communication inside layers."""
+    replicas: float = 0.0
+    """Of all three what is communication with replicas."""
 
     @property
     def total(self) -> float:
@@ -222,11 +237,12 @@ def chunk_times(workload: Workload, times: Mapping[str, ModuleTime]) -> list[Chu
     """Times of all chunks in model order."""
     chunks = []
     for counts in workload.chunks:
-        sums = [0.0, 0.0, 0.0, 0.0]
+        sums = [0.0, 0.0, 0.0, 0.0, 0.0]
         for kind, count in counts.items():
             for place, phase in enumerate(times[kind]):
-                sums[place] += count * (phase.compute + phase.communication)
-                sums[3] += count * phase.communication
+                sums[place] += count * phase.total
+                sums[3] += count * phase.tensor
+                sums[4] += count * phase.replicas
         chunks.append(Chunk(*sums))
     return chunks
 
@@ -319,14 +335,15 @@ def step_time(
     whole, longest = pipeline_seconds(pipeline, chunks, link, exact)
     own = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
     m = pipeline.micro_batches
-    tensor = m * sum(chunk.communication for chunk in own)
+    tensor, replicas = m * sum(chunk.tensor for chunk in own), m * sum(chunk.replicas for chunk in own)
     busy = m * sum(chunk.total for chunk in own)
     waiting = 2 * link * pipeline.virtual * m if pipeline.stages > 1 else 0.0
     waiting = min(waiting, whole - busy)
     last = sum(chunk.backward_input + chunk.backward_weight for chunk in own)
     ends = [_after(step, groups, cluster, last) for step in workload.steps]
     data, update = max(ends, key=sum)
-    return StepTime(busy - tensor, tensor, waiting, whole - busy - waiting, data, update + cluster.step_us * 1e-6)
+    bubble, update = whole - busy - waiting, update + cluster.step_us * 1e-6
+    return StepTime(busy - tensor - replicas, tensor, waiting, bubble, data + replicas, update)
 
 
 def _after(

@@ -68,7 +68,7 @@ class _Chunk(NamedTuple):
         return cls(
             sum(modules[kind].saved_bytes * count for kind, count in chunk.items()),
             sum(modules[kind].deferred_bytes * count for kind, count in chunk.items()),
-            max(modules[kind].working_bytes for kind in chunk),
+            max((modules[kind].working_bytes for kind in chunk), default=0.0),
         )
 
 

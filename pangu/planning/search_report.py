@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.errors import shown
-from pangu.planning.layout_work import Plan
+from pangu.pipeline.orders import SCHEDULES
+from pangu.planning.layout_work import REDUCES_EACH, Plan
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
     MODEL_ERROR,
@@ -154,14 +155,20 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
     other = "none" if plan.recompute == "full" else "full"
     changes.append((f"recompute {other}", {"recompute": other, "recomputed": 0}))
     if plan.pipeline > 1:
-        virtuals = {"interleaved": 2, "zb_v": 2}
-        changes += [
-            (name, {"schedule": name, "virtual": virtuals.get(name, 1)}) for name in SCHEDULED if name != plan.schedule
-        ]
+        changes += list(_schedules(plan))
     for name, values in changes:
         other_plan = plan._replace(**values)
         each = other_plan.micro_size * other_plan.data
         yield name, other_plan._replace(micro_batches=max(1, batch // each), layers=())
+
+
+def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Other schedules. ZeRO-2 is left where it would reduce gradients after each micro-batch."""
+    for name in SCHEDULED:
+        zero = min(plan.zero, 1) if name in REDUCES_EACH and plan.zero == 2 else plan.zero
+        told = name if zero == plan.zero else f"{name} with ZeRO {zero}"
+        if name != plan.schedule:
+            yield told, {"schedule": name, "virtual": SCHEDULES[name].virtual[0], "zero": zero}
 
 
 def page(outcome: Outcome) -> str:

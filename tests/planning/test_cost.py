@@ -122,7 +122,7 @@ def test_closed_forms_are_what_the_simulator_finds(
     if stages == 1:
         schedule, virtual = "1f1b", 1
     pipeline = Pipeline(schedule, stages, virtual, micro_batches)
-    chunks = [Chunk(1.0, 1.0, 1.0, 0.0)] * (stages * virtual)
+    chunks = [Chunk(1.0, 1.0, 1.0)] * (stages * virtual)
     exact = simulate(make_schedule(schedule, stages, virtual, micro_batches), Durations()).makespan
     assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
 
@@ -131,7 +131,7 @@ def test_closed_forms_are_what_the_simulator_finds(
 def test_irregular_schedules_are_carried_out(schedule: str) -> None:
     virtual = 2 if schedule == "zb_v" else 1
     pipeline = Pipeline(schedule, 4, virtual, 8)
-    chunks = [Chunk(1.0, 1.0, 1.0, 0.0)] * (4 * virtual)
+    chunks = [Chunk(1.0, 1.0, 1.0)] * (4 * virtual)
     exact = simulate(make_schedule(schedule, 4, virtual, 8), Durations()).makespan
     assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
 
@@ -166,6 +166,12 @@ def test_memory_is_what_the_papers_formulas_say() -> None:
     s, b, h, a = 2048, 4, 6144, 64
     layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
     assert workload.modules["layer"].saved_bytes == pytest.approx(layer)
+
+
+def test_a_chunk_of_a_published_layout_may_have_no_layer() -> None:
+    plan = PLAN._replace(tensor=1, pipeline=2, layers=(0, 48))
+    stages = memory_of_stages(describe(GPT_22B, MEGATRON_2021, plan), plan.steps, A100)
+    assert 0 < stages[0].total < stages[1].total
 
 
 def test_every_shipped_cluster_loads() -> None:
