@@ -31,6 +31,7 @@ from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_c
 from pangu.planning.cluster import cluster_in
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.layouts import choose_layout
+from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
 from pangu.planning.report import describe, make_table
 from pangu.planning.roles import DryRunError
@@ -175,6 +176,8 @@ def print_layouts(options: argparse.Namespace) -> None:
     )
     console.print(table)
     console.print(f"=: within the model's error of {MODEL_ERROR:.0%}, which cannot tell it from the first")
+    if any(one.is_close(cluster.memory.gib) for one in found.best):
+        console.print(f"?: fits by less than the error of {MEMORY_ERROR:.0%}; --dry-run of that layout tells")
     if run := run_words(outcome):
         console.print(run, highlight=False)
     console.print(

@@ -16,12 +16,19 @@ from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
-from pangu.planning.search import KEYS, keys_of, search, space_of
+from pangu.planning.layout_work import Plan
+from pangu.planning.layouts import choose_layout
+from pangu.planning.memory import device_overhead
+from pangu.planning.roles import DryRunError, run_jobs
+from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch
+from pangu.topology.layout import Coordinates
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
+CHOICES = 10
+"""Fastest layouts of which the first that fits is taken."""
 SAME_RATE = 0.9
 """Of the rate in a cluster's file a device reaches more, or it is another one of the same name: PCIe cards."""
 
@@ -85,23 +92,48 @@ def choose_automatically(
         The configuration, and what was chosen and why, in lines.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
-    outcome = find_layouts({**values, "cluster": cluster}, given, top=3)
-    best, *others = outcome.found.best
-    chosen = {group: dict(values[group]) for group in ("parallel", "batch", "memory")}
-    for key, value in keys_of(best.plan).items():
-        group, _, name = key.partition(".")
-        chosen[group][name] = value
-    chosen["parallel"] |= {"layers": None, "allowed": []}
-    room = outcome.space.cluster.memory.gib
+    outcome = find_layouts({**values, "cluster": cluster}, given, top=CHOICES)
+    fitting = (one for one in outcome.found.best if _fits(with_plan(values, one.plan), one, outcome.space.cluster))
+    best, room = next(fitting, None), outcome.space.cluster.memory.gib
+    if best is None:
+        raise UserError(
+            f"memory: of the {CHOICES} fastest layouts of {devices} devices none fits into {room:g} GiB when it is "
+            "carried out; memory.recompute=full or a smaller batch.micro_size works"
+        )
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
         f"{'':<12} the fastest of {outcome.found.layouts:,} layouts on {devices} x {cluster['name']}: a step of "
         f"{best.time.total:.3g} s and {best.fullest:.3g} of {room:g} GiB are expected",
     ]
-    for other in others:
+    for other in [one for one in outcome.found.best if one is not best][:2]:
         slower = other.time.total / best.time.total - 1
         lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {difference(best.plan, other.plan)}")
-    return {**values, **chosen}, lines
+    return with_plan(values, best.plan), lines
+
+
+def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """The configuration with a layout."""
+    chosen = {group: dict(values[group]) for group in ("parallel", "batch", "memory")}
+    for key, value in keys_of(plan).items():
+        group, _, name = key.partition(".")
+        chosen[group][name] = value
+    chosen["parallel"] |= {"layers": None, "allowed": []}
+    return {**values, **chosen}
+
+
+def _fits(values: Mapping[str, Any], one: Candidate, cluster: ClusterConfig) -> bool:
+    """Whether a layout fits, by a dry run of the fullest stage if the search cannot tell; where none can be made, what
+    the search says counts."""
+    room = cluster.memory.gib
+    if not one.is_close(room):
+        return True
+    layout = choose_layout({**values, "dry_run": True}, cluster.devices).layout
+    stage = max(range(layout.pipeline), key=lambda stage: one.memory[stage].total)
+    try:
+        (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
+    except DryRunError:
+        return True
+    return report["peak"] / 2**30 + device_overhead(cluster.memory, report["groups"]) <= room
 
 
 def difference(plan: Any, other: Any) -> str:

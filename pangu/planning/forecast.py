@@ -16,16 +16,13 @@ from pangu.planning.auto import difference
 from pangu.planning.cluster import cluster_in
 from pangu.planning.cost import StepTime
 from pangu.planning.layout_work import Plan
-from pangu.planning.memory import Memory, memory_of_stages
+from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import TERMS
 from pangu.topology.layout import Layout
 
 log = logging.getLogger("pangu")
 
-MEMORY_ERROR = 0.05
-"""Of a prediction from counted modules, beside dry runs of the whole step (`tests/dryrun/test_module_work.py`). What is
-refused needs more than the room by more than this."""
 COMPARED_AFTER = 20
 """Steps after which what was measured is compared with the forecast."""
 WARM_UP = 5

@@ -15,6 +15,8 @@ from pangu.planning.cost import Pipeline
 from pangu.planning.workload import ModuleWork, Workload
 
 _GIB = 2.0**30
+MEMORY_ERROR = 0.05
+"""Of what is made of counted modules, beside dry runs of the whole step (tests/dryrun/test_module_work.py)."""
 MESSAGES = 4
 """Between stages that are there at a time: one that is awaited and one that is sent, in each direction."""
 

@@ -28,8 +28,7 @@ class Program:
 
     config: RunConfig
     _counts: ModuleCounts = field(init=False)
-    _modules: dict[tuple[Piece, int, bool, bool], dict[str, ModuleWork]] = field(default_factory=dict)
-
+    _modules: dict[tuple[Piece, int, float, bool], dict[str, ModuleWork]] = field(default_factory=dict)
     _last: tuple[Plan, Workload] | None = None
 
     def __post_init__(self) -> None:
@@ -83,36 +82,50 @@ class Program:
             if key not in stored:
                 layer = modules["layer"].parameters
                 lasting, buffers = self.stored_bytes(plan, step.parameters, layer, largest[stage])
-                stored[key] = replace(step, state_bytes=lasting, buffer_bytes=buffers, communicators=key[2])
+                late = _sharding(plan).stage == 3 and plan.schedule not in REDUCES_EACH
+                stored[key] = replace(
+                    step,
+                    collectives=(*step.collectives, *[self._reduction(step.parameters)] * late),
+                    state_bytes=lasting,
+                    buffer_bytes=buffers,
+                    communicators=key[2],
+                )
             steps.append(stored[key])
         return replace(workload, steps=tuple(steps), message_bytes=message)
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""
-        sharded = plan.zero == 3 and plan.data > 1
-        key = piece, plan.micro_size, sharded and plan.schedule in REDUCES_EACH, sharded
+        # in two phases a chunk is gathered once for all micro-batches
+        often = 1 / plan.micro_batches if SCHEDULES[plan.schedule].two_phases else 1
+        gathers, reduces = often if _sharding(plan).stage == 3 else 0, plan.schedule in REDUCES_EACH
+        key = piece, plan.micro_size, gathers, reduces
         if key not in self._modules:
             numbers = _numbers(self.config.model, piece.tensor)
             self._modules[key] = {
-                kind: self._sent(replace(module, parameters=numbers[kind]), sharded, key[2])
+                kind: self._sent(replace(module, parameters=numbers[kind]), gathers, reduces)
                 for kind, module in self._counts.of(piece, plan.micro_size).items()
             }
         return self._modules[key]
 
-    def _sent(self, module: ModuleWork, sharded: bool, each: bool) -> ModuleWork:
-        """ZeRO-3 gathers parameters before forward and again before backward, and reduces gradients after `each`
-        micro-batch (Rajbhandari et al. 2020, section 7.2.2)."""
+    def _sent(self, module: ModuleWork, gathers: float, reduces: bool) -> ModuleWork:
+        """ZeRO-3 gathers parameters before forward and again before backward, so often for a micro-batch, and may
+        reduce gradients after each (Rajbhandari et al. 2020, section 7.2.2)."""
         system, numbers = self.system, module.parameters
-        if not sharded or not numbers:
+        if not gathers or not numbers:
             return module
-        gather = Collective("all_gather", "shard", system.number_bytes * numbers, 1, system.hidden_data)
-        reduce = Collective("reduce_scatter", "shard", system.gradient_bytes * numbers, 1, system.hidden_data)
+        gather = Collective("all_gather", "shard", system.number_bytes * numbers, gathers, system.hidden_data)
         return replace(
             module,
             forward=_sending(module.forward, gather),
             backward_input=_sending(module.backward_input, gather),
-            backward_weight=_sending(module.backward_weight, reduce) if each else module.backward_weight,
+            backward_weight=_sending(module.backward_weight, self._reduction(numbers))
+            if reduces
+            else module.backward_weight,
         )
+
+    def _reduction(self, numbers: float) -> Collective:
+        """Of the gradients of so many parameters."""
+        return Collective("reduce_scatter", "shard", self.system.gradient_bytes * numbers, 1, self.system.hidden_data)
 
     def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
         """What a stage of so many parameters stores on the device: bytes that last, and those of whole parameters and

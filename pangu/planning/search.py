@@ -28,7 +28,7 @@ from pangu.pipeline.timeline import Timeline
 from pangu.planning.cost import StepTime, chunk_times, module_time, step_time
 from pangu.planning.layout_work import Plan, Recompute, Shape, System
 from pangu.planning.lower_bounds import Bounds
-from pangu.planning.memory import Memory, memory_of_stages
+from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.program import Program
 from pangu.planning.workload import Workload
 
@@ -55,6 +55,10 @@ class Candidate(NamedTuple):
     def fullest(self) -> float:
         """GiB of the fullest stage."""
         return max(stage.total for stage in self.memory)
+
+    def is_close(self, room: float) -> bool:
+        """Whether only a dry run can tell that it fits into so many GiB."""
+        return self.fullest * (1 + MEMORY_ERROR) > room
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
             saved + "".join(f", {part} offloaded" for part in plan.offload),
             f"{one.time.total:.3f} s",
             " ".join(f"{getattr(one.time, term):.2f}" for term in TERMS),
-            f"{one.fullest:.1f} GiB",
+            f"{one.fullest:.1f} GiB{'?' * one.is_close(outcome.space.cluster.memory.gib)}",
             f"{data['tokens_per_s']:,.0f}",
             f"{data['mfu']:.1%}",
         )

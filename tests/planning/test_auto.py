@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from pangu.config.errors import ConfigError, UserError
+from pangu.planning import auto
 from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.layouts import choose_layout
+from pangu.planning.search import Candidate
 from pangu.topology.launch import Launch
 from tests.configs import composed
 from tests.end_to_end.commands import called, pretrain
@@ -39,6 +41,25 @@ def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
     forecast = Forecast.of(config, layout, stages)
     forecast.require_room(config, layout, stages)
     assert f"a step of {forecast.time.total:.3g} s and {forecast.memory.total:.3g} of 79.2 GiB" in lines[1]
+
+
+def test_a_close_call_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest layout that is said to fit, but needs more in a dry run, is passed over."""
+    (fastest, _), peaks = chosen(), iter([80 * 2**30, 2**30])
+    asked = []
+
+    def run(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+        asked.append(jobs[0])
+        return [{"peak": next(peaks), "groups": 3}]
+
+    monkeypatch.setattr(auto, "run_jobs", run)
+    monkeypatch.setattr(Candidate, "is_close", lambda one, room: True)
+    values, _ = chosen()
+    (first, _), (second, _) = asked
+    for group in ("parallel", "batch", "memory"):
+        assert first[group] == fastest[group]
+        assert second[group] == values[group]
+    assert values != fastest
 
 
 def test_what_is_given_is_kept_and_costs_what_it_costs() -> None:
