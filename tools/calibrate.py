@@ -5,30 +5,50 @@ collectives over sizes, and how much computing and communication slow each other
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from pangu.collectives.algorithms import Collective as Repeated
+from pangu.collectives.point_to_point import Channels
+from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
+from pangu.config.build import build
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import NewFile
+from pangu.config.schema import RunConfig
+from pangu.data.batch import make_batch
+from pangu.layers.fp32_matmul import Matmul as FP32Matmul
+from pangu.layers.fp32_matmul import matmul_precision, matmul_precisions, matmul_trial
+from pangu.metrics.timing import fastest, time_candidates
 from pangu.planning.auto import cluster_of_device, device_here
 from pangu.planning.cluster import cluster_names, load_cluster
-from pangu.planning.cost import Group, collective_seconds, matmul_seconds
+from pangu.planning.cost import Group, collective_seconds, matmul_seconds, step_time
+from pangu.planning.layout_work import Plan
+from pangu.planning.program import Program
 from pangu.planning.workload import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Algorithms, Mesh
+from pangu.training.autotune import choose
+from pangu.training.step import Trainer
 
 _EXAMPLE = """example:
   torchrun --nproc-per-node=8 tools/calibrate.py --output configs/cluster/mine.yaml
@@ -37,11 +57,23 @@ _EXAMPLE = """example:
 Links between nodes are measured where the processes are on several (torchrun --nnodes); what is not measured is
 borrowed from the file of --like and marked so.
 """
+Name = TypeVar("Name", bound=Hashable)
 _CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "cluster"
 _HIDDEN = {False: (2048, 2560, 4096, 5120, 8192, 12288), True: (256, 512, 1024)}
-_TOKENS = {False: (1024, 2048, 4096, 8192), True: (128, 512, 1024)}
-_SIZES = {False: (2**16, 2**20, 2**24, 2**27, 2**29), True: (2**16, 2**18, 2**20, 2**22, 2**24)}
+_TOKENS = {False: (1024, 2048, 4096, 8192), True: (128, 256, 512, 1024)}
+_RANKS = {False: (1, 4), True: (1, 2, 4)}
+_SIZES = {False: (2**16, 2**20, 2**24, 2**27, 2**29), True: (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)}
 """Bytes of messages; all by whether the device is the host."""
+_LONG = 2**22
+"""Bytes from which on a message is repeated less often."""
+_STEPS = ((128, 1, 4), (128, 4, 1), (512, 1, 2), (512, 4, 1), (512, 1, 1), (128, 1, 1))
+"""Steps that are timed on a host: hidden size, sequences of a micro-batch, micro-batches."""
+_SIDE = 512
+"""Of a square matrix whose product takes a host some milliseconds."""
+_BEFORE = 256
+"""Of a square matrix whose product it computes before a message."""
+_TEXT = np.arange(4 * 129).reshape(4, 129)
+"""int64 [sequences, length + 1]."""
 _HEAD = "# Measured by tools/calibrate.py on "
 
 
@@ -59,29 +91,71 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 class Clock:
     """Times what a device does."""
 
-    def __init__(self, device: torch.device, quick: bool) -> None:
+    def __init__(self, device: torch.device, quick: bool, processes: int = 1) -> None:
         self.device = device
         self.on_host = device.type == "cpu"
+        self.crowding = max(1.0, processes * torch.get_num_threads() / _cores()) if self.on_host else 1.0
+        """Factor by which processes that compute at a time share the cores of a host."""
         self._least = 0.002 if quick else 0.02
         self._rounds = 1 if quick else 5
 
-    def seconds(self, action: Callable[[], object], alike: bool = False) -> float:
-        """Median time of an action. `alike`: all processes repeat it as often, as those that communicate must."""
-        self._timed(action, 1)
-        repeats = 3 if alike else max(1, int(self._least / max(self._timed(action, 1), 1e-7)))
-        return median(self._timed(action, repeats) for _ in range(self._rounds))
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Median time of an action."""
+        return self.in_turns({"": self.computing(action)})[""]
 
-    def _timed(self, action: Callable[[], object], repeats: int) -> float:
+    def in_turns(self, samples: Mapping[Name, Callable[[], float]], often: int = 1) -> dict[Name, float]:
+        """Median of each sample, `often` times the usual number of rounds. All take turns: what disturbs the machine
+        disturbs all of them."""
+        rounds = [{name: sample() for name, sample in samples.items()} for _ in range(1 + often * self._rounds)]
+        return {name: median(one[name] for one in rounds[1:]) for name in samples}
+
+    def computing(self, action: Callable[[], object]) -> Callable[[], float]:
+        """A sample of an action's time. On a host with one thread it is the processor's, which other processes change
+        least, as often as processes share a core."""
+        alone = self.on_host and torch.get_num_threads() == 1
+        read, repeats = time.process_time if alone else time.perf_counter, 0
+
+        def sample() -> float:
+            nonlocal repeats
+            if not repeats:
+                self._timed(action, 1, read)
+                repeats = max(1, int(self._least / max(self._timed(action, 1, read), 1e-7)))
+            return self._timed(action, repeats, read) * (self.crowding if alone else 1.0)
+
+        return sample
+
+    def meeting(
+        self, action: Callable[[], object], often: int, before: Callable[[], object] | None = None
+    ) -> Callable[[], float]:
+        """A sample of the time of what all processes do as `often`; of what it takes after another action."""
+
+        def both() -> None:
+            if before is not None:
+                before()
+            action()
+
+        def sample() -> float:
+            less = 0.0 if before is None else self._timed(before, often, time.perf_counter)
+            return self._timed(both, often, time.perf_counter) - less
+
+        return sample
+
+    def _timed(self, action: Callable[[], object], repeats: int, read: Callable[[], float]) -> float:
         self._wait()
-        begin = time.perf_counter()
+        begin = read()
         for _ in range(repeats):
             action()
         self._wait()
-        return (time.perf_counter() - begin) / repeats
+        return (read() - begin) / repeats
 
     def _wait(self) -> None:
         if not self.on_host:
             torch.accelerator.synchronize()
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
@@ -89,7 +163,7 @@ def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
     found = []
     for hidden in _HIDDEN[on_host][: 1 if quick else None]:
         for tokens in _TOKENS[on_host][: 2 if quick else None]:
-            for ranks in (1,) if quick else (1, 4):
+            for ranks in (1,) if quick else _RANKS[on_host]:
                 for depth, columns in ((hidden, 3 * hidden // ranks), (4 * hidden // ranks, hidden)):
                     found += [
                         Matmul(tokens, columns, depth),
@@ -101,11 +175,10 @@ def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
 
 def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick: bool) -> MatmulConfig:
     """Rates of products, and the figures of the model fitted to them."""
-    shapes, rates = shapes_of(clock.on_host, quick), []
-    for shape in shapes:
-        left = torch.randn(shape.rows, shape.depth, device=clock.device, dtype=dtype)
-        right = torch.randn(shape.depth, shape.columns, device=clock.device, dtype=dtype)
-        rates.append(shape.flops / clock.seconds(lambda left=left, right=right: left @ right))  # type: ignore[misc]
+    shapes = shapes_of(clock.on_host, quick)
+    pool = torch.randn(2**24, device=clock.device).to(dtype)  # more than a cache holds
+    taken = clock.in_turns({shape: clock.computing(_product(shape, pool)) for shape in shapes})
+    rates = [shape.flops / taken[shape] for shape in shapes]
     # a host has no printed peak: its best product is
     peak = max(rates) / 1e12 if clock.on_host else max(base.tflops, max(rates) / 1e12)
     units = torch.get_num_threads() if clock.on_host else base.units
@@ -133,6 +206,18 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
         attention=measure_attention(clock, peak, dtype, quick),
         measured=measured,
     )
+
+
+def _product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
+    """A product of the next numbers of a pool each time: in a step its operands have not just been used."""
+    sizes = shape.rows * shape.depth, shape.depth * shape.columns
+    starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), sum(sizes)))
+
+    def once() -> Tensor:
+        left, right = pool.narrow(0, next(starts), sum(sizes)).split(sizes)
+        return left.view(shape.rows, shape.depth) @ right.view(shape.depth, shape.columns)
+
+    return once
 
 
 def measure_attention(clock: Clock, peak: float, dtype: torch.dtype, quick: bool) -> float:
@@ -168,19 +253,40 @@ def measure_launch(clock: Clock) -> float:
 
 
 def measure_link(
-    clock: Clock, group: dist.ProcessGroup | None, size: int, base: ClusterConfig, quick: bool
+    clock: Clock, groups: Mapping[int, dist.ProcessGroup | None], base: ClusterConfig, quick: bool
 ) -> LinkConfig:
-    """Latency and bandwidth of a group: least squares over sizes and kinds of collectives, on relative errors."""
-    rows, seconds = [], []
-    for count in _SIZES[clock.on_host][: 3 if quick else None]:
-        buffer = torch.zeros(count // 4 // size * size, device=clock.device)
-        for kind, action in actions_of(buffer, group, size):
-            taken = clock.seconds(action, alike=True)
-            per_latency, per_byte = collective_terms(kind, buffer.nbytes, size, base)
-            rows.append((per_latency / taken, per_byte / taken))
-            seconds.append(1.0)
-    latency, inverse = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
-    return LinkConfig(max(0.1, float(latency)), 1 / max(1e-6, float(inverse)))
+    """Times of collectives of groups by their size, and latency and bandwidth of the largest group: least squares over
+    sizes and kinds of collectives, on relative errors."""
+    samples: dict[tuple[str, int, int, int], Callable[[], float]] = {}
+    for count in _SIZES[clock.on_host][1 if quick else 0 :: 2 if quick else 1]:
+        for size, group in groups.items():
+            samples |= _collectives(clock, count, size, group or dist.group.WORLD)
+    best: dict[tuple[str, int, int], float] = {}
+    for (kind, size, nbytes, _), taken in clock.in_turns(samples, often=2).items():
+        best[kind, size, nbytes] = min(best.get((kind, size, nbytes), math.inf), max(1e-6, taken))
+    rows = [
+        [term / taken for term in collective_terms(kind, nbytes, size, base)]
+        for (kind, size, nbytes), taken in best.items()
+        if size == max(groups)
+    ]
+    latency, inverse = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
+    measured = tuple((*which, round(1e6 * taken, 1)) for which, taken in best.items())
+    return LinkConfig(max(0.1, float(latency)), 1 / max(1e-6, float(inverse)), measured)
+
+
+def _collectives(
+    clock: Clock, nbytes: int, size: int, group: dist.ProcessGroup | None
+) -> dict[tuple[str, int, int, int], Callable[[], float]]:
+    """Samples by kind, ranks, bytes and algorithm. On a host a collective begins after some computing, as in a step:
+    processes that share cores do not all come at once."""
+    buffer = torch.zeros(nbytes // 4 // size * size, device=clock.device)
+    matrix = torch.randn(_BEFORE, _BEFORE)
+    before = (lambda: matrix @ matrix) if clock.on_host else None
+    return {
+        (kind, size, buffer.nbytes, number): clock.meeting(action, 3 if nbytes >= _LONG else 10, before)
+        for kind, actions in actions_of(buffer, group, size).items()
+        for number, action in enumerate(actions)
+    }
 
 
 def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> tuple[float, float]:
@@ -191,17 +297,46 @@ def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> 
     return alone, whole - alone
 
 
-def actions_of(buffer: Tensor, group: dist.ProcessGroup | None, size: int) -> list[tuple[str, Callable[[], object]]]:
-    """The collectives of layers and replicas on a buffer."""
-    # their names before torch 2.13 come second
+def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, list[Callable[[], object]]]:
+    """The collectives of layers and replicas on a buffer, each by the algorithms that autotuning chooses from."""
     shard = torch.zeros_like(buffer[: buffer.numel() // size])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return [
-        ("all_reduce", lambda: dist.all_reduce(buffer, group=group)),
-        ("all_gather", lambda: gather(buffer, shard, group=group)),
-        ("reduce_scatter", lambda: scatter(shard, buffer, group=group)),
-    ]
+    scatters = Repeated("scatter", group, buffer.numel(), buffer.dtype).algorithms
+    gathers = Repeated("gather", group, buffer.numel(), buffer.dtype).algorithms
+
+    def gather(algorithm: str) -> object:
+        return start_all_gather(buffer, shard, group, Algorithms(gather=algorithm)).wait()
+
+    def scatter(algorithm: str) -> object:
+        return start_reduce_scatter(shard, buffer, group, Algorithms(scatter=algorithm)).wait()
+
+    return {
+        "all_reduce": [lambda: dist.all_reduce(buffer, group=group)],
+        "all_gather": [partial(gather, algorithm) for algorithm in gathers],
+        "reduce_scatter": [partial(scatter, algorithm) for algorithm in scatters],
+    }
+
+
+def measure_messages(clock: Clock, world: int, quick: bool) -> list[tuple[str, int, int, float]]:
+    """Messages between pipeline stages, each of the even ranks and the next one: half the time there and back."""
+    mesh = Mesh.connect(Layout(pipeline=world), clock.device)
+    evens = range(0, world - 1, 2)
+    ways = [("activation", rank, rank + 1) for rank in evens] + [("gradient", rank + 1, rank) for rank in evens]
+    channels, rank = Channels(mesh, ways), dist.get_rank()
+
+    def there_and_back(tensor: Tensor) -> None:
+        if rank % 2:
+            channels.receive("activation", [tuple(tensor.shape)], tensor.dtype, rank - 1).wait()
+            channels.send("gradient", [tensor], rank - 1)
+        elif rank + 1 < world:
+            channels.send("activation", [tensor], rank + 1)
+            channels.receive("gradient", [tuple(tensor.shape)], tensor.dtype, rank + 1).wait()
+
+    samples = {
+        nbytes: clock.meeting(partial(there_and_back, torch.zeros(nbytes // 4, device=clock.device)), 5)
+        for nbytes in _SIZES[clock.on_host][1 if quick else 0 :: 2 if quick else 1]
+    }
+    taken = clock.in_turns(samples, often=2)
+    return [("send", 2, nbytes, round(1e6 * seconds / 2, 1)) for nbytes, seconds in taken.items()]
 
 
 def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
@@ -216,11 +351,72 @@ def measure_overlap(clock: Clock, dtype: torch.dtype) -> float:
         assert work is not None
         work.wait()
 
-    product = clock.seconds(lambda: matrix @ matrix, alike=True)
-    reduction = clock.seconds(lambda: dist.all_reduce(buffer), alike=True)
-    together = clock.seconds(both, alike=True)
+    actions: dict[str, Callable[[], object]] = {
+        "product": lambda: matrix @ matrix,
+        "reduction": lambda: dist.all_reduce(buffer),
+        "both": both,
+    }
+    taken = clock.in_turns({name: clock.meeting(action, 3) for name, action in actions.items()}, often=2)
+    product, reduction, together = taken.values()
     # max + (overlap - 1) x min: see cost.beside
     return 1 + min(1.0, max(0.0, together - max(product, reduction)) / min(product, reduction))
+
+
+def measure_steps(clock: Clock, cluster: ClusterConfig) -> ClusterConfig:
+    """What steps of the real trainer on one process tell of a host, whose kernels no queue keeps apart: seconds of
+    starting one, bytes a second of those that are no products, and what a step takes besides. Least squares, on
+    relative errors."""
+    units = [{"launch_us": 1.0}, {"gb_s": 1.0}, {"step_us": 1.0}]
+    configs = {step: _configuration(*step) for step in _STEPS}
+    samples = {step: clock.computing(_step(config, clock.device)) for step, config in configs.items()}
+    rows, rest = [], []
+    for (_, size, number), taken in clock.in_turns(samples).items():
+        config = configs[_, size, number]
+        plan = Plan(1, 1, 1, 1, 1, 0, False, "none", size, number, "1f1b", layers=(config.model.layers,))
+        workload = Program(config).describe(plan)
+        without, *terms = (
+            step_time(workload, plan.steps, plan.layout, _with(cluster, **one)).total for one in [{}, *units]
+        )
+        rows.append([(term - without) / taken for term in terms])
+        rest.append(1 - without / taken)
+    table, wanted = np.array(rows), np.array(rest)
+    found = _least_squares(table, wanted)
+    return _with(cluster, float(found[0]), 1 / max(1e-6, float(found[1])), float(found[2]))
+
+
+def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
+    """A step of the trainer on one process."""
+    mesh, rows = Mesh.connect(Layout(), device), config.batch.micro_size
+    trainer = Trainer(config, mesh, choices=choose(config, mesh))
+    batch = make_batch(_TEXT[:rows], range(rows), config.data.packing)
+    return lambda: trainer.train_step([batch] * (config.batch.global_size // rows))
+
+
+def _least_squares(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Without negative numbers: the best of the solutions in which some of them are zero."""
+    best, error = np.zeros(table.shape[1]), np.inf
+    for kept in itertools.product((False, True), repeat=table.shape[1]):
+        found = np.zeros(table.shape[1])
+        found[list(kept)] = np.linalg.lstsq(table[:, kept], wanted, rcond=None)[0]
+        off = float(np.sum((table @ found - wanted) ** 2))
+        if (found >= 0).all() and off < error:
+            best, error = found, off
+    return best
+
+
+def _with(cluster: ClusterConfig, launch_us: float = 0.0, gb_s: float = 1e12, step_us: float = 0.0) -> ClusterConfig:
+    memory = replace(cluster.memory, gb_s=gb_s, efficiency=1.0)
+    return replace(cluster, memory=memory, launch_us=launch_us, step_us=step_us, queued=False)
+
+
+def _configuration(hidden: int, size: int, number: int) -> RunConfig:
+    """A small model and batch."""
+    with initialize_config_dir(str(_CLUSTERS.parent), version_base="1.3"):
+        model = {"layers": 2, "hidden": hidden, "heads": hidden // 64, "sequence": _TEXT.shape[1] - 1, "vocab": 1024}
+        fixed = [f"model.{key}={value}" for key, value in {**model, "dropout": 0, "attention_dropout": 0}.items()]
+        fixed += ["model=gpt2_124m", "model.attention=sdpa", "data=synthetic", "precision=fp32"]
+        composed = compose("base", [*fixed, f"batch.micro_size={size}", f"batch.global_size={size * number}"])
+    return build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
 
 
 def calibrate(options: argparse.Namespace) -> None:
@@ -232,7 +428,7 @@ def calibrate(options: argparse.Namespace) -> None:
     try:
         if launch.world > 1:
             dist.init_process_group(dist.get_default_backend_for_device(device))
-        cluster, notes = _measure(Clock(device, options.quick), base, launch, options.quick)
+        cluster, notes = _measure(Clock(device, options.quick, launch.local_world), base, launch, options.quick)
         if new is not None:
             _write(options.output, new, replace(cluster, name=options.output.stem), notes)
     finally:
@@ -267,6 +463,8 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
     """The cluster's figures, and what was borrowed."""
     on_host, world, node = clock.on_host, launch.world, launch.local_world
     dtype = torch.float32 if on_host else torch.bfloat16
+    if on_host:
+        torch.set_float32_matmul_precision(_products(clock))
     matmul = measure_matmuls(clock, base.matmul, dtype, quick)
     bandwidth = measure_memory(clock) / 1e9
     memory = replace(base.memory, gb_s=max(base.memory.gb_s, bandwidth))
@@ -274,20 +472,24 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / node
         memory = replace(memory, gb_s=bandwidth, gib=gib, context_gib=0.2, workspace_gib=0.0, communicator_gib=0.0)
     memory = replace(memory, efficiency=min(1.0, bandwidth / memory.gb_s))
-    borrowed = ["price", "step_us", "message_us", "host_gb_s", "memory.fragmentation", "matmul.alignment"]
+    borrowed = ["price", "host_gb_s", "memory.fragmentation", "matmul.alignment"]
+    borrowed += [] if on_host and not quick else ["step_us", "message_us"]
     inside, between, overlap = base.inside, base.between, base.overlap
     if world > 1:
-        inside = measure_link(clock, _neighbours(node, world), node, base, quick) if node > 1 else inside
+        if node > 1:
+            groups = {size: _neighbours(size, world) for size in range(2, node + 1) if node % size == 0}
+            inside = measure_link(clock, groups, base, quick)
+            inside = replace(inside, measured=(*inside.measured, *measure_messages(clock, world, quick)))
         overlap = measure_overlap(clock, dtype)
     else:
         borrowed += ["inside", "overlap"]
     if world > node:
-        whole = measure_link(clock, None, world, base, quick)
+        whole = measure_link(clock, {world: None}, base, quick)
         between = LinkConfig(whole.latency_us, whole.gb_s * node / base.nics)
     else:
         borrowed.append("between")
     launch_us = measure_launch(clock) * 1e6
-    return replace(
+    cluster = replace(
         base,
         devices=world,
         node=node,
@@ -298,7 +500,23 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
         overlap=overlap,
         launch_us=launch_us,
         step_us=1000.0 if on_host else base.step_us,
-    ), borrowed
+    )
+    if on_host and not quick:
+        cluster = measure_steps(clock, cluster)
+        cluster = replace(cluster, message_us=0.0, alone=clock.crowding)
+    return cluster, borrowed
+
+
+def _products(clock: Clock) -> str:
+    """How a run computes products of fp32 on this host, in the words of torch.set_float32_matmul_precision."""
+    once = matmul_trial(FP32Matmul(_SIDE, _SIDE, _SIDE), torch.float32, clock.device)
+    names = matmul_precisions("auto", clock.device, torch.float32)
+    return fastest(time_candidates({name: partial(_in_precision, name, once) for name in names}, clock.device, 1.0))
+
+
+def _in_precision(name: str, once: Callable[[], object]) -> None:
+    with matmul_precision(name):
+        once()
 
 
 def _neighbours(node: int, world: int) -> dist.ProcessGroup | None:

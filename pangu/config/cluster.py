@@ -70,6 +70,9 @@ class LinkConfig:
     """Microseconds of a message however short."""
     gb_s: Positive
     """10^9 bytes a second that a device sends while it receives as many."""
+    measured: tuple[tuple[str, Count, Positive, Positive], ...] = ()
+    """Collectives that were timed: [kind, ranks, bytes of the whole tensor, microseconds]. One of as many ranks takes a
+    time between those of the nearest sizes; others are computed from the numbers above."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,8 @@ class ClusterConfig:
     """10^9 bytes a second between a device and host memory, in each direction."""
     price: PriceConfig
     """Power and money."""
+    queued: bool = True
+    """Kernels wait in a queue of the device while the host starts others; false: the device is the host, which starts a
+    kernel after it has computed the one before."""
+    alone: Annotated[float, Bounds(least=1)] = 1.0
+    """Factor by which a device is faster while the others of its node are idle: processes that share cores."""

@@ -7,14 +7,16 @@ Every number of it is a key of `cluster`. Formulas: Narayanan et al. 2021, secti
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from pangu.config.cluster import ClusterConfig
+from pangu.config.cluster import ClusterConfig, MatmulConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import Schedule, make_schedule
@@ -120,10 +122,17 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     rate, memory = cluster.matmul, cluster.memory
     if product.fused:
         return product.flops / (rate.tflops * 1e12 * rate.attention)
+    share = 1.0
     if rate.measured:
-        share = measured_share(rate.measured, product.rows, product.columns, product.depth)
-        if share is not None:
-            return product.flops / (rate.tflops * 1e12 * share)
+        share = timed_share(rate, product.rows, product.columns, product.depth)
+    computing = product.flops * _lost(rate, product) / (rate.tflops * 1e12 * rate.efficiency * share)
+    moved = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
+    least = 2.0 * moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency)
+    return computing if rate.measured else max(computing, least)
+
+
+def _lost(rate: MatmulConfig, product: Matmul) -> float:
+    """Factor by which a product takes longer than a large, well-shaped one of as many operations."""
     tiles = math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE) * product.batch
     lost = tiles * TILE * TILE / (product.rows * product.columns * product.batch)
     lost *= (1 + rate.depth / product.depth) * (1 + rate.waves * rate.units / tiles)
@@ -131,26 +140,27 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
         lost *= rate.unaligned
     elif product.columns % 64 or product.depth % 64:
         lost *= 1 + rate.alignment * (1 - math.gcd(product.columns, product.depth, 64) / 64)
-    computing = product.flops * lost / (rate.tflops * 1e12 * rate.efficiency)
-    moved = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
-    return max(computing, 2.0 * moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency))
+    return lost
 
 
-NEAR = math.log(1.1)
-"""By how much a dimension may differ from that of a product that was timed."""
+NEIGHBOURS = 4
+"""Products that were timed, from which what the model does not know of another one is taken."""
 
 
 @lru_cache(maxsize=100_000)
-def measured_share(
-    table: tuple[tuple[float, float, float, float], ...], rows: int, columns: int, depth: int
-) -> float | None:
-    """Share of the peak of the nearest product that was timed; None: none is near."""
+def timed_share(rate: MatmulConfig, rows: int, columns: int, depth: int) -> float:
+    """By how much a product is faster than the model makes it: as the nearest ones that were timed were, each by the
+    inverse square of its distance."""
 
     def distance(entry: tuple[float, float, float, float]) -> float:
-        return max(abs(math.log(a / b)) for a, b in zip(entry, (rows, columns, depth), strict=False))
+        return math.hypot(*(math.log(a / b) for a, b in zip(entry, (rows, columns, depth), strict=False)))
 
-    nearest = min(table, key=distance)
-    return nearest[3] if distance(nearest) <= NEAR else None
+    total = weights = 0.0
+    for entry in heapq.nsmallest(NEIGHBOURS, rate.measured, key=distance):
+        weight = 1 / (distance(entry) ** 2 + 1e-9)
+        modelled = rate.efficiency / _lost(rate, Matmul(int(entry[0]), int(entry[1]), int(entry[2])))
+        total, weights = total + weight * math.log(entry[3] / modelled), weights + weight
+    return math.exp(total / weights)
 
 
 def collective_seconds(collective: Collective, group: Group, cluster: ClusterConfig) -> float:
@@ -164,6 +174,10 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
     rounds = 2 if collective.kind == "all_reduce" else 1
     share = 1.0 if collective.kind == "send" else (group.size - 1) / group.size
     whole, nodes = steps(collective, group.size), math.ceil(group.size / group.inside)
+    link = cluster.inside if nodes == 1 else cluster.between
+    timed = timed_seconds(link.measured, collective.kind, group.size, collective.bytes)
+    if timed is not None:
+        return timed * collective.calls
     # of a ring's steps one leaves each node; those of a tree wait for the farthest
     outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else whole
     waits = outside * cluster.between.latency_us + (whole - outside) * cluster.inside.latency_us
@@ -180,6 +194,20 @@ def steps(collective: Collective, size: int) -> int:
     return 2 * math.ceil(math.log2(size)) if collective.kind == "all_reduce" else size - 1
 
 
+@lru_cache(maxsize=100_000)
+def timed_seconds(
+    table: tuple[tuple[str, int, float, float], ...], kind: str, ranks: int, nbytes: float
+) -> float | None:
+    """Seconds of a collective between the nearest sizes that were timed; None: none of so many ranks was."""
+    count = 2 if kind == "send" else ranks
+    points = sorted((size, taken * 1e-6) for *which, size, taken in table if which == [kind, count])
+    if not points or nbytes > points[-1][0]:
+        return points[-1][1] * nbytes / points[-1][0] if points else None
+    place = bisect(points, (nbytes,))
+    (low, least), (high, most) = points[max(0, place - 1)], points[place]
+    return most if low == high else least + (most - least) * (nbytes - low) / (high - low)
+
+
 def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
     """Time of one piece of work."""
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
@@ -194,10 +222,15 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         waited[replicas] += seconds * (1 - collective.hidden)
         if contended and group.size > 1:
             host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
-    compute, everything = max(device, host), sum(hidden.values())
+    compute, everything = started(device, host, cluster), sum(hidden.values())
     added = beside(compute, everything, cluster) / everything if everything else 0.0
     tensor, replicated = (waited[replicas] + added * hidden[replicas] for replicas in (False, True))
     return Phase(compute, tensor, replicated)
+
+
+def started(device: float, host: float, cluster: ClusterConfig) -> float:
+    """Seconds of kernels that compute for `device` seconds and take the host so many to start."""
+    return max(device, host) if cluster.queued else device + host
 
 
 def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
@@ -265,9 +298,9 @@ class Pipeline(NamedTuple):
 def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, exact: bool = True) -> tuple[float, int]:
     """From the first computation of a step to the last, and the stage that computes longest.
 
-    1F1B, GPipe and interleaved schedules in closed form; of others the very actions are carried out if it is to be
-    `exact`, or else a form that is exact for equal stages is taken. `link` are the seconds of a message for which a
-    stage waits.
+    1F1B, GPipe and, in whole rounds of micro-batches, interleaved schedules in closed form; of others the very actions
+    are carried out if it is to be `exact`, or else a form that is exact for equal stages is taken. `link` are the
+    seconds of a message for which a stage waits.
     """
     p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
     stages = [0.0] * p
@@ -277,7 +310,7 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, e
     waiting = 2 * link * v if p > 1 else 0.0
     if pipeline.schedule in ("1f1b", "gpipe") or p == 1:
         return sum(stages) + (m - 1) * (stages[longest] + waiting) + 2 * (p - 1) * link, longest
-    if pipeline.schedule == "interleaved":
+    if pipeline.schedule == "interleaved" and m % p == 0:
         first = sum(stages) / v
         return first + (m - 1 / v) * stages[longest] + (m - 1) * waiting + 2 * (p - 1) * link, longest
     if pipeline.schedule in ("zb-1p", "zb-2p"):  # the paper's schedules for one and two times the memory of 1F1B
@@ -342,8 +375,12 @@ def step_time(
     last = sum(chunk.backward_input + chunk.backward_weight for chunk in own)
     ends = [_after(step, groups, cluster, last) for step in workload.steps]
     data, update = max(ends, key=sum)
-    bubble, update = whole - busy - waiting, update + cluster.step_us * 1e-6
-    return StepTime(busy - tensor - replicas, tensor, waiting, bubble, data + replicas, update)
+    # on a host the others go on while a stage waits: no core is idle as long as some have work
+    even = m * sum(chunk.total for chunk in chunks) / pipeline.stages
+    faster = max(1 / cluster.alone, even / whole)
+    parts = (busy - tensor - replicas, tensor, waiting, whole - busy - waiting, replicas)
+    compute, tensor, waiting, bubble, replicas = (part * faster for part in parts)
+    return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6)
 
 
 def _after(
@@ -357,4 +394,5 @@ def _after(
         waited += seconds * (1 - collective.hidden)
     waited += step.host_bytes / (cluster.host_gb_s * 1e9)
     device = step.update_bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    return waited + beside(backward, hidden, cluster), max(device, step.launches * cluster.launch_us * 1e-6)
+    host = step.launches * cluster.launch_us * 1e-6
+    return waited + beside(backward, hidden, cluster), started(device, host, cluster)

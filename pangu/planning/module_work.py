@@ -1,8 +1,8 @@
 """What each kind of module of this program does, counted in dry runs of small pieces of the real step.
 
 A model of five layers is cut into four chunks on two stages: the embedding and a layer; one layer; two layers; one and
-the head. What the third chunk does more than the second is a layer's work, and the others follow. Micro-batches of one
-and of two sequences tell what is fixed and what each sequence adds: all other sizes lie on the line through them.
+the head. What the third chunk does more than the second is a layer's work, and the others follow. Micro-batches of two
+and of three sequences tell what is fixed and what each sequence adds: all larger ones lie on the line through them.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ _PIECES = {
     "auto": False,
 }
 """One replica; gradients of weights are computed apart from those of inputs, and so counted apart."""
+_SIZES = (1, 2, 3)
+"""Sequences of the micro-batches that are counted. A single one is contiguous whichever way it is turned: copies that
+turn tensors begin with two."""
 _LAYERS = 3
 """Of the second stage."""
 PATIENCE_SECONDS = 120.0
@@ -74,7 +77,7 @@ class ModuleCounts:
 
     config: RunConfig
     _reports: dict[Piece, list[Report]] = field(default_factory=dict)
-    """Of the second stage with one and with two sequences; where all is kept, then of the first stage."""
+    """Of the second stage with each of `_SIZES`; where all is kept, then of the first stage."""
     _modules: dict[tuple[Piece, int], Modules] = field(default_factory=dict)
 
     def count(self, pieces: Collection[Piece]) -> None:
@@ -109,13 +112,16 @@ class ModuleCounts:
             self.count([piece])
             reports = self._reports[piece]
             if piece.recompute == "none":
-                one, two = (_modules(*reports[number::2]) for number in range(2))
+                counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
             else:
                 kept = piece._replace(recompute="none")
-                one, two = (
-                    {"layer": _recomputed(reports[number], self.of(kept, number + 1)["layer"])} for number in range(2)
-                )
-            self._modules[piece, size] = {kind: _at(size, one[kind], two[kind]) for kind in one}
+                counted = [
+                    {"layer": _recomputed(report, self.of(kept, of_size)["layer"])}
+                    for of_size, report in zip(_SIZES, reports, strict=True)
+                ]
+            one, two, three = counted
+            line = {kind: _at(size - 1, two[kind], three[kind]) for kind in two}
+            self._modules[piece, size] = one if size == 1 else line
         return self._modules[piece, size]
 
     def update(self, piece: Piece) -> tuple[float, float]:
@@ -149,7 +155,7 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     }
     values |= {group: {**values[group], **change} for group, change in changes.items()}
     stages = (1, 0) if piece.recompute == "none" else (1,)
-    sizes = ({"global_size": 3 * size, "micro_size": size} for size in (1, 2))
+    sizes = ({"global_size": 3 * size, "micro_size": size} for size in _SIZES)
     batches = [{**values, "batch": size} for size in sizes]
     return [(batch, stage * piece.tensor) for stage in stages for batch in batches]
 
@@ -302,7 +308,7 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
 
 
 def _at(size: int, one: Any, two: Any) -> Any:
-    """What is `one` with one sequence and `two` with two, with `size` sequences: each number lies on a line."""
+    """What is `one` at 1 and `two` at 2, at `size`: each number lies on a line."""
     if isinstance(one, (str, bool)):
         return one
     if isinstance(one, (int, float)):

@@ -145,10 +145,10 @@ def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]
 def search(space: Space, top: int = 10) -> Found:
     """The `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
-    bounds = Bounds(space)
+    bounds, alone = Bounds(space), space.cluster.alone  # a bound is of the rate when no core is left by others
     plans = list(enumerate_plans(space, refused))
     space.program.prepare(plans)
-    waiting = [(bounds.seconds(plan), number, plan) for number, plan in enumerate(plans)]
+    waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
     heapify(waiting)
     number, costed, worst = len(waiting), list[Candidate](), math.inf
     while waiting and waiting[0][0] <= worst:
@@ -157,7 +157,7 @@ def search(space: Space, top: int = 10) -> Found:
         if memory is None:
             refused[TOO_LARGE] += 1
             for other in offloaded(space, plan):
-                heappush(waiting, (bounds.seconds(other), number, other))
+                heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
             continue
         time = time_of(space, plan, exact=False)

@@ -66,6 +66,8 @@ def test_a_layer_is_what_formulas_say(piece: Piece) -> None:
     sent = {one.kind: one.calls for one in layer.forward.collectives}
     assert sent == ({"all_gather": 2, "reduce_scatter": 2} if tensor > 1 else {})
     assert all(one.bytes == 2 * tokens * config.model.hidden for one in layer.forward.collectives)
+    # tensors of one sequence need no copies to be turned; from two on each kernel is started once, however many
+    assert counts.of(piece, 16)["layer"].forward.launches == counts.of(piece, 2)["layer"].forward.launches
     assert modules["head"].saved_bytes > 2 * tokens * config.model.vocab / tensor
     again = counts.of(piece._replace(recompute="full"), 3)["layer"]
     assert again.saved_bytes == 2 * tokens * config.model.hidden / tensor

@@ -127,6 +127,14 @@ def test_closed_forms_are_what_the_simulator_finds(
     assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 6])
+def test_interleaved_micro_batches_that_fill_no_round_are_carried_out(micro_batches: int) -> None:
+    pipeline, chunks = Pipeline("interleaved", 4, 2, micro_batches), [Chunk(1.0, 1.0, 1.0)] * 8
+    exact = simulate(make_schedule(*pipeline), Durations()).makespan
+    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
+    assert exact >= 8 * 3.0  # a micro-batch goes through all chunks and back
+
+
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 def test_irregular_schedules_are_carried_out(schedule: str) -> None:
     virtual = 2 if schedule == "zb_v" else 1
@@ -154,6 +162,47 @@ def test_terms_add_up_and_more_links_help() -> None:
     assert min(vars(time).values()) >= 0
     faster = replace(A100, inside=replace(A100.inside, gb_s=460.0))
     assert step_time(workload, plan.steps, plan.layout, faster).tensor < time.tensor
+
+
+def test_a_host_computes_after_it_has_started_a_kernel() -> None:
+    work = layer_work(GPT_22B, MEGATRON_2022, PLAN).forward
+    groups = PLAN.layout.groups(8)
+    slow = replace(A100, launch_us=100.0)
+    starting = work.launches * 100e-6
+    computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute
+    assert phase_seconds(work, groups, slow).compute == max(starting, computing)
+    assert phase_seconds(work, groups, replace(slow, queued=False)).compute == pytest.approx(starting + computing)
+
+
+def test_processes_that_share_cores_leave_none_idle() -> None:
+    host = replace(A100, alone=2.0)
+    for micro_batches, share in ((1, 2.0), (64, 1.0)):  # one stage at a time; nearly always all
+        plan = Plan(1, 4, 1, 1, 1, 0, False, "none", 1, micro_batches, "1f1b")
+        workload = describe(GPT_22B, MEGATRON_2021, plan)
+        alone, shared = (step_time(workload, plan.steps, plan.layout, cluster) for cluster in (A100, host))
+        assert alone.total - alone.update == pytest.approx((shared.total - shared.update) * share, rel=0.1)
+        assert min(vars(shared).values()) >= 0
+
+
+def test_what_was_timed_is_believed_and_other_sizes_lie_between() -> None:
+    table = (("all_reduce", 2, 1e6, 100.0), ("all_reduce", 2, 3e6, 200.0), ("send", 2, 1e6, 7.0))
+    timed = replace(A100, inside=replace(A100.inside, measured=table))
+
+    def seconds(kind: str, ranks: int, nbytes: float) -> float:
+        return collective_seconds(Collective(kind, "tensor", nbytes), Group(ranks, ranks), timed)  # type: ignore[arg-type]
+
+    sizes = (1.0, 1e6, 2e6, 3e6, 6e6)
+    assert [seconds("all_reduce", 2, size) for size in sizes] == pytest.approx([1e-4, 1e-4, 1.5e-4, 2e-4, 4e-4])
+    assert seconds("send", 4, 1e6) == pytest.approx(7e-6)
+    assert seconds("all_reduce", 4, 1e6) == collective_seconds(
+        Collective("all_reduce", "tensor", 1e6), Group(4, 4), A100
+    )
+    matmul = replace(A100.matmul, measured=((1024, 1024, 1024, 0.4), (4096, 4096, 4096, 0.3)))
+    slow = replace(A100, matmul=matmul)
+    for size, share in ((1024, 0.4), (4096, 0.3)):
+        assert matmul_seconds(Matmul(size, size, size), slow) == pytest.approx(2 * size**3 / (312e12 * share))
+    between = 2 * 2048**3 / (312e12 * matmul_seconds(Matmul(2048, 2048, 2048), slow))
+    assert 0.3 < between < 0.4
 
 
 def test_memory_is_what_the_papers_formulas_say() -> None:
