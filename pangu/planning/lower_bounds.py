@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pangu.planning.cost import Pipeline, collective_seconds, module_time
 from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
@@ -56,7 +56,7 @@ class Bounds:
             return busy + whole - stage
         if plan.schedule == "interleaved":
             return busy + (whole - stage) / plan.virtual
-        return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.9
+        return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.85
 
     def _replicas(self, plan: Plan, busy: float, backward: float) -> float:
         """Seconds that a stage waits for replicas at least."""
@@ -84,10 +84,21 @@ class Bounds:
         if key not in self._links:
             cluster = self._space.cluster
             group = plan.layout.groups(cluster.node)["shard"]
-            latency, one = (
-                collective_seconds(Collective("all_gather", "shard", size), group, cluster) for size in (0.0, 1e9)
-            )
-            self._links[key] = latency, (one - latency) / 1e9
+
+            def seconds(kind: Literal["all_gather", "reduce_scatter", "all_reduce"], size: float) -> float:
+                return collective_seconds(Collective(kind, "shard", size), group, cluster)
+
+            timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
+            if timed:  # from one timed size to the next a byte takes least at one of the two
+                slopes = [
+                    seconds(kind, size) / size / (2 if kind == "all_reduce" else 1)
+                    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+                    for size in timed
+                ]
+                self._links[key] = 0.0, min(slopes)
+            else:
+                latency, one = (seconds("all_gather", size) for size in (0.0, 1e9))
+                self._links[key] = latency, (one - latency) / 1e9
         return self._links[key]
 
     def gib(self, plan: Plan) -> float:

@@ -12,7 +12,9 @@ import pytest
 from pangu.config.layout_checks import layout_problems
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import step_time
-from pangu.planning.memory import memory_of_stages
+from pangu.planning.layout_work import Plan
+from pangu.planning.lower_bounds import Bounds
+from pangu.planning.memory import Memory, memory_of_stages
 from pangu.planning.search import Space, configured, enumerate_plans, offloaded, search, space_of, time_of
 from tests.configs import config
 from tests.spawn import repository
@@ -29,6 +31,11 @@ def space(devices: int, *overrides: str, gib: float = 79.2) -> Space:
     return space_of(config(*overrides), cluster, {})
 
 
+def memory_of(where: Space, plan: Plan) -> list[Memory]:
+    """Of each stage."""
+    return memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
+
+
 @pytest.mark.parametrize(("devices", "gib"), [(1, 79.2), (4, 20.0), (8, 79.2), (16, 12.0)])
 def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     where = space(devices, *SMALL, gib=gib)
@@ -36,13 +43,30 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
     plans = list(enumerate_plans(where, Counter()))
     while plans:
         plan = plans.pop()
-        stages = memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
-        if max(stage.total for stage in stages) <= gib:
+        if max(stage.total for stage in memory_of(where, plan)) <= gib:
             times.append(time_of(where, plan).total)
         else:
             plans += offloaded(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
+
+
+def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
+    """On links that are slow up to some size, above which more bytes take hardly longer."""
+    where = space(8, *SMALL)
+    timed = tuple(
+        (kind, ranks, size, microseconds)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+        for ranks in (2, 4, 8)
+        for size, microseconds in ((1e6, 1e3), (1e9, 1e6), (1e11, 1.2e6))
+    )
+    links = replace(where.cluster.inside, measured=timed)
+    where = where._replace(cluster=replace(where.cluster, inside=links, queued=False, alone=1.5))
+    bounds, times = Bounds(where), []
+    for plan in enumerate_plans(where, Counter()):
+        times.append(time_of(where, plan).total)
+        assert bounds.seconds(plan) / 1.5 <= times[-1], plan
+    assert search(where, top=1).best[0].time.total == pytest.approx(min(times))
 
 
 def test_what_is_found_passes_the_checks_and_fits() -> None:
