@@ -299,8 +299,8 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, e
     """From the first computation of a step to the last, and the stage that computes longest.
 
     1F1B, GPipe and, in whole rounds of micro-batches, interleaved schedules in closed form; of others the very actions
-    are carried out if it is to be `exact`, or else a form that is exact for equal stages is taken. `link` are the
-    seconds of a message for which a stage waits.
+    are carried out if it is to be `exact`, or else a form that is exact for equal stages and whole rounds is taken.
+    `link` are the seconds of a message for which a stage waits.
     """
     p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
     stages = [0.0] * p
@@ -310,7 +310,7 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, e
     waiting = 2 * link * v if p > 1 else 0.0
     if pipeline.schedule in ("1f1b", "gpipe") or p == 1:
         return sum(stages) + (m - 1) * (stages[longest] + waiting) + 2 * (p - 1) * link, longest
-    if pipeline.schedule == "interleaved" and m % p == 0:
+    if pipeline.schedule == "interleaved" and (m % p == 0 or not exact):
         first = sum(stages) / v
         return first + (m - 1 / v) * stages[longest] + (m - 1) * waiting + 2 * (p - 1) * link, longest
     if pipeline.schedule in ("zb-1p", "zb-2p"):  # the paper's schedules for one and two times the memory of 1F1B
