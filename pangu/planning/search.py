@@ -72,7 +72,7 @@ class Found:
     refused: Counter[str]
     """Why layouts cannot be, and how many there are."""
     layouts: int
-    """That the checks accept."""
+    """That the checks accept; the same with less on the device is tried where one does not fit."""
     costed: int
     """Of these; the others do not fit, or cannot be among the best."""
 
@@ -167,7 +167,7 @@ def search(space: Space, top: int = 10) -> Found:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
-    return Found(costed[:top], front_of(costed), refused, number, len(costed))
+    return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
 
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
