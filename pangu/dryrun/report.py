@@ -89,8 +89,8 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     yield "fullest", f"{where}: {size(report['peak'])} of tensors at the peak, in {report['peak_place']}"
     yield "of these", ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
     for axis, kinds in report["collectives"].items():
-        told = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
-        yield f"over {axis}", "; ".join(told)
+        words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
+        yield f"over {axis}", "; ".join(words)
     bound, flops = size(report["memory_bound_bytes"]), report["flops"]
     yield "step", f"{report['launches']:,} launches, {bound} moved beside products, {flops:.3g} FLOPs in products"
     yield "host waits", _places(report["host_syncs"], "value of the device", "values of the device")
@@ -101,9 +101,9 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     yield "memory", _fits(report)
 
 
-def _places(found: Mapping[str, int], one: str, several: str) -> str:
-    total = sum(found.values())
-    where = "; ".join(f"{place} {count} x" for place, count in found.items())
+def _places(counts: Mapping[str, int], one: str, several: str) -> str:
+    total = sum(counts.values())
+    where = "; ".join(f"{place} {count} x" for place, count in counts.items())
     return f"{total:,} {one if total == 1 else several}" + (f" ({where})" if where else "")
 
 

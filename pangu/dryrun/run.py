@@ -309,11 +309,11 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
 
 
 def _collectives(counts: Counter[tuple[Any, ...]]) -> dict[str, dict[str, dict[str, int]]]:
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    by_axis: dict[str, dict[str, dict[str, int]]] = {}
     for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
         if what in ("calls", "bytes"):
-            found.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
-    return found
+            by_axis.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
+    return by_axis
 
 
 def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -326,14 +326,14 @@ def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
     """Of the second micro-batch."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    by_chunk: dict[str, dict[str, dict[str, Any]]] = {}
     for action, counts in audit.counts.items():
         if isinstance(action, Action) and action.kind in COMPUTE and action.micro == 1:
-            found.setdefault(str(action.chunk), {})[str(action.kind)] = {
+            by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
                 "products": _products(counts),
                 "collectives": _collectives(counts),
                 **audit.spans[action]._asdict(),
             }
-    return found
+    return by_chunk

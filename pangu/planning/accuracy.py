@@ -103,25 +103,27 @@ class Prediction:
 
 def cluster_of(row: Row, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig | None:
     """What is known of a row's cluster: its device's file, the format of its products and the network it tells of."""
-    found = clusters.get(row.family.lower())
-    if found is None:
+    cluster = clusters.get(row.family.lower())
+    if cluster is None:
         return None
     rate = FORMAT_RATES[row.format]
     if row.format != "bf16":
         # less of a higher peak is reached
-        matmul = replace(found.matmul, tflops=found.matmul.tflops * rate, efficiency=found.matmul.efficiency * 0.9)
-        found = replace(found, matmul=matmul)
+        matmul = replace(
+            cluster.matmul, tflops=cluster.matmul.tflops * rate, efficiency=cluster.matmul.efficiency * 0.9
+        )
+        cluster = replace(cluster, matmul=matmul)
     if (alike := ALIKE.get(word_of(row.device))) is not None:
-        matmul = replace(found.matmul, tflops=found.matmul.tflops * alike.products)
-        inside = replace(found.inside, gb_s=found.inside.gb_s * alike.links)
-        found = replace(found, matmul=matmul, inside=inside)
+        matmul = replace(cluster.matmul, tflops=cluster.matmul.tflops * alike.products)
+        inside = replace(cluster.inside, gb_s=cluster.inside.gb_s * alike.links)
+        cluster = replace(cluster, matmul=matmul, inside=inside)
     if row.network is not None:
-        each = found.between.gb_s * row.network / (_NOMINAL.get(found.name, found.between.gb_s) * found.nics)
-        found = replace(found, between=replace(found.between, gb_s=each))
+        each = cluster.between.gb_s * row.network / (_NOMINAL.get(cluster.name, cluster.between.gb_s) * cluster.nics)
+        cluster = replace(cluster, between=replace(cluster.between, gb_s=each))
     if "40G" in row.device:
         # NVIDIA's data sheet of the A100 of 40 GB
-        found = replace(found, memory=replace(found.memory, gib=39.4, gb_s=1555.0))
-    return replace(found, node=row.node, devices=row.devices)
+        cluster = replace(cluster, memory=replace(cluster.memory, gib=39.4, gb_s=1555.0))
+    return replace(cluster, node=row.node, devices=row.devices)
 
 
 _NOMINAL = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "v100": 12.5}
@@ -286,7 +288,7 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]], clusters: Mapping[str, Cluster
         if max(row.devices for row in timed) >= MANY_DEVICES and cluster_of(row, clusters):
             step = max(1, len(timed) // ROWS_IN_POOL)
             groups[row.family, row.format, row.system.name][scope] = timed[::step][:ROWS_IN_POOL]
-    found = []
+    layouts = []
     for (family, format_, program), members in groups.items():
         while True:
             rows = [row for own in members.values() for row in own]
@@ -296,8 +298,8 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]], clusters: Mapping[str, Cluster
             if len(members) < 3 or abs(bias[worst]) <= DISAGREEMENT:
                 break
             del members[worst]
-        found.append(Coefficients(Scope("*", family, format_), program, fitted, len(rows)))
-    return found
+        layouts.append(Coefficients(Scope("*", family, format_), program, fitted, len(rows)))
+    return layouts
 
 
 def _residuals(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fitted: Fitted) -> list[float]:

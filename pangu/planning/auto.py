@@ -56,15 +56,15 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: f
         )
     assert config.cluster is not None
     space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given))
-    found = search(space, top)
-    if not found.best:
-        kept = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
+    outcome = search(space, top)
+    if not outcome.best:
+        fixed = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
         raise UserError(
             f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(found.refused) or f'none has {kept}'}; more devices, a larger batch or fewer fixed keys "
+            f"{refusals(outcome.refused) or f'none has {fixed}'}; more devices, a larger batch or fewer fixed keys "
             "may work"
         )
-    return Outcome(space, found, tokens)
+    return Outcome(space, outcome, tokens)
 
 
 def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:

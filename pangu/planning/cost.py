@@ -240,11 +240,11 @@ def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
 
 def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> ModuleTime:
     """Time of a module."""
-    again = phase_seconds(module.recompute, groups, cluster)
+    recompute = phase_seconds(module.recompute, groups, cluster)
     back = phase_seconds(module.backward_input, groups, cluster)
     return ModuleTime(
         phase_seconds(module.forward, groups, cluster),
-        Phase(*map(add, again, back)),
+        Phase(*map(add, recompute, back)),
         phase_seconds(module.backward_weight, groups, cluster),
     )
 
@@ -366,13 +366,14 @@ def step_time(
     link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
     link += cluster.message_us * 1e-6
     whole, longest = pipeline_seconds(pipeline, chunks, link, exact)
-    own = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
+    busiest = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
     m = pipeline.micro_batches
-    tensor, replicas = m * sum(chunk.tensor for chunk in own), m * sum(chunk.replicas for chunk in own)
-    busy = m * sum(chunk.total for chunk in own)
+    tensor = m * sum(chunk.tensor for chunk in busiest)
+    replicas = m * sum(chunk.replicas for chunk in busiest)
+    busy = m * sum(chunk.total for chunk in busiest)
     waiting = 2 * link * pipeline.virtual * m if pipeline.stages > 1 else 0.0
     waiting = min(waiting, whole - busy)
-    last = sum(chunk.backward_input + chunk.backward_weight for chunk in own)
+    last = sum(chunk.backward_input + chunk.backward_weight for chunk in busiest)
     ends = [_after(step, groups, cluster, last) for step in workload.steps]
     data, update = max(ends, key=sum)
     # on a host the others go on while a stage waits: no core is idle as long as some have work

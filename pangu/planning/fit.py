@@ -60,11 +60,11 @@ def with_figures(cluster: ClusterConfig, figures: Mapping[str, float]) -> Cluste
 
 def figures_of(cluster: ClusterConfig) -> dict[str, float]:
     """The figures that may be fitted."""
-    found = {}
+    fits = {}
     for name in FREEDOM:
         group, _, field = name.rpartition(".")
-        found[name] = float(getattr(getattr(cluster, group) if group else cluster, field))
-    return found
+        fits[name] = float(getattr(getattr(cluster, group) if group else cluster, field))
+    return fits
 
 
 Factors = Mapping[str, float]

@@ -192,8 +192,8 @@ def _modules_of(
     layers: int, first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
 ) -> Counter[str]:
     """How many modules of each kind a chunk has."""
-    again = min(layers, recomputed)
-    counts = Counter({"layer": layers - again, "embedding": first, "head": last, "recomputed": again})
+    num_recomputed = min(layers, recomputed)
+    counts = Counter({"layer": layers - num_recomputed, "embedding": first, "head": last, "recomputed": num_recomputed})
     counts["inner"] = "inner" in modules and not (first or last)
     return +counts
 
@@ -203,9 +203,9 @@ def state_bytes(system: System, plan: Plan, numbers: float) -> float:
     replicas = plan.data * plan.context
     shards = (plan.shards or replicas) if plan.zero else 1
     # schedules that compute weight gradients late keep whole gradients
-    kept = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+    gradient_shards = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
     main = 0.0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
-    gradients = system.gradient_bytes / kept + system.spare_bytes
+    gradients = system.gradient_bytes / gradient_shards + system.spare_bytes
     return numbers * (system.number_bytes / (shards if plan.zero == 3 else 1) + gradients + main)
 
 
@@ -224,24 +224,24 @@ def _step(
         numbers -= twice
     replicas = plan.data * plan.context
     shards = (plan.shards or replicas) if plan.zero else 1
-    found: list[Collective] = []
+    sends: list[Collective] = []
     if replicas > 1 and plan.zero in (0,):
-        found.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
+        sends.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
     elif shards > 1 and plan.zero < 3:
         # whole gradients are there for one micro-batch only: each is reduced
         often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
-        found.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
-        found.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
+        sends.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
+        sends.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
     if plan.zero and shards < replicas:
-        found.append(
+        sends.append(
             Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
         )
     if shape.tied and plan.pipeline > 1 and ("head" in counts or "embedding" in counts):
-        found.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
+        sends.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
     gradients, state = system.gradient_bytes, state_bytes(system, plan, numbers)
     # gradients there, weights back
     host = numbers / shards * (gradients + system.number_bytes) if "optimizer" in plan.offload else 0.0
     moved = numbers / shards * update.bytes + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = update.launches * (counts["layer"] + counts["recomputed"])
     groups = sum(size > 1 for size in plan.layout[:4])
-    return StepWork(numbers, moved, launches, tuple(found), host, state, groups)
+    return StepWork(numbers, moved, launches, tuple(sends), host, state, groups)

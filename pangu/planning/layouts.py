@@ -42,11 +42,11 @@ def choose_layout(values: Mapping[str, Any], world: int) -> Chosen:
         candidates = {}
     refused: list[Problem] = []
     for prefix, candidate in candidates.items():
-        found = layout_problems(candidate, world)
-        chosen = None if found else _plan(candidate, world, found)
+        wrong_here = layout_problems(candidate, world)
+        chosen = None if wrong_here else _plan(candidate, world, wrong_here)
         if chosen is not None and not problems:
             return chosen
-        refused += [replace(one, key=prefix + one.key) for one in found]
+        refused += [replace(one, key=prefix + one.key) for one in wrong_here]
         if chosen is not None:
             refused = []
             break

@@ -197,11 +197,11 @@ def _row(values: Mapping[str, str]) -> Row:
 
 def _recompute(values: Mapping[str, str], shape: Shape, devices: int) -> Recompute:
     """What is told, or else what the printed rate of FLOPs counts: a forward that backward repeats is a third more."""
-    told = values.get("recompute", "").strip()
-    if told == "full" or told.startswith("selective"):
-        return "full" if told == "full" else "selective"
+    words = values.get("recompute", "").strip()
+    if words == "full" or words.startswith("selective"):
+        return "full" if words == "full" else "selective"
     seconds, rate = _number(values, "step_time_s"), _number(values, "tflops_per_gpu")
-    if told or seconds is None or rate is None:
+    if words or seconds is None or rate is None:
         return "none"
     counted = rate * 1e12 * devices * seconds / shape.flops(_count(values, "global_batch"))
     return "full" if counted > (1 + 4 / 3) / 2 else "none"
@@ -239,13 +239,13 @@ def _shape(values: Mapping[str, str]) -> Shape:
         _count(values, "vocab"),
         _count(values, "seq"),
     )
-    told = _number(values, "params_b")
+    billions = _number(values, "params_b")
     options = [plain._replace(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
     llama = bool(re.search(r"llama|mistral|qwen|mixtral", values.get("model", ""), re.IGNORECASE))
-    if told is None:
+    if billions is None:
         return plain._replace(gated=llama, tied=not llama)
     # what is not told of the model follows from its size
-    return min(options, key=lambda one: (round(abs(one.parameters / 1e9 / told - 1), 2), one.gated != llama))
+    return min(options, key=lambda one: (round(abs(one.parameters / 1e9 / billions - 1), 2), one.gated != llama))
 
 
 def _system(values: Mapping[str, str], recompute: str, gated: bool) -> System:
@@ -304,9 +304,9 @@ def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recomp
 def _virtuals(values: Mapping[str, str], system: System, stages: int, layers: int) -> list[int]:
     """Chunks of a stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers of 2021
     and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
-    told = _count(values, "vpp", 0)
-    if told or stages == 1:
-        return [told or 1]
+    virtual = _count(values, "vpp", 0)
+    if virtual or stages == 1:
+        return [virtual or 1]
     more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
     if system is MEGATRON_CORE:
         return [1, *more]
@@ -328,9 +328,9 @@ def cut_by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
 
 def _seconds(values: Mapping[str, str], row: Row, plan: Plan, note: str) -> float | None:
     """Time of a step, as told or from a rate of FLOPs."""
-    told = _number(values, "step_time_s")
-    if told is not None:
-        return told
+    seconds = _number(values, "step_time_s")
+    if seconds is not None:
+        return seconds
     flops = row.shape.flops(_count(values, "global_batch"))
     utilisation, rate = _number(values, "mfu_pct"), _number(values, "tflops_per_gpu")
     if utilisation is not None and row.family in PEAKS and row.format == "bf16":

@@ -119,8 +119,8 @@ def _held(order: Order) -> Iterator[Held]:
 
 
 def _most(moments: set[Held]) -> list[Held]:
-    found: list[Held] = []
+    fullest: list[Held] = []
     for one in sorted(moments, key=lambda held: sum(held.forwards + held.inputs), reverse=True):
-        if not any(other.covers(one) for other in found):
-            found.append(one)
-    return found
+        if not any(other.covers(one) for other in fullest):
+            fullest.append(one)
+    return fullest

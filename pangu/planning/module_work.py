@@ -114,9 +114,9 @@ class ModuleCounts:
             if piece.recompute == "none":
                 counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
             else:
-                kept = piece._replace(recompute="none")
+                plain = piece._replace(recompute="none")
                 counted = [
-                    {"layer": _recomputed(report, self.of(kept, of_size)["layer"])}
+                    {"layer": _recomputed(report, self.of(plain, of_size)["layer"])}
                     for of_size, report in zip(_SIZES, reports, strict=True)
                 ]
             one, two, three = counted
@@ -211,11 +211,11 @@ def _identity(jobs: Sequence[Job]) -> str:
 def _read(file: Path) -> list[Report] | None:
     """What was written, if it can be read."""
     with suppress(OSError, UserError):
-        found = read_json(file)
-        if isinstance(found, list) and all(
-            isinstance(one, dict) and {"phases", "update"} <= one.keys() for one in found
+        reports = read_json(file)
+        if isinstance(reports, list) and all(
+            isinstance(one, dict) and {"phases", "update"} <= one.keys() for one in reports
         ):
-            return found
+            return reports
     return None
 
 
@@ -230,8 +230,8 @@ def _recomputed(second: Report, kept: ModuleWork) -> ModuleWork:
     """A layer that is computed again, as it is besides the same layer when all is kept."""
     alone, two = (_module(second["phases"][chunk]) for chunk in "12")
     layer = _less(two, alone)
-    again = _minus(layer.backward_input, kept.backward_input)
-    return replace(layer, backward_input=kept.backward_input, recompute=again, working_bytes=alone.working_bytes)
+    recompute = _minus(layer.backward_input, kept.backward_input)
+    return replace(layer, backward_input=kept.backward_input, recompute=recompute, working_bytes=alone.working_bytes)
 
 
 def _module(phases: Mapping[str, Any]) -> ModuleWork:

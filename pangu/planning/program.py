@@ -44,12 +44,22 @@ class Program:
 
     @cached_property
     def system(self) -> System:
-        """How states are kept and sent."""
+        """How states are kept and sent; what a layer does is counted, not said here."""
         config = self.config
         message = 2 if config.precision.reduce == "bf16" else sum_bytes(config)
         hidden = HIDDEN if config.parallel.overlap else 0.0
         narrow = BYTES[config.precision.compute]
-        return System("pangu", True, config.model.dropout > 0, False, 0, message, 0, 0.0, 0.0, hidden, 0.0, narrow)
+        return System(
+            "pangu",
+            flash=True,
+            dropout=config.model.dropout > 0,
+            fused=False,
+            launches=0,
+            gradient_bytes=message,
+            accumulation_bytes=0,
+            hidden_data=hidden,
+            number_bytes=narrow,
+        )
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Count the modules of layouts together. Raises DryRunError if one cannot be carried out."""
@@ -132,9 +142,11 @@ class Program:
         gradients that come and go; of them those of a layer and of the `largest` module."""
         sharding, schedule, (narrow, wide) = _sharding(plan), SCHEDULES[plan.schedule], self._bytes
         rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
-        kept = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+        stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
         moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
-        lasting = sum(row.numel * (wide if row.wide else narrow) for row in kept) + moments * numbers / sharding.size
+        lasting = (
+            sum(row.numel * (wide if row.wide else narrow) for row in stored_rows) + moments * numbers / sharding.size
+        )
         # in two phases a chunk at a time is gathered, and reduced when its gradients are complete
         chunk, buffers = numbers / (plan.virtual if schedule.two_phases else 1), 0.0
         if sharding.stage == 3:  # of the module that computes and of the next one

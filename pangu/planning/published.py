@@ -92,19 +92,19 @@ def _saved(shape: Shape, system: System, plan: Plan, tokens: float) -> float:
 
 def _communication(shape: Shape, system: System, plan: Plan, tokens: float) -> tuple[Collective, ...]:
     """Of a layer's forward; backward sends the same."""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     whole = 1.0 * system.number_bytes * tokens * shape.hidden
     if plan.tensor > 1 and plan.sequence:
         hidden, contended = system.hidden_tensor, system.contended_us
-        found.append(Collective("all_gather", "tensor", whole, 2, hidden, contended))
-        found.append(Collective("reduce_scatter", "tensor", whole, 2, hidden, contended))
+        collectives.append(Collective("all_gather", "tensor", whole, 2, hidden, contended))
+        collectives.append(Collective("reduce_scatter", "tensor", whole, 2, hidden, contended))
     elif plan.tensor > 1:
-        found.append(Collective("all_reduce", "tensor", whole, 2, system.hidden_tensor))
+        collectives.append(Collective("all_reduce", "tensor", whole, 2, system.hidden_tensor))
     if plan.context > 1:
         keys = 2.0 * system.number_bytes * tokens * plan.context * shape.hidden
         keys *= shape.kv_heads / shape.heads / plan.tensor
-        found.append(Collective("all_gather", "context", keys, 1, 0.9))
-    return tuple(found)
+        collectives.append(Collective("all_gather", "context", keys, 1, 0.9))
+    return tuple(collectives)
 
 
 @lru_cache(maxsize=100_000)
@@ -139,13 +139,13 @@ def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
     )
     # sequence parallelism gathers the inputs of products once more for the gradients of weights
     more = (sends[0]._replace(hidden=1.0),) if plan.sequence and t > 1 else ()
-    again = forward if plan.recompute == "full" else Work()
+    recompute = forward if plan.recompute == "full" else Work()
     if plan.recompute == "selective" and system.flash:  # torchtitan's: all but every other product and attention
         products = tuple(Matmul(tokens, columns, depth, calls=0.5) for depth, columns in matrices)
-        again = Work(products, bytes_forward, launches - 3)
+        recompute = Work(products, bytes_forward, launches - 3)
     elif plan.recompute == "selective":
         scores = _attention(shape, system, b, length, heads, 1)
-        again = Work(scores, 13.0 * b * length * shape.sequence * heads, 4)
+        recompute = Work(scores, 13.0 * b * length * shape.sequence * heads, 4)
     return ModuleWork(
         forward,
         Work(
@@ -161,7 +161,7 @@ def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
             4,
             reduce,
         ),
-        again,
+        recompute,
         _saved(shape, system, plan, tokens),
         _saved(shape, system, plan._replace(recompute="none"), tokens) if plan.recompute != "none" else 0.0,
         parameters=parameters,

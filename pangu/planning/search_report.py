@@ -166,9 +166,9 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Other schedules. ZeRO-2 is left where it would reduce gradients after each micro-batch."""
     for name in SCHEDULED:
         zero = min(plan.zero, 1) if name in REDUCES_EACH and plan.zero == 2 else plan.zero
-        told = name if zero == plan.zero else f"{name} with ZeRO {zero}"
+        title = name if zero == plan.zero else f"{name} with ZeRO {zero}"
         if name != plan.schedule:
-            yield told, {"schedule": name, "virtual": SCHEDULES[name].virtual[0], "zero": zero}
+            yield title, {"schedule": name, "virtual": SCHEDULES[name].virtual[0], "zero": zero}
 
 
 def page(outcome: Outcome) -> str:

@@ -60,9 +60,9 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
 def _weights(part: Part) -> Table:
     table = make_table("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
     for weight in part.weights:
-        later = "; gradient: summed once a step" if weight.partial else ""
+        gradient = "; gradient: summed once a step" if weight.partial else ""
         shapes = (str(list(weight.shape)), str(list(weight.local_shape)))
-        table.add_row(*map(Text, (weight.name, *shapes, weight.cut + later, weight.activations, weight.operator)))
+        table.add_row(*map(Text, (weight.name, *shapes, weight.cut + gradient, weight.activations, weight.operator)))
     return table
 
 
@@ -89,12 +89,12 @@ def _rows(sent: Sent) -> Iterator[tuple[str, ...]]:
 
 def sent_by(module: ModuleWork, ranks: int) -> Sent:
     """What the tensor ranks send for a module."""
-    found = Sent(float)
+    sent = Sent(float)
     backward = (module.backward_input, module.backward_weight)
     for phase, works in (("forward", (module.forward,)), ("backward", backward), ("recompute", (module.recompute,))):
         for one in (one for work in works for one in work.collectives if one.axis == "tensor"):
             moved = one.bytes * one.calls
-            found[phase, one.kind, "calls"] += one.calls
-            found[phase, one.kind, "bytes"] += moved
-            found[phase, one.kind, "wire"] += (2 if one.kind == "all_reduce" else 1) * moved * (ranks - 1) / ranks
-    return found
+            sent[phase, one.kind, "calls"] += one.calls
+            sent[phase, one.kind, "bytes"] += moved
+            sent[phase, one.kind, "wire"] += (2 if one.kind == "all_reduce" else 1) * moved * (ranks - 1) / ranks
+    return sent

@@ -55,8 +55,8 @@ class StatePlan:
 
     def words(self) -> str:
         """`24.0 MiB: parameters 8.0 MiB, gradients 8.0 MiB, ...`."""
-        kept = ", ".join(f"{name} {size(count)}" for name, count in self.bytes.items())
-        return f"{size(sum(self.bytes.values()))}: {kept}"
+        parts = ", ".join(f"{name} {size(count)}" for name, count in self.bytes.items())
+        return f"{size(sum(self.bytes.values()))}: {parts}"
 
 
 def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) -> StatePlan:
@@ -78,8 +78,8 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         for row in buffer_table(padded, narrow < wide, sharding, trained):
             if row.alias is None and row.lasting:
                 total[PURPOSES[row.name] + HOST * row.on_host] += row.numel * (wide if row.wide else narrow)
-        if trained and (kept := _unpadded(table, names, numel, sharding.span(padded))):
-            total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * kept * moment
+        if trained and (unpadded := _unpadded(table, names, numel, sharding.span(padded))):
+            total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unpadded * moment
 
     divide(table, used, config.parallel.bucket_bytes, add)
     return StatePlan(dict(total))
@@ -87,13 +87,13 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
 
 def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, int], own: slice) -> int:
     """Elements of logical tensors in a shard of a flat parameter, without padding of it or of a vocabulary."""
-    begin = kept = 0
+    begin = total = 0
     for name in names:
         for entry in table.stored_in(name):
             start = begin + entry.offset
-            kept += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
+            total += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
         begin += numel[name]
-    return kept
+    return total
 
 
 def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePlan:
