@@ -10,17 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
-from pangu.pipeline.actions import Durations
-from pangu.pipeline.orders import SCHEDULES
-from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.simulate import simulate
+from pangu.planning.pipeline_time import Chunk, Pipeline, pipeline_seconds
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, StepWork, Work, Workload
 
 REPLICAS = ("data", "shard", "copies")
@@ -249,23 +246,6 @@ def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: Clust
     )
 
 
-class Chunk(NamedTuple):
-    """Seconds of a chunk of layers for one micro-batch."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    tensor: float = 0.0
-    """Of all three what is communication inside layers."""
-    replicas: float = 0.0
-    """Of all three what is communication with replicas."""
-
-    @property
-    def total(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward_input + self.backward_weight
-
-
 def chunk_times(workload: Workload, times: Mapping[str, ModuleTime]) -> list[Chunk]:
     """Times of all chunks in model order."""
     chunks = []
@@ -280,74 +260,12 @@ def chunk_times(workload: Workload, times: Mapping[str, ModuleTime]) -> list[Chu
     return chunks
 
 
-class Pipeline(NamedTuple):
-    """A schedule in numbers."""
-
-    schedule: str
-    stages: int
-    virtual: int
-    micro_batches: int
-
-    def of(self, chunk: int) -> int:
-        """Stage of a chunk."""
-        turn, place = divmod(chunk, self.stages)
-        backwards = turn % 2 and self.schedule in SCHEDULES and SCHEDULES[self.schedule].v_shape
-        return self.stages - 1 - place if backwards else place
-
-
-def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float, exact: bool = True) -> tuple[float, int]:
-    """From the first computation of a step to the last, and the stage that computes longest.
-
-    1F1B, GPipe and, in whole rounds of micro-batches, interleaved schedules in closed form; of others the very actions
-    are carried out if it is to be `exact`, or else a form that is exact for equal stages and whole rounds is taken.
-    `link` are the seconds of a message for which a stage waits.
-    """
-    p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
-    stages = [0.0] * p
-    for number, chunk in enumerate(chunks):
-        stages[pipeline.of(number)] += chunk.total
-    longest = max(range(p), key=stages.__getitem__)
-    waiting = 2 * link * v if p > 1 else 0.0
-    if pipeline.schedule in ("1f1b", "gpipe") or p == 1:
-        return sum(stages) + (m - 1) * (stages[longest] + waiting) + 2 * (p - 1) * link, longest
-    if pipeline.schedule == "interleaved" and (m % p == 0 or not exact):
-        first = sum(stages) / v
-        return first + (m - 1 / v) * stages[longest] + (m - 1) * waiting + 2 * (p - 1) * link, longest
-    if pipeline.schedule in ("zb-1p", "zb-2p"):  # the paper's schedules for one and two times the memory of 1F1B
-        inputs = sum(chunk.forward + chunk.backward_input - chunk.backward_weight for chunk in chunks) / p
-        least = sum(chunk.forward + chunk.backward_input - 2 * chunk.backward_weight for chunk in chunks) / p
-        bubble = (p - 1) * max(0.0, inputs if pipeline.schedule == "zb-1p" else least)
-        return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
-    if not exact and pipeline.schedule in ("zb_h1", "zb_v"):
-        forward, back, weight = (sum(chunk[place] for chunk in chunks) / p for place in range(3))
-        late = back / 2 if m >= 2 * p else back - weight / 2
-        bubble = (p - 1) * max(0.0, forward + back - weight if pipeline.schedule == "zb_h1" else late)
-        return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
-    most = min(m, max(4 * p, 8))  # from then on each takes as long as the longest stage computes
-    makespan = _makespan(pipeline._replace(micro_batches=most), tuple(chunks), link)
-    return makespan + (m - most) * stages[longest] + m * waiting / max(1, v), longest
-
-
-@lru_cache(maxsize=10_000)
-def _makespan(pipeline: Pipeline, chunks: tuple[Chunk, ...], link: float) -> float:
-    """Of the very actions; layouts that differ in their states only have the same."""
-    schedule = _schedule(*pipeline)
-    forward, back, weight = ([chunk[place] for chunk in chunks] for place in range(3))
-    return simulate(schedule, Durations(forward, back, weight, link), checked=True).makespan
-
-
-@lru_cache(maxsize=64)
-def _schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Schedule:
-    return make_schedule(name, stages, virtual, micro_batches)
-
-
 def step_time(
     workload: Workload,
     pipeline: Pipeline,
     layout: Layers,
     cluster: ClusterConfig,
     messages_hidden: float = 0.0,
-    exact: bool = True,
 ) -> StepTime:
     """Time of a step.
 
@@ -357,7 +275,6 @@ def step_time(
         layout: which ranks form the groups.
         cluster: on what.
         messages_hidden: share of messages between stages that runs beside computing.
-        exact: irregular schedules are carried out (see `pipeline_seconds`).
     """
     groups = layout.groups(cluster.node)
     times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
@@ -365,7 +282,7 @@ def step_time(
     message = Collective("send", "pipeline", workload.message_bytes)
     link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
     link += cluster.message_us * 1e-6
-    whole, longest = pipeline_seconds(pipeline, chunks, link, exact)
+    whole, longest = pipeline_seconds(pipeline, chunks, link)
     busiest = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
     m = pipeline.micro_batches
     tensor = m * sum(chunk.tensor for chunk in busiest)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pangu.planning.cost import Layers, Pipeline
+from pangu.planning.cost import Layers
+from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Workload
 
 Recompute = Literal["none", "selective", "full"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pangu.planning.cost import Pipeline, collective_seconds, module_time
+from pangu.planning.cost import collective_seconds, module_time
 from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
 from pangu.planning.memory import device_overhead, most_held
+from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Collective
 
 if TYPE_CHECKING:

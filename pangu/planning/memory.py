@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from operator import ge, mul
 from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES, Order
-from pangu.planning.cost import Pipeline
+from pangu.planning.pipeline_time import Pipeline, orders
 from pangu.planning.workload import ModuleWork, Workload
 
 _GIB = 2.0**30
@@ -79,8 +79,7 @@ def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:
     return memory.context_gib + memory.workspace_gib + communicators * memory.communicator_gib
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Micro-batches that a stage holds at a time, of each of its chunks."""
 
     forwards: tuple[int, ...]
@@ -88,39 +87,42 @@ class Held:
     inputs: tuple[int, ...]
     """Whose gradients of weights alone are to come."""
 
-    def covers(self, other: Held) -> bool:
-        """Whether it is at least as much of everything."""
-        return all(map(int.__ge__, self.forwards + self.inputs, other.forwards + other.inputs))
-
 
 @lru_cache(maxsize=1000)
 def most_held(pipeline: Pipeline) -> list[list[Held]]:
     """Stage -> what it holds at moments that no other moment covers, from the very order of its work."""
-    p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
+    p, m = pipeline.stages, pipeline.micro_batches
     if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
         often = 2 if pipeline.schedule == "zb-2p" else 1
         return [[Held((min(m, often * (p - stage)),), (0,))] for stage in range(p)]
-    family = SCHEDULES[pipeline.schedule]
-    # from some number on more micro-batches change nothing; in groups they do, and in two phases all are held
-    most = m if family.two_phases or pipeline.schedule == "interleaved" else min(m, 4 * p)
-    return [_most(set(_held(order))) for order in family.order(p, v, most)]
+    # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
+    grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
+    most = m if grows else min(m, 4 * p)
+    return [_fullest(set(_moments(order))) for order in orders(pipeline._replace(micro_batches=most))]
 
 
-def _held(order: Order) -> Iterator[Held]:
-    """What is held while each step computes."""
-    place = {chunk: number for number, chunk in enumerate(sorted({chunk for _, chunk, _ in order}))}
-    forwards, inputs = [0] * len(place), [0] * len(place)
+def _moments(order: Order) -> Iterator[tuple[int, ...]]:
+    """What is held while each step computes, forwards of each chunk and then inputs."""
+    chunks = sorted({chunk for _, chunk, _ in order})
+    place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
+    held = [0] * (2 * count)
     for kind, chunk, _ in order:
         here = place[chunk]
-        forwards[here] += kind is Kind.FORWARD
-        yield Held(tuple(forwards), tuple(inputs))
-        forwards[here] -= kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        inputs[here] += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        if kind is Kind.FORWARD:
+            held[here] += 1
+            yield tuple(held)  # before a backward it is the same as before
+        elif kind is Kind.BACKWARD_WEIGHT:
+            yield tuple(held)
+            held[here + count] -= 1
+        else:
+            held[here] -= 1
+            held[here + count] += kind is Kind.BACKWARD_INPUT
 
 
-def _most(moments: set[Held]) -> list[Held]:
-    fullest: list[Held] = []
-    for one in sorted(moments, key=lambda held: sum(held.forwards + held.inputs), reverse=True):
-        if not any(other.covers(one) for other in fullest):
+def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:
+    """Those that no other is at least as much as in everything."""
+    fullest: list[tuple[int, ...]] = []
+    for one in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(ge, other, one)) for other in fullest):
             fullest.append(one)
-    return fullest
+    return [Held(one[: len(one) // 2], one[len(one) // 2 :]) for one in fullest]

@@ -78,6 +78,7 @@ class ModuleCounts:
     config: RunConfig
     _reports: dict[Piece, list[Report]] = field(default_factory=dict)
     """Of the second stage with each of `_SIZES`; where all is kept, then of the first stage."""
+    _of_sizes: dict[Piece, list[Modules]] = field(default_factory=dict)
     _modules: dict[tuple[Piece, int], Modules] = field(default_factory=dict)
 
     def count(self, pieces: Collection[Piece]) -> None:
@@ -109,20 +110,25 @@ class ModuleCounts:
     def of(self, piece: Piece, size: int) -> Modules:
         """The modules for micro-batches of `size` sequences; of a piece that keeps less than all, its `layer`."""
         if (piece, size) not in self._modules:
+            one, two, three = self._counted(piece)
+            line = {kind: _at(size - 1, two[kind], three[kind]) for kind in two}
+            self._modules[piece, size] = one if size == 1 else line
+        return self._modules[piece, size]
+
+    def _counted(self, piece: Piece) -> list[Modules]:
+        """The modules for micro-batches of each of `_SIZES`."""
+        if piece not in self._of_sizes:
             self.count([piece])
             reports = self._reports[piece]
             if piece.recompute == "none":
                 counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
             else:
-                plain = piece._replace(recompute="none")
+                plain = self._counted(piece._replace(recompute="none"))
                 counted = [
-                    {"layer": _recomputed(report, self.of(plain, of_size)["layer"])}
-                    for of_size, report in zip(_SIZES, reports, strict=True)
+                    {"layer": _recomputed(report, kept["layer"])} for report, kept in zip(reports, plain, strict=True)
                 ]
-            one, two, three = counted
-            line = {kind: _at(size - 1, two[kind], three[kind]) for kind in two}
-            self._modules[piece, size] = one if size == 1 else line
-        return self._modules[piece, size]
+            self._of_sizes[piece] = counted
+        return self._of_sizes[piece]
 
     def update(self, piece: Piece) -> tuple[float, float]:
         """Bytes that the optimizer's step reads and writes for a layer without any sharding, and its launches."""

@@ -34,8 +34,6 @@ from pangu.planning.workload import Workload
 
 MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
-INEXACT = 1.1
-"""By how much the closed form of an irregular schedule may be above the time that carrying it out takes."""
 TOO_LARGE = "does not fit into a device's memory"
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
@@ -160,10 +158,7 @@ def search(space: Space, top: int = 10) -> Found:
                 heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
             continue
-        time = time_of(space, plan, exact=False)
-        if time.total <= worst * INEXACT:
-            time = time_of(space, plan)
-        costed.append(Candidate(plan, time, memory))
+        costed.append(Candidate(plan, time_of(space, plan), memory))
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
@@ -192,10 +187,10 @@ def _preference(one: Candidate) -> tuple[float, ...]:
     return (one.time.total, *map(float, simplicity))
 
 
-def time_of(space: Space, plan: Plan, exact: bool = True) -> StepTime:
-    """The time of a layout; `exact`: irregular schedules are carried out, which takes longer."""
+def time_of(space: Space, plan: Plan) -> StepTime:
+    """The time of a layout."""
     hidden = space.program.system.hidden_messages
-    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster, hidden, exact)
+    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster, hidden)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
@@ -241,12 +236,13 @@ def problem_of(space: Space, plan: Plan) -> str:
 def configured(space: Space, plan: Plan) -> RunConfig:
     """The configuration with this layout."""
     values = {"parallel.layers": None, "dry_run": False, **keys_of(plan), "memory.offload": plan.offload}
-    config = space.config
+    groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.rpartition(".")
-        changed = replace(getattr(config, group), **{name: value}) if group else value
-        config = replace(config, **{group or name: changed})
-    return config
+        groups.setdefault(group, {})[name] = value
+    alone = groups.pop("")
+    config = space.config
+    return replace(config, **alone, **{group: replace(getattr(config, group), **new) for group, new in groups.items()})
 
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:

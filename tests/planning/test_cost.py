@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.actions import Durations
+from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.planning.cluster import load_cluster, load_clusters
 from pangu.planning.cost import (
-    Chunk,
     Group,
     Layers,
-    Pipeline,
     collective_seconds,
     matmul_seconds,
     module_time,
     phase_seconds,
-    pipeline_seconds,
     step_time,
 )
 from pangu.planning.layout_work import Plan, Shape
 from pangu.planning.memory import memory_of_stages, most_held
+from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
 from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.planning.workload import Collective, Matmul
 from tests.spawn import repository
@@ -135,13 +136,21 @@ def test_interleaved_micro_batches_that_fill_no_round_are_carried_out(micro_batc
     assert exact >= 8 * 3.0  # a micro-batch goes through all chunks and back
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
-def test_irregular_schedules_are_carried_out(schedule: str) -> None:
-    virtual = 2 if schedule == "zb_v" else 1
-    pipeline = Pipeline(schedule, 4, virtual, 8)
-    chunks = [Chunk(1.0, 1.0, 1.0)] * (4 * virtual)
-    exact = simulate(make_schedule(schedule, 4, virtual, 8), Durations()).makespan
-    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
+LINKS = st.sampled_from([0.0, 0.3])
+
+
+@given(st.data(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 14), LINKS)
+def test_a_schedule_takes_as_long_as_the_simulator_finds(
+    data: st.DataObject, name: str, stages: int, micro_batches: int, link: float
+) -> None:
+    least, most = SCHEDULES[name].virtual
+    virtual = data.draw(st.integers(least, most or least + 1))
+    seconds = st.tuples(*[st.floats(0.1, 3.0)] * 3)
+    chunks = data.draw(st.lists(seconds, min_size=stages * virtual, max_size=stages * virtual))
+    schedule = make_schedule(name, stages, virtual, micro_batches)
+    durations = Durations(*map(list, zip(*chunks, strict=True)), link=link)
+    found = makespan(Pipeline(name, stages, virtual, micro_batches), tuple(chunks), link)
+    assert found == pytest.approx(simulate(schedule, durations).makespan, rel=1e-12)
 
 
 @pytest.mark.parametrize(
