@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -50,19 +50,20 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 class PlainGPT(nn.Module):
     """A GPT as a tutorial writes it, tied head included."""
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, shape: Mapping[str, int] = SHAPE) -> None:
         super().__init__()
-        self.word = nn.Embedding(vocab, SHAPE["hidden"])
-        self.position = nn.Embedding(SHAPE["sequence"], SHAPE["hidden"])
-        self.blocks = nn.ModuleList(PlainBlock(SHAPE["hidden"], SHAPE["heads"]) for _ in range(SHAPE["layers"]))
-        self.norm = nn.LayerNorm(SHAPE["hidden"])
-        self.head = nn.Linear(SHAPE["hidden"], vocab, bias=False)
+        hidden = shape["hidden"]
+        self.word = nn.Embedding(vocab, hidden)
+        self.position = nn.Embedding(shape["sequence"], hidden)
+        self.blocks = nn.ModuleList(PlainBlock(hidden, shape["heads"]) for _ in range(shape["layers"]))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
         self.head.weight = self.word.weight
         nn.init.normal_(self.word.weight, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """int64 [batch, sequence] both -> mean loss."""
-        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1])[None])
+        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)[None])
         for block in self.blocks:
             x = block(x)
         return loss_of(self.head(self.norm(x)), labels)
@@ -100,18 +101,18 @@ def loop(
     optimizer = optimizer or torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
 
     def step(batch: Tensor) -> float:
-        total = 0.0
+        total = torch.zeros((), device=batch.device)
         parts = batch.split(micro)
         for part in parts:
             with around():
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                with torch.autocast(batch.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     value = loss(part[:, :-1], part[:, 1:]) / len(parts)
                 value.backward()
-            total += float(value.detach())
+            total += value.detach()
         clip(groups)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total
+        return float(total)
 
     return step
 

@@ -5,6 +5,8 @@ python -m benchmarks.train_step --output benchmarks/results/train_step.json
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,16 +17,16 @@ from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 PEERS = ("plain", "pangu", "pangu_chunked", "transformers", "compiled")
 
 
-def transformers_gpt2(precision: str, vocab: int, micro: int) -> Step:
+def transformers_gpt2(precision: str, vocab: int, micro: int, shape: Mapping[str, int] = SHAPE) -> Step:
     """GPT-2 of the transformers library in the same loop."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=vocab,
-        n_positions=SHAPE["sequence"],
-        n_embd=SHAPE["hidden"],
-        n_layer=SHAPE["layers"],
-        n_head=SHAPE["heads"],
+        n_positions=shape["sequence"],
+        n_embd=shape["hidden"],
+        n_layer=shape["layers"],
+        n_head=shape["heads"],
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

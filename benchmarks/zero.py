@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -52,10 +52,13 @@ def ddp(precision: str, vocab: int, micro: int, sharded: bool) -> Step:
 
 
 def fsdp2(precision: str, vocab: int, micro: int) -> Step:
+    """`fully_sharded` on two processes."""
+    return fully_sharded(PlainGPT(vocab), precision, micro, init_device_mesh("cpu", (PROCESSES,)))
+
+
+def fully_sharded(model: PlainGPT, precision: str, micro: int, mesh: DeviceMesh) -> Step:
     """`fully_shard` of every block and of the rest, bf16 by its own policy."""
-    model = PlainGPT(vocab)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist need not be there for the tests of an accelerator
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests of what hangs or is killed wait most of their time."""
     return len(os.sched_getaffinity(0)) + 1

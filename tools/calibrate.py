@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+import yaml
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -177,7 +176,7 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
     """Rates of products, and the figures of the model fitted to them."""
     shapes = shapes_of(clock.on_host, quick)
     pool = torch.randn(2**24, device=clock.device).to(dtype)  # more than a cache holds
-    taken = clock.in_turns({shape: clock.computing(_product(shape, pool)) for shape in shapes})
+    taken = clock.in_turns({shape: clock.computing(product(shape, pool)) for shape in shapes})
     rates = [shape.flops / taken[shape] for shape in shapes]
     # a host has no printed peak: its best product is
     peak = max(rates) / 1e12 if clock.on_host else max(base.tflops, max(rates) / 1e12)
@@ -208,7 +207,7 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
     )
 
 
-def _product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
+def product(shape: Matmul, pool: Tensor) -> Callable[[], object]:
     """A product of the next numbers of a pool each time: in a step its operands have not just been used."""
     sizes = shape.rows * shape.depth, shape.depth * shape.columns
     starts = itertools.cycle(range(0, max(1, len(pool) - sum(sizes)), sum(sizes)))
@@ -411,6 +410,9 @@ def _with(cluster: ClusterConfig, launch_us: float = 0.0, gb_s: float = 1e12, st
 
 def _configuration(hidden: int, size: int, number: int) -> RunConfig:
     """A small model and batch."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
     with initialize_config_dir(str(_CLUSTERS.parent), version_base="1.3"):
         model = {"layers": 2, "hidden": hidden, "heads": hidden // 64, "sequence": _TEXT.shape[1] - 1, "vocab": 1024}
         fixed = [f"model.{key}={value}" for key, value in {**model, "dropout": 0, "attention_dropout": 0}.items()]
@@ -539,7 +541,7 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
         f"{torch.__version__}.\n# Borrowed, not measured: {', '.join(borrowed)}.\n"
     )
     with writing(path):
-        new.file.write((head + OmegaConf.to_yaml(OmegaConf.create(asdict(cluster)))).encode())
+        new.file.write((head + yaml.safe_dump(asdict(cluster), sort_keys=False)).encode())
         new.finish()
         new.publish()
     print(

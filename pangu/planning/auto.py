@@ -9,8 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown
@@ -144,6 +142,8 @@ def difference(plan: Any, other: Any) -> str:
 
 def given_keys(words: Iterable[str]) -> set[str]:
     """The keys that words of a command line set, also as groups: `memory={recompute: full}`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     keys, settings = set(), [word for word in words if "=" in word and not word.startswith("-")]
     for override in OverridesParser.create().parse_overrides(settings):
         value, key = override.value(), override.key_or_group

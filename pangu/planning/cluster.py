@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from pangu.config.build import read
 from pangu.config.cluster import ClusterConfig
@@ -21,8 +19,8 @@ def load_cluster(path: Path) -> ClusterConfig:
         UserError: if it cannot be read; ConfigError if it is no cluster.
     """
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a cluster: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: is no cluster")

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
 
 
 def draw_pictures(loop: Loop) -> None:
-    """The loss curve and, of a pipeline, what each stage did when."""
+    """The loss curve and, of a pipeline, what each stage did when; nothing where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        log.info("no pictures: matplotlib is not installed")
+        return
     from pangu.metrics.plots import plot_loss  # whose matplotlib takes memory that training did not
 
     output = Path(loop.config.train.output)

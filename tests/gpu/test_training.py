@@ -1,10 +1,16 @@
-"""What the CPU tests show, on an accelerator. Run by scripts/gpu_suite.sh."""
+"""What the CPU tests show, on an accelerator. Run by scripts/gpu_suite.sh, where Hydra need not be installed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import yaml
 
+from benchmarks.gpu_suite.setting import preset
+from pangu.config.build import build
+from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.dryrun.run import dry_run, micro_batches
@@ -14,18 +20,22 @@ from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from tests.configs import composed, tiny
+from tests.spawn import repository
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
-QUIET = ("model.dropout=0", "model.attention_dropout=0", "lr_schedule.warmup_steps=0", "optimizer.lr=0.01")
 
 
-def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]:
-    """Losses of a few steps on one device."""
-    config = tiny(*QUIET, *overrides)
+def option(group: str, name: str) -> dict[str, Any]:
+    """A file of configs/ that refers to no other."""
+    return yaml.safe_load((repository() / "configs" / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def losses(device: torch.device, changes: dict[str, Any] | None = None, steps: int = 5) -> list[float]:
+    """Losses of a few steps on one device; `changes`: dotted key -> value."""
+    config = build(RunConfig, preset("tiny", changes))
     trainer = Trainer(config, Mesh(Layout(), 0, device))
     stream = open_sources(config.data, config.model, config.train.seed).train
     size = config.batch.global_size
@@ -35,18 +45,20 @@ def losses(device: torch.device, *overrides: str, steps: int = 5) -> list[float]
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("offload", ["[]", "[activations]"])
-def test_fp32_equals_the_cpu(optimizer: str, recompute: str, offload: str) -> None:
+@pytest.mark.parametrize("offload", [[], ["activations"]], ids=str)
+def test_fp32_equals_the_cpu(optimizer: str, recompute: str, offload: list[str]) -> None:
     """1e-4 after 5 updates: other kernels, the same sums in another order."""
-    overrides = (f"optimizer={optimizer}", f"memory.recompute={recompute}", f"memory.offload={offload}")
+    changes = {"optimizer": {**option("optimizer", optimizer), "lr": 0.01}}
+    changes |= {"memory.recompute": recompute, "memory.offload": offload}
     device = choose_device("auto", Launch())
-    assert losses(device, *overrides) == pytest.approx(losses(torch.device("cpu"), *overrides), abs=1e-4)
+    assert losses(device, changes) == pytest.approx(losses(torch.device("cpu"), changes), abs=1e-4)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.1), ("fp16", 0.02)])
 def test_16_bit_formats_stay_near_fp32(precision: str, tolerance: float) -> None:
     device = choose_device("auto", Launch())
-    assert losses(device, f"precision={precision}") == pytest.approx(losses(device), abs=tolerance)
+    found = losses(device, {"precision": option("precision", precision)})
+    assert found == pytest.approx(losses(device), abs=tolerance)
 
 
 KERNELS = [
@@ -55,16 +67,22 @@ KERNELS = [
 ]
 
 
+MASKS = [{}, {"data.packing.reset_mask": True}, {"model.window": 5}]
+
+
 @pytest.mark.parametrize(("kernel", "precision", "positions", "tolerance"), KERNELS)
-@pytest.mark.parametrize("mask", ["data.packing.reset_mask=false", "data.packing.reset_mask=true", "model.window=5"])
-def test_kernels_equal_reference(kernel: str, precision: str, positions: str, tolerance: float, mask: str) -> None:
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_kernels_equal_reference(
+    kernel: str, precision: str, positions: str, tolerance: float, mask: dict[str, Any]
+) -> None:
     """Tolerances as above."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")
     device = choose_device("auto", Launch())
-    common = (f"precision={precision}", f"model.positions={positions}", "model.heads=2", "data.packing.eod=3", mask)
-    expected = losses(device, *common, "model.attention=reference")
-    assert losses(device, *common, f"model.attention={kernel}") == pytest.approx(expected, abs=tolerance)
+    common = {"precision": option("precision", precision), "model.positions": positions, "model.heads": 2}
+    common |= {"data.packing.eod": 3, **mask}
+    expected = losses(device, {**common, "model.attention": "reference"})
+    assert losses(device, {**common, "model.attention": kernel}) == pytest.approx(expected, abs=tolerance)
 
 
 def test_peak_memory_is_measured() -> None:
@@ -76,15 +94,10 @@ def test_peak_memory_is_measured() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_dry_run_takes_what_the_allocator_gives(recompute: str) -> None:
     """1 %: the peak of a step's tensors, of a model whose tensors are large beside what the allocator rounds up."""
-    words = (
-        "precision=bf16",
-        "model.hidden=512",
-        "model.sequence=512",
-        "model.layers=4",
-        f"memory.recompute={recompute}",
-    )
-    words += ("data=synthetic", "validation.every=0", "model.dropout=0", "model.attention_dropout=0")
-    chosen = choose_layout({**composed(*words), "dry_run": True}, 1)
+    sizes = {"model.hidden": 512, "model.sequence": 512, "model.layers": 4, "model.vocab": 1024}
+    batch = {"batch.global_size": 16, "batch.micro_size": 4}
+    changes = {"precision": option("precision", "bf16"), "memory.recompute": recompute, "dry_run": True}
+    chosen = choose_layout(preset("tiny", {**sizes, **batch, **changes}), 1)
     told = dry_run(chosen, 0, choose_device("auto", Launch()), whole=True)
     trainer = Trainer(chosen.config, Mesh(Layout(), 0, choose_device("auto", Launch())), chosen.stages)
     batches = micro_batches(chosen.config, chosen.layout)

@@ -49,7 +49,8 @@ def test_a_file_that_is_no_yaml_is_one_message(content: str, tmp_path: Path) -> 
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError, match=f"{tmp_path}: a file that is asked for is no YAML: ."):
         compose(tmp_path, ["+cluster=mine"])
-    with pytest.raises(UserError, match=f"{path}: cannot be read as a cluster: ."):
+    # a file that refers to itself is YAML, and Hydra alone refuses it
+    with pytest.raises(UserError, match=f"{path}: cannot be read as a cluster: .|a = .*: there is no such key"):
         load_cluster(path)
     path.unlink()
     path.mkdir()

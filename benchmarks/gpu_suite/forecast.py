@@ -1,0 +1,71 @@
+"""What a dry run says of the memory of each size that `speed` measures, and how many layers of the largest one fit."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.setting import Setting
+from pangu.planning.roles import Worker
+
+SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")
+SLICE = "pangu_13b"
+"""Of which as many layers are taken as fit."""
+ROOM = 0.92
+"""Of a device's memory, that tensors may take: the rest is its context, workspaces, and holes between tensors."""
+TRIED = (2, 3)
+"""Layers of the slice from which those that fit are counted."""
+
+
+def dry_run(workers: SimpleQueue[Worker], values: dict[str, Any]) -> dict[str, Any]:
+    """Peak, launches, host syncs and copies of a step, and why no device stands in, if so."""
+    worker = workers.get()
+    try:
+        report = worker.report(values, 0, whole=True)
+    finally:
+        workers.put(worker)
+    return {
+        "peak_bytes": report["peak"],
+        "launches": report["launches"],
+        "host_syncs": report["host_syncs"],
+        "blocking_copies": report["blocking_copies"],
+        "memory_bound_bytes": report["memory_bound_bytes"],
+        "no device": report["device"],
+    }
+
+
+def measure(setting: Setting) -> None:
+    """A row for each size, and one for the layers that fit."""
+    jobs = {name: setting.values(name) for name in SIZES[: 2 if setting.on_host else None]}
+    jobs |= {f"{SLICE}, {layers} layers": setting.values(SLICE, {"model.layers": layers}) for layers in TRIED}
+    peaks, workers, count = [], SimpleQueue[Worker](), 1 if setting.on_host else len(jobs)
+    for _ in range(count):
+        workers.put(Worker())
+    with ThreadPoolExecutor(count) as pool:
+        told = {name: pool.submit(dry_run, workers, values) for name, values in jobs.items()}
+        for name, future in told.items():
+            with setting.row(name) as figures:
+                figures |= future.result()
+                if name.startswith(SLICE):
+                    peaks.append(figures["peak_bytes"])
+    for _ in range(count):
+        workers.get().end()
+    with setting.row(f"layers of {SLICE} that fit") as figures:
+        layer = peaks[1] - peaks[0]
+        if setting.on_host:
+            figures["layers"] = TRIED[-1]
+            return
+        room = ROOM * torch.cuda.get_device_properties(setting.device).total_memory
+        figures |= {"layers": int((room - peaks[0]) / layer) + TRIED[0], "bytes of a layer": layer}
+
+
+def told(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Rows of this part by their names; none if it was not run."""
+    path = setting.output / "forecast.json"
+    if not path.exists():
+        return {}
+    return {row["row"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}

@@ -1,0 +1,152 @@
+"""Whole steps of models from 124M on, as large as fit: the trainer beside a plain loop, the same compiled,
+`transformers` and FSDP2, with measured peaks of memory against the dry run's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.gpu_suite import forecast
+from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, seconds_of, tokens_of
+from benchmarks.models import PlainGPT, loop
+from benchmarks.train_step import transformers_gpt2
+from benchmarks.zero import fully_sharded
+from pangu.config.build import build
+from pangu.config.schema import RunConfig
+from pangu.layers import initial
+from pangu.metrics.devices import device_name, peak_tflops
+from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.topology.placement import Placement
+
+SIZES = (*forecast.SIZES, forecast.SLICE)
+ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("pangu",), SIZES),
+    (("plain", "plain compiled"), ("pangu_350m", "gpt3_1_3b")),
+    (("transformers", "fsdp2"), ("gpt3_1_3b",)),
+    (("plain", "transformers", "fsdp2"), ("gpt2_124m", "pangu_2_6b")),
+    (("pangu with dropout",), ("pangu_350m", "pangu_2_6b")),
+    (("plain compiled",), ("pangu_2_6b", "gpt2_124m")),
+)
+"""Peers and the sizes that each is measured with; what stands first is there even if time runs out."""
+BUDGET_S = 1.5
+"""Of timed steps."""
+Step = Callable[[], float]
+
+
+@contextmanager
+def quick_weights(device: torch.device) -> Iterator[None]:
+    """First weights by the device's own generator: by ours, which gives every layout the same, a host takes half a
+    minute for 2.6B."""
+
+    def block(placement: Placement, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        shape = (rows[1] - rows[0], columns[1] - columns[0])
+        if placement.std is None:
+            return torch.full(shape, placement.constant, device=device)
+        return torch.randn(shape, device=device).mul_(placement.std)
+
+    with patch.object(initial, "initial_block", block):
+        yield
+
+
+def ours(values: Mapping[str, Any], device: torch.device) -> Step:
+    """A step of the trainer."""
+    with quick_weights(device):
+        trainer = make_trainer(values, device)
+    batches = batches_of(trainer.config)
+    return lambda: trainer.train_step(batches).loss
+
+
+def peer_step(peer: str, config: RunConfig, device: torch.device) -> Step:
+    """A step of a peer on the same sizes and numbers of tokens, with batches that come from the host."""
+    model, micro, precision = config.model, config.batch.micro_size, config.precision.compute
+    shape = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "sequence")}
+    with device:
+        if peer == "transformers":
+            step = transformers_gpt2(precision, model.vocab, micro, shape)
+        elif peer == "fsdp2":
+            plain = PlainGPT(model.vocab, shape)
+            step = fully_sharded(plain, precision, micro, init_device_mesh(device.type, (1,)))
+        else:
+            plain = PlainGPT(model.vocab, shape)
+            torch.compiler.reset()  # what was compiled for other sizes
+            backend = "aot_eager" if device.type == "cpu" else "inductor"  # whose C++ takes a host a minute
+            compiled = torch.compile(plain, backend=backend) if peer == "plain compiled" else plain
+            step = loop(plain, compiled, precision, micro)
+    tokens = tokens_of(config)
+    return lambda: step(tokens.to(device))
+
+
+def make(peer: str, values: Mapping[str, Any], device: torch.device) -> Step:
+    """The step of a peer."""
+    return ours(values, device) if peer.startswith("pangu") else peer_step(peer, build(RunConfig, values), device)
+
+
+def measured(setting: Setting, peer: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Time and memory of steps, and what they come to."""
+    config, device = build(RunConfig, values), setting.device
+    setting.release()
+    began = time.perf_counter()
+    step = make(peer, values, device)
+    setting.synchronize()
+    built = time.perf_counter()
+    losses = [step(), step()]
+    setting.synchronize()
+    warm = time.perf_counter()
+    taken = seconds_of(setting, lambda: losses.append(step()), BUDGET_S)
+    seconds, tokens = median(taken), config.batch.global_size * config.model.sequence
+    tflops = tokens * training_flops_per_token(config.model) / seconds / 1e12
+    peak = peak_tflops(device_name(device), config.precision.compute)
+    figures = {
+        "parameters": num_parameters(config.model),
+        "step_seconds": seconds,
+        "all_seconds": taken,
+        "tokens_per_s": tokens / seconds,
+        "tflops": tflops,
+        "mfu": None if peak is None else tflops / peak,
+        "building_seconds": built - began,
+        "first_two_steps_seconds": warm - built,
+        "losses": [losses[0], losses[-1]],
+    }
+    if setting.on_host:
+        return figures
+    allocated, reserved = torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
+    return {**figures, "peak_bytes": allocated, "reserved_bytes": reserved}
+
+
+def values_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The configuration of a row. Raises KeyError for the slice if no dry run said how many layers fit."""
+    changes: dict[str, Any] = {}
+    if size == forecast.SLICE:
+        changes["model.layers"] = told[f"layers of {size} that fit"]["layers"]
+    if peer == "pangu with dropout":
+        changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+    return setting.values(size, changes)
+
+
+def measure(setting: Setting) -> None:
+    """A row for each size and peer."""
+    told = forecast.told(setting)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(setting.device), store=dist.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for peers, sizes in ROUNDS:
+            for size in sizes[: 1 if setting.on_host and peers != ("pangu",) else None]:
+                for peer in peers:
+                    with setting.row(f"{size}, {peer}") as figures:
+                        figures |= measured(setting, peer, values_of(setting, size, peer, told))
+                        expected = told.get(size, {}).get("peak_bytes")
+                        if peer == "pangu" and expected and "peak_bytes" in figures:
+                            figures["dry_run_peak_bytes"] = expected
+                            figures["peak_against_dry_run"] = figures["peak_bytes"] / expected
+    finally:
+        dist.destroy_process_group()

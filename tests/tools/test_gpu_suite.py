@@ -1,0 +1,127 @@
+"""scripts/gpu_suite.sh, as far as a machine without an accelerator can show: it runs without what its own lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_suite import __main__ as suite
+from benchmarks.gpu_suite.setting import PRESETS, QUIET, Setting, preset, require_near
+from benchmarks.gpu_suite.staged import StagedGroup
+from benchmarks.gpu_suite.trace import Interval, busiest, gaps
+from tests.configs import composed
+from tests.end_to_end.commands import command
+from tests.spawn import Pool
+
+WITHOUT = """
+import importlib, sys
+from importlib.machinery import PathFinder
+
+MISSING = {"hydra", "omegaconf", "antlr4", "jieba", "datasets", "wandb"}
+MISSING |= {"hypothesis", "xdist", "tensorboard", "matplotlib"}
+
+find_spec = PathFinder.find_spec
+hidden = lambda name, *rest: None if name.partition(".")[0] in MISSING else find_spec(name, *rest)
+PathFinder.find_spec = staticmethod(hidden)
+from benchmarks.gpu_suite.__main__ import PARTS, main
+
+for part in PARTS:
+    importlib.import_module(f"benchmarks.gpu_suite.{part.name}")
+import tests.conftest, tests.gpu.test_training
+
+folder = sys.argv[1]
+for part in ("memory", "axes"):
+    assert main(["--device", "cpu", "--output", folder, "--part", part]) == 0
+assert not MISSING & set(sys.modules), MISSING & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_resolved_configurations_are_what_the_recipes_compose(name: str) -> None:
+    assert preset(name) == composed(*PRESETS[name], *QUIET), "python -m benchmarks.gpu_suite --compose writes them anew"
+
+
+def test_parts_run_without_the_packages_that_its_machine_lacks(tmp_path: Path) -> None:
+    done = command("-c", WITHOUT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for name in ("memory", "axes"):
+        document = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        assert document["device"]["type"] == "cpu"
+        assert document["versions"]["torch"] == torch.__version__
+        assert all(values["model"]["kind"] for values in document["configurations"].values())
+        assert not [row for row in document["rows"] if "error" in row]
+    rows = {row["row"]: row for row in document["rows"]}
+    assert rows["steps, ZeRO-3"]["collectives of a step"]["all_reduce"] > 0
+
+
+def test_a_part_that_is_ended_or_comes_too_late_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 0), suite.Part("trace", 0)))
+    output = ["--device", "cpu", "--output", str(tmp_path)]
+    assert suite.main(output) == 1
+    assert capsys.readouterr().out.count("was ended after its limit of 0 s") == 2
+    assert "was ended" in json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["status"]
+    assert suite.main([*output, "--limit", "1"]) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert [part["status"] for part in summary.values()] == ["was left out: 1 s are over"] * 2
+
+
+def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> None:
+    setting = Setting(torch.device("cpu"), tmp_path, "example")
+    setting.begin(["example"])
+    with setting.row("first") as figures:
+        figures["loss"] = math.nan
+        require_near([math.nan], [1.0], 0.1)
+    with setting.row("second") as figures:
+        require_near([1.05], [1.0], 0.1)
+    result: dict[str, object] = {"status": "succeeded"}
+    assert suite.close_document(setting.path, "example", result) == ["first"]
+    first, second = json.loads(setting.path.read_text(encoding="utf-8"))["rows"]
+    assert first["loss"] is None
+    assert first["error"].startswith("ValueError: [nan] are up to nan from [1.0]")
+    assert second == {"row": "second"}
+
+
+def test_gaps_are_the_times_in_which_nothing_runs() -> None:
+    intervals = [Interval(0, 4, "a"), Interval(1, 2, "b"), Interval(5, 6, "c"), Interval(9, 12, "a")]
+    assert gaps(reversed(intervals)) == [
+        {"microseconds": 3, "after": "c", "before": "a"},
+        {"microseconds": 1, "after": "a", "before": "c"},
+    ]
+    assert busiest(intervals)[0] == {"name": "a", "microseconds": 7, "calls": 2}
+
+
+def messages(rank: int, world: int) -> None:
+    """What a group staged through the host gives equals what gloo gives."""
+    store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
+    group = StagedGroup(store, rank, world, dist.distributed_c10d.default_pg_timeout)
+    own = torch.arange(4.0) + 10 * rank
+    reduced = own.clone()
+    group.allreduce([reduced], dist.AllreduceOptions()).wait()
+    assert reduced.tolist() == [10, 12, 14, 16]
+    gathered = torch.empty(8)
+    group.all_gather_single(gathered, own).wait()
+    assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    part = torch.empty(2)
+    group.reduce_scatter_single(part, own, dist.ReduceScatterOptions()).wait()
+    assert part.tolist() == [[10, 12], [14, 16]][rank]
+    exchanged = torch.empty(4)
+    group.all_to_all_single(exchanged, own, [], []).wait()
+    assert exchanged.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+    if rank == 0:
+        group.send([own], 1).wait()
+    else:
+        work = group.recv([exchanged], 0)
+        assert work.wait()
+        assert work.wait()
+        assert exchanged.tolist() == [0, 1, 2, 3]
+
+
+def test_messages_through_the_host(pool: Pool) -> None:
+    pool.run(2, messages)
