@@ -75,7 +75,7 @@ def _operator(function: OpOverload) -> _Operator:
     tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     answers = any(tag in function.tags for tag in tags)
     writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
-    launches = not view and function.namespace == "aten" and name not in (*_ALLOCATES, "_local_scalar_dense")
+    launches = not view and function.namespace in ("aten", "pangu") and name not in (*_ALLOCATES, "_local_scalar_dense")
     return _Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
 
 

@@ -21,8 +21,7 @@ class AttentionCore(nn.Module):
         return the scores, for the layer above."""
         super().__init__()
         self.recompute, self.residual_scores = recompute, residual_scores
-        shared = 1 if build.region.size > 1 else None
-        self.dropout = Dropout(build, dropout_probability, "probabilities", batch_dim=0, shared_dim=shared)
+        self.dropout = Dropout(build, dropout_probability, "probabilities")
 
     def forward(
         self, qkv: QKV, kernel: Kernel, keys: DropoutKeys | None, below: Tensor | None = None

@@ -1,14 +1,106 @@
-"""Dropout whose masks are a function of (seed, step, place, sample), so neither layout nor recompute changes them."""
+"""Dropout whose masks are a hash of (seed, step, place, sample, position, element).
+
+Neither layout nor device, format, recompute or resume changes them, and no generator and no mask is kept. An element is
+dropped if a 32-bit integer is below a bound. It comes from two keys of 64 bits: one of the place and the step, made on
+the host, and one of the row (sample, position), made once for all places. In arithmetic that wraps around:
+
+    row key    = splitmix64's finalizer (Steele et al. 2014, figure 16) of 2^32 sample + position
+    (a, b)     = low and high half of row key xor place key
+    mixed      = (a xor 0x9E3779B1 column) (b | 1)
+    mixed      = (mixed xor mixed >> 16) 0x2C1B3C6D        >> keeps the sign
+
+That is a finalizer of two multiplications with a factor for each row; what only decides lower bits is left out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import Function
 
 from pangu.layers.builder import Builder
+from pangu.layers.fused import fused
 from pangu.topology.random import random_key
+
+_BLOCK = 1 << 16
+"""Elements that a core of a CPU does at a time: what lies between stays in its cache."""
+_HEADS = -1
+"""In place of a sample, where heads are hashed."""
+
+
+def _signed(number: int, bits: int) -> int:
+    return number - (number >> (bits - 1) << bits)
+
+
+_GOLDEN, _FACTOR = _signed(0x9E3779B1, 32), 0x2C1B3C6D
+_SPLITMIX = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+
+
+@fused(
+    "row_keys(Tensor like, int sample, int position) -> Tensor",
+    result=lambda like, sample, position: like.new_empty(like.shape[::-1], dtype=torch.int64),
+)
+def _row_keys(like: Tensor, sample: Tensor | int, position: Tensor | int) -> Tensor:
+    """int64 [m, n] for `like` [n, m]: of samples from `sample` on and positions from `position` on."""
+    samples, positions = (torch.arange(size, device=like.device) for size in like.shape)
+    z = ((samples + sample) << 32) + (positions + position)[:, None]
+    # >> keeps the sign, which the finalizer's does not
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _SPLITMIX[0]
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _SPLITMIX[1]
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def _words(rows: Tensor, key: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: a and b | 1 [..., 1] of int64 row keys [...] and a place key, and what is of the columns [width]."""
+    keys = (rows ^ key)[..., None]
+    columns = torch.arange(width, dtype=torch.int32, device=rows.device) * _GOLDEN
+    return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1, columns
+
+
+def _mix(low: Tensor, high: Tensor, columns: Tensor, out: tuple[Tensor, Tensor]) -> Tensor:
+    """int32 [..., width] in the first of `out`; both are overwritten."""
+    mixed, shifted = out
+    torch.bitwise_xor(low, columns, out=mixed).mul_(high)
+    return mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, 16, out=shifted)).mul_(_FACTOR)
+
+
+def _bound(probability: float) -> int:
+    """That share of all 32-bit integers is below it."""
+    return round(probability * 2**32) - 2**31
+
+
+def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+    """`_drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
+    of filling where a mask says so."""
+    width, scale = x.shape[-1], 1.0 / (1.0 - probability)
+    low, high, columns = _words(rows.reshape(-1), key, width)
+    size = min(max(1, _BLOCK * torch.get_num_threads() // width), len(low))
+    mixed, shifted = low.new_empty(2, size, width)
+    kept, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
+    matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
+    for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
+        block = slice(len(a))
+        torch.ge(_mix(a, b, columns, (mixed[block], shifted[block])), _bound(probability), out=kept[block])
+        if residual is None:
+            torch.mul(part, kept[block], out=result).mul_(scale)
+        else:
+            torch.addcmul(beside, part, kept[block], value=scale, out=result)
+    return out
+
+
+@fused(
+    "dropout(Tensor x, Tensor? residual, Tensor rows, int key, float probability) -> Tensor",
+    on_cpu=_drop_in_blocks,
+    result=lambda x, residual, rows, key, probability: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+def _drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
+    memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
+    kept = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
+    scaled = torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
+    return scaled if residual is None else residual + scaled
 
 
 @dataclass(frozen=True)
@@ -18,53 +110,72 @@ class DropoutKeys:
     seed: int
     step: int
     samples: tuple[int, ...]
-    """Global index of each row of the micro-batch."""
+    """Global indices of the rows of the micro-batch, each one more than the one before."""
+    rows: Tensor | None = None
+    """int64 [sequence, batch], keys of sample and position; None: not made yet."""
+
+    def on(self, tokens: Tensor) -> DropoutKeys:
+        """With `rows` for tokens [batch, sequence], on their device."""
+        assert self.samples == tuple(range(self.samples[0], self.samples[0] + tokens.shape[0])), self.samples
+        return replace(self, rows=torch.ops.pangu.row_keys(tokens, self.samples[0], 0))
 
 
-class Dropout(nn.Module):
-    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014). A
-    rank with a shard of a tensor draws the mask of the whole, so masks do not depend on the number of ranks."""
+class Dropout:
+    """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014).
+    A rank with a shard of a tensor has its part of the mask of the whole."""
 
-    def __init__(self, build: Builder, probability: float, name: str, batch_dim: int, shared_dim: int | None) -> None:
-        """`name` is unique below the path of `build`. `batch_dim` runs over the samples; `shared_dim` is sharded over
-        the tensor-parallel ranks (None: replicated)."""
-        super().__init__()
+    def __init__(self, build: Builder, probability: float, name: str) -> None:
+        """`name` is unique below the path of `build`."""
         self.probability = probability
         self.place = build.at(name).path
-        self.batch_dim = batch_dim
-        self.shared_dim = shared_dim
         self.region = build.region
 
-    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        """Any shape -> the same. `keys` is None in evaluation: no dropout."""
+    def hidden(self, x: Tensor, keys: DropoutKeys | None, residual: Tensor | None = None) -> Tensor:
+        """Of hidden states [sequence (/ ranks with sequence parallelism), batch, hidden]; `residual` is added, in the
+        same kernel. `keys` is None in evaluation: no dropout."""
+        if keys is None or self.probability == 0.0:
+            return x if residual is None else residual + x
+        assert keys.rows is not None
+        rows = self.region.local_sequence(keys.rows)
+        return _Drop.apply(x, residual, rows, self._key(keys), self.probability)
+
+    def probabilities(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """Of attention probabilities [batch, heads / ranks, queries, keys]."""
         if keys is None or self.probability == 0.0:
             return x
-        dropped = torch.stack([self._mask(x, keys, sample) for sample in keys.samples], self.batch_dim)
-        return x.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.probability))
+        assert keys.rows is not None
+        heads = torch.ops.pangu.row_keys(x.detach()[:1, :, 0, 0], _HEADS, self.region.rank * x.shape[1])
+        rows = keys.rows.t()[:, None] ^ heads
+        return _Drop.apply(x, None, rows, self._key(keys), self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
-        """The probability for a fused kernel; 0 without keys. Seeds torch's default generators, from which it draws one
-        mask for all its rows: recompute and resume repeat it, but it depends on the micro-batch size and on how heads
-        are sharded."""
+        """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel
+        draws one mask for all its rows: recompute and resume repeat it, but it depends on the micro-batch size and on
+        how heads are sharded."""
         if keys is None or self.probability == 0.0:
             return 0.0
-        place = f"{self.place}, rank {self.region.rank}"
-        torch.manual_seed(random_key(keys.seed, keys.step, place, *keys.samples))
+        assert keys.rows is not None
+        key, device = random_key(self._key(keys), self.region.rank, *keys.samples), keys.rows.device
+        # torch.manual_seed would seed every device
+        source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+        source.manual_seed(key)
         return self.probability
 
-    def _mask(self, x: Tensor, keys: DropoutKeys, sample: int) -> Tensor:
-        shape = list(x.shape)
-        if self.shared_dim is not None:
-            shape[self.shared_dim] *= self.region.size
-        del shape[self.batch_dim]
-        source = torch.Generator(x.device).manual_seed(random_key(keys.seed, keys.step, self.place, sample))
-        dropped = torch.rand(shape, generator=source, device=x.device) < self.probability
-        if self.shared_dim is None:
-            return dropped
-        dim = self.shared_dim - (self.shared_dim > self.batch_dim)
-        return dropped.chunk(self.region.size, dim)[self.region.rank]
+    def _key(self, keys: DropoutKeys) -> int:
+        """Of the place and the step, as a signed integer."""
+        return random_key(keys.seed, keys.step, self.place) - 2**63
 
 
-def hidden_dropout(build: Builder, probability: float, name: str) -> Dropout:
-    """Dropout of hidden states [sequence (/ ranks with sequence parallelism), batch, hidden]."""
-    return Dropout(build, probability, name, batch_dim=1, shared_dim=0 if build.region.slices_sequence else None)
+class _Drop(Function):
+    """Keeps keys only: backward makes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+        ctx.mask = rows, key, probability
+        return torch.ops.pangu.dropout(x, residual, *ctx.mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, residual = ctx.needs_input_grad[:2]
+        dropped = torch.ops.pangu.dropout(grads[0], None, *ctx.mask) if x else None
+        return dropped, grads[0] if residual else None, None, None, None

@@ -95,7 +95,7 @@ class Reference:
         if below is not None:
             scores = scores + below
         probabilities = (scores + self.bias).softmax(-1).to(query.dtype)
-        return dropout(probabilities, keys) @ value, scores
+        return dropout.probabilities(probabilities, keys) @ value, scores
 
 
 class Sdpa:

@@ -14,7 +14,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.attention import AttentionCore, KVCache, merge_heads, split_heads
 from pangu.layers.builder import Builder
-from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed
@@ -150,8 +150,8 @@ class Block(nn.Module):
         self.attention = Attention(config, build.at("attention"), options, query_layer)
         self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
         self.mlp = FeedForward(config, build.at("mlp"), options)
-        self.attention_dropout = hidden_dropout(build, config.dropout, "attention_output")
-        self.mlp_dropout = hidden_dropout(build, config.dropout, "mlp_output")
+        self.attention_dropout = Dropout(build, config.dropout, "attention_output")
+        self.mlp_dropout = Dropout(build, config.dropout, "mlp_output")
         self.post_norm = config.norm_placement == "post"
         self.recompute_norm = "norm" in options.recompute_parts
 
@@ -159,17 +159,17 @@ class Block(nn.Module):
         x, scores = below
         if self.post_norm:
             attended, scores = self.attention(x, context, scores, queries)
-            x = x + self.attention_dropout(attended, context.keys)
+            x = self.attention_dropout.hidden(attended, context.keys, x)
             normed = self.attention_norm(x)
             # the other norm's output is the layer's, which full recompute keeps as well
             with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
                 change = self.mlp(normed)
-            return HiddenStates(self.mlp_norm(normed + self.mlp_dropout(change, context.keys)), scores)
+            return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
         normed = self.attention_norm(x)
         with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
             attended, scores = self.attention(normed, context, scores, queries)
-        x = x + self.attention_dropout(attended, context.keys)
+        x = self.attention_dropout.hidden(attended, context.keys, x)
         normed = self.mlp_norm(x)
         with context.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
             change = self.mlp(normed)
-        return HiddenStates(x + self.mlp_dropout(change, context.keys), scores)
+        return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)

@@ -12,7 +12,7 @@ from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.builder import Builder
-from pangu.layers.dropout import DropoutKeys, hidden_dropout
+from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import KERNELS, MaskAndBias, over_cache
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
@@ -42,12 +42,14 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.word = VocabParallelEmbedding(build, "word")
         self.position = PositionEmbedding(build, "position") if config.positions == "learned" else None
-        self.dropout = hidden_dropout(build, config.dropout, "sum")
+        self.dropout = Dropout(build, config.dropout, "sum")
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """int64 [batch, sequence] -> [sequence, batch, hidden]."""
         words = self.word(tokens.t())
-        return self.dropout(words if self.position is None else words + self.position(context.positions), context.keys)
+        if self.position is not None:
+            words = words + self.position(context.positions)
+        return self.dropout.hidden(words, context.keys)
 
 
 class LanguageModel(nn.Module):
@@ -160,6 +162,8 @@ class LanguageModel(nn.Module):
             self.hooks.before("position_bias", positions)
             bias = self.position_bias(length, dtype, device)
             self.hooks.after("position_bias", positions)
+        drops = config.dropout > 0 or config.attention_dropout > 0
+        keys = keys.on(positions) if keys is not None and drops else None
         mask = AttentionMask(documents, config.window)
         make_kernel = over_cache(self.kernel) if first else self.kernel
         kernel = make_kernel(MaskAndBias(mask, bias, length, dtype, device, first))

@@ -1,7 +1,7 @@
 """Counter-based random numbers: every draw is a function of named keys, never of earlier draws.
 
 So no layout changes them and there is no state to save: initial weights are keyed by (seed, name, tile), the data order
-by (seed, epoch, sample), dropout by (seed, step, layer, place, sample).
+by (seed, epoch, sample), dropout by (seed, step, place) and a hash of each element.
 """
 
 from __future__ import annotations

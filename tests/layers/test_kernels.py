@@ -154,11 +154,12 @@ def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     given = heads(HEADS, torch.float32)
     core = AttentionCore(Builder(PlacementTable()), 0.5)
     kernel = KERNELS["sdpa"](MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
-    keys = DropoutKeys(1, 2, (3, 4))
+    tokens = torch.zeros(2, LENGTH)
+    keys = DropoutKeys(1, 2, (3, 4)).on(tokens)
     first, _ = core(given, kernel, keys)
     torch.rand(17)
     assert torch.equal(first, core(given, kernel, keys)[0])
-    assert not torch.equal(first, core(given, kernel, DropoutKeys(1, 3, (3, 4)))[0])
+    assert not torch.equal(first, core(given, kernel, DropoutKeys(1, 3, (3, 4)).on(tokens))[0])
 
 
 def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_processor() -> None:
