@@ -36,7 +36,7 @@ def wrapped(number: int, bits: int = 32) -> int:
 
 
 def is_kept(key: int, sample: int, position: int, column: int, probability: float) -> bool:
-    """What dropout.py says, in whole numbers of any size."""
+    """What dropout_masks.py says, in whole numbers of any size."""
     z = ((sample << 32) + position) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -83,7 +83,7 @@ def test_what_a_cpu_does_in_blocks_is_what_it_does_at_once(monkeypatch: pytest.M
     x, residual = torch.randn(3, 11, 7).transpose(0, 1), torch.randn(11, 3, 7)
     keys, here = on(KEYS, 11), dropout(0.5)
     whole = here.hidden(x, keys, residual)
-    monkeypatch.setattr("pangu.layers.dropout._BLOCK", 16)
+    monkeypatch.setattr("pangu.layers.dropout_masks._BLOCK", 16)
     assert torch.equal(here.hidden(x, keys, residual), whole)
 
 

@@ -1,0 +1,119 @@
+"""The masks of dropout: a hash of (seed, step, place, sample, position, element), the same on every device.
+
+An element is dropped if a 32-bit integer is below a bound. It comes from two keys of 64 bits: one of the place and the
+step, made on the host, and one of the row (sample, position), made once for all places. In arithmetic that wraps
+around:
+
+    row key    = splitmix64's finalizer (Steele et al. 2014, figure 16) of 2^32 sample + position
+    (a, b)     = low and high half of row key xor place key
+    mixed      = (a xor 0x9E3779B1 column) (b | 1)
+    mixed      = (mixed xor mixed >> 16) 0x2C1B3C6D        >> keeps the sign
+
+That is a finalizer of two multiplications with a factor for each row; what only decides lower bits is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.layers.fused import fused
+
+_BLOCK = 1 << 16
+"""Elements that a core of a CPU does at a time: what lies between stays in its cache."""
+
+
+def _signed(number: int, bits: int) -> int:
+    return number - (number >> (bits - 1) << bits)
+
+
+_GOLDEN, _FACTOR = _signed(0x9E3779B1, 32), 0x2C1B3C6D
+_SPLITMIX = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+
+
+def _row_keys(like: Tensor, sample: Tensor | int, position: Tensor | int) -> Tensor:
+    """int64 [m, n] for `like` [n, m]: of samples from `sample` on and positions from `position` on."""
+    samples, positions = (torch.arange(size, device=like.device) for size in like.shape)
+    z = ((samples + sample) << 32) + (positions + position)[:, None]
+    # >> keeps the sign, which the finalizer's does not
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _SPLITMIX[0]
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _SPLITMIX[1]
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+row_keys = fused(
+    "row_keys(Tensor like, int sample, int position) -> Tensor",
+    _row_keys,
+    lambda like, sample, position: like.new_empty(like.shape[::-1], dtype=torch.int64),
+)
+
+
+def _words(rows: Tensor, key: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: a and b | 1 [..., 1] of int64 row keys [...] and a place key, and what is of the columns [width]."""
+    keys = (rows ^ key)[..., None]
+    columns = torch.arange(width, dtype=torch.int32, device=rows.device) * _GOLDEN
+    return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1, columns
+
+
+def _mix(low: Tensor, high: Tensor, columns: Tensor, out: tuple[Tensor, Tensor]) -> Tensor:
+    """int32 [..., width] in the first of `out`; both are overwritten."""
+    mixed, shifted = out
+    torch.bitwise_xor(low, columns, out=mixed).mul_(high)
+    return mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, 16, out=shifted)).mul_(_FACTOR)
+
+
+def _bound(probability: float) -> int:
+    """That share of all 32-bit integers is below it."""
+    return round(probability * 2**32) - 2**31
+
+
+def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+    """`_drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
+    of filling where a mask says so."""
+    width, scale = x.shape[-1], 1.0 / (1.0 - probability)
+    low, high, columns = _words(rows.reshape(-1), key, width)
+    size = min(max(1, _BLOCK * torch.get_num_threads() // width), len(low))
+    mixed, shifted = low.new_empty(2, size, width)
+    kept, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
+    matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
+    for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
+        block = slice(len(a))
+        torch.ge(_mix(a, b, columns, (mixed[block], shifted[block])), _bound(probability), out=kept[block])
+        if residual is None:
+            torch.mul(part, kept[block], out=result).mul_(scale)
+        else:
+            torch.addcmul(beside, part, kept[block], value=scale, out=result)
+    return out
+
+
+def _drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
+    memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
+    kept = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
+    scaled = torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
+    return scaled if residual is None else residual + scaled
+
+
+_dropout = fused(
+    "dropout(Tensor x, Tensor? residual, Tensor rows, int key, float probability) -> Tensor",
+    _drop,
+    lambda x, residual, rows, key, probability: torch.empty_like(x, memory_format=torch.contiguous_format),
+    on_cpu=_drop_in_blocks,
+)
+
+
+class DropAndAdd(Function):
+    """Keeps keys only: backward makes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+        ctx.mask = rows, key, probability
+        return _dropout(x, residual, *ctx.mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, residual = ctx.needs_input_grad[:2]
+        dropped = _dropout(grads[0], None, *ctx.mask) if x else None
+        return dropped, grads[0] if residual else None, None, None, None
