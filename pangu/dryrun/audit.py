@@ -87,6 +87,20 @@ class Span(NamedTuple):
     end: int
 
 
+class _OnItsWay(NamedTuple):
+    """A collective from its start to its wait."""
+
+    work: Any
+    clock: Clock
+    """What its stream knows once it is done."""
+    buffers: list[Tensor]
+    """NCCL keeps them until somebody waits."""
+    what: tuple[Any, str, str, int]
+    """Action, axis, kind, bytes."""
+    products: int
+    """That were launched before it: if there are more when it is waited for, computing hides it."""
+
+
 class Audit(TorchDispatchMode):
     """Counts what is done to the tensors of one device within the block."""
 
@@ -118,9 +132,9 @@ class Audit(TorchDispatchMode):
         self.pinned = Memory(self.detector.forget)
         """Memory of the host that copies read and write beside the computation."""
         self._device, self._groups, self._fake, self._vocab = device, groups, fake, vocab
-        self._works: dict[int, tuple[Any, Clock, list[Tensor]]] = {}
-        """Collectives on their way, what their streams know once they are done, and their buffers, which NCCL keeps
-        until somebody waits."""
+        self._works: dict[int, _OnItsWay] = {}
+        self._products = 0
+        """Launched so far."""
         self._answered: object = None
         """The storage that was read last; reading its elements one by one is one copy."""
         self._patches = ExitStack()
@@ -235,6 +249,7 @@ class Audit(TorchDispatchMode):
             return
         self._count("launches")
         if operator.product:
+            self._products += 1
             shapes = tuple(tuple(tensor.shape) for tensor in inputs)
             format_ = str(inputs[0].dtype).removeprefix("torch.")
             self._count("product", operator.name, shapes, format_, _is_causal(function, args, kwargs))
@@ -274,7 +289,8 @@ class Audit(TorchDispatchMode):
         for tensor in _tensors((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        self._works[id(work)] = work, dict(self.detector.clock(stream)), sources + targets
+        buffers, what = sources + targets, (self.action, axis, kind, max(_size(sources), _size(targets)))
+        self._works[id(work)] = _OnItsWay(work, dict(self.detector.clock(stream)), buffers, what, self._products)
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -284,8 +300,12 @@ class Audit(TorchDispatchMode):
         def watched(work: Any, *args: Any) -> Any:
             done = original(work, *args) or isinstance(work, _WORKS[1])
             if done and id(work) in self._works:
-                _, clock, _ = self._works.pop(id(work))
-                self.detector.order(clock, self._stream() if waits else HOST)
+                pending = self._works.pop(id(work))
+                self.detector.order(pending.clock, self._stream() if waits else HOST)
+                if self._products > pending.products:
+                    action, axis, kind, size = pending.what
+                    self.counts[action]["hidden_calls", axis, kind] += 1
+                    self.counts[action]["hidden_bytes", axis, kind] += size
             return done
 
         return watched

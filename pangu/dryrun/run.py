@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -293,7 +293,7 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         audit.memory.peak_bytes,
         lasting,
         len(audit.used_groups),
-        _collectives(counts),
+        _collectives(counts, ("calls", "bytes")),
         counts["launches",],
         counts["memory_bound_bytes",],
         counts["copy_bytes",],
@@ -308,10 +308,10 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
     )
 
 
-def _collectives(counts: Counter[tuple[Any, ...]]) -> dict[str, dict[str, dict[str, int]]]:
+def _collectives(counts: Counter[tuple[Any, ...]], names: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
     by_axis: dict[str, dict[str, dict[str, int]]] = {}
     for (what, *of), amount in sorted(counts.items(), key=lambda item: repr(item[0])):
-        if what in ("calls", "bytes"):
+        if what in names:
             by_axis.setdefault(of[0], {}).setdefault(of[1], {})[what] = amount
     return by_axis
 
@@ -333,7 +333,7 @@ def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
                 "products": _products(counts),
-                "collectives": _collectives(counts),
+                "collectives": _collectives(counts, ("calls", "bytes", "hidden_calls", "hidden_bytes")),
                 **audit.spans[action]._asdict(),
             }
     return by_chunk

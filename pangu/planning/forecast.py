@@ -116,4 +116,5 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         recomputed=0 if isinstance(recompute, str) else recompute,
         shards=layout.zero_group,
         offload=config.memory.offload,
+        chunks=parallel.overlap_chunks,
     )

@@ -110,6 +110,8 @@ class Plan(NamedTuple):
     """Replicas that share states; 0: all."""
     offload: tuple[str, ...] = ()
     """What waits in host memory: `optimizer`."""
+    chunks: int = 1
+    """Of products, whose communication hides behind one another."""
 
     @property
     def layout(self) -> Layers:

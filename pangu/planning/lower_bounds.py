@@ -129,6 +129,7 @@ class Bounds:
         if key not in self._pieces:
             space = self._space
             alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
+            alone = alone._replace(chunks=plan.chunks)
             modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)
             layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))

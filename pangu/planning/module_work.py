@@ -69,6 +69,8 @@ class Piece(NamedTuple):
     sequence: bool
     recompute: str = "none"
     """As `memory.recompute`, in words."""
+    chunks: int = 1
+    """Of products, as `parallel.overlap_chunks`."""
 
 
 @dataclass
@@ -149,7 +151,7 @@ def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, lis
 def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     """What has to be carried out."""
     values = {**asdict(config), "dry_run": True}
-    parallel = {"tensor": piece.tensor, "sequence": piece.sequence, **_PIECES}
+    parallel = {"tensor": piece.tensor, "sequence": piece.sequence, "overlap_chunks": piece.chunks, **_PIECES}
     offload = [what for what in config.memory.offload if what == "activations"]
     # kernels that a dry run cannot carry out keep as much
     attention = "auto" if config.model.attention in ("flex", "flash_attn") else config.model.attention
@@ -289,12 +291,19 @@ def _joined(entries: Iterable[Any], less: Iterable[Any] = ()) -> tuple[Any, ...]
 def _work(phase: Mapping[str, Any]) -> Work:
     products = [matmul for product in phase["products"] for matmul in _matmuls(product)]
     collectives = [
-        Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), one["bytes"] / one["calls"], one["calls"])
+        Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), nbytes / calls, calls, hidden)
         for axis, kinds in phase["collectives"].items()
         for kind, one in kinds.items()
-        if axis != "pipeline"  # the schedule's
+        for hidden, calls, nbytes in _by_exposure(one)
+        if axis != "pipeline" and calls  # those are the schedule's
     ]
     return Work(_joined(products), phase["memory_bound_bytes"], phase["launches"], _joined(collectives))
+
+
+def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, int, int]]:
+    """Collectives that a product hides, and those that none does: share that is hidden, calls, bytes."""
+    calls, nbytes = one.get("hidden_calls", 0), one.get("hidden_bytes", 0)
+    yield from ((1.0, calls, nbytes), (0.0, one["calls"] - calls, one["bytes"] - nbytes))
 
 
 def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:

@@ -13,6 +13,7 @@ from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.layout_work import REDUCES_EACH, Plan, Shape, System, Update, assemble
 from pangu.planning.module_work import ModuleCounts, Piece
+from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
 from pangu.topology.placement import TensorRank
@@ -28,7 +29,7 @@ class Program:
 
     config: RunConfig
     _counts: ModuleCounts = field(init=False)
-    _modules: dict[tuple[Piece, int, float, bool], dict[str, ModuleWork]] = field(default_factory=dict)
+    _modules: dict[tuple[Piece, int, float, bool, bool], dict[str, ModuleWork]] = field(default_factory=dict)
     _last: tuple[Plan, Workload] | None = None
 
     def __post_init__(self) -> None:
@@ -108,12 +109,15 @@ class Program:
         # in two phases a chunk is gathered once for all micro-batches
         often = 1 / plan.micro_batches if SCHEDULES[plan.schedule].two_phases else 1
         gathers, reduces = often if _sharding(plan).stage == 3 else 0, plan.schedule in REDUCES_EACH
-        key = piece, plan.micro_size, gathers, reduces
+        late = splits_backward(plan.schedule)
+        key = piece, plan.micro_size, gathers, reduces, late
         if key not in self._modules:
-            numbers = _numbers(self.config.model, piece.tensor)
+            numbers, modules = _numbers(self.config.model, piece.tensor), self._counts.of(piece, plan.micro_size)
+            if not late:
+                modules = modules | {"layer": _joined_backward(modules["layer"])}
             self._modules[key] = {
                 kind: self._sent(replace(module, parameters=numbers[kind]), gathers, reduces)
-                for kind, module in self._counts.of(piece, plan.micro_size).items()
+                for kind, module in modules.items()
             }
         return self._modules[key]
 
@@ -189,12 +193,24 @@ def _sharding(plan: Plan) -> Sharding:
 
 
 def _pieces(plan: Plan) -> dict[str, Piece]:
-    pieces = {"layer": Piece(plan.tensor, plan.sequence, plan.recompute)}
-    return pieces | ({"recomputed": Piece(plan.tensor, plan.sequence, "full")} if plan.recomputed else {})
+    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks)
+    return {"layer": layer} | ({"recomputed": layer._replace(recompute="full")} if plan.recomputed else {})
 
 
 def _sending(work: Work, collective: Collective) -> Work:
     return replace(work, collectives=(*work.collectives, collective))
+
+
+def _joined_backward(layer: ModuleWork) -> ModuleWork:
+    """Of a layer that was counted with the gradients of its weights apart, what computing hides where these follow each
+    product's gradient of its input: the sum of that gradient, and the gathering of the input."""
+    sums, gathers = layer.backward_input, layer.backward_weight
+    reductions = (one._replace(hidden=1.0) if "reduce" in one.kind else one for one in sums.collectives)
+    return replace(
+        layer,
+        backward_input=replace(sums, collectives=tuple(reductions)),
+        backward_weight=replace(gathers, collectives=tuple(one._replace(hidden=1.0) for one in gathers.collectives)),
+    )
 
 
 def _communicators(plan: Plan, stage: int, tied: bool) -> int:

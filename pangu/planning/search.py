@@ -35,6 +35,8 @@ from pangu.planning.workload import Workload
 MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
 TOO_LARGE = "does not fit into a device's memory"
+CHUNKS = (2, 4)
+"""Of products, tried for the best layouts."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
@@ -118,6 +120,7 @@ KEYS = {
     "micro_size": "batch.micro_size",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
+    "chunks": "parallel.overlap_chunks",
 }
 """Field of a plan -> the key of a configuration: what a search tries all values of unless they are given."""
 
@@ -162,7 +165,20 @@ def search(space: Space, top: int = 10) -> Found:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
+    costed[:top] = sorted(_overlapped(space, bounds, costed[:top]), key=_preference)
     return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
+
+
+def _overlapped(space: Space, bounds: Bounds, best: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Layouts with the number of chunks that hides most of their communication. It is chosen for the best alone: it
+    changes little else, and each number is counted apart."""
+    numbers = () if "chunks" in space.fixed else CHUNKS
+    tried = {one.plan: [one.plan._replace(chunks=number) for number in numbers if one.time.tensor] for one in best}
+    space.program.prepare(plan for plans in tried.values() for plan in plans)
+    for one in best:
+        stages = ((plan, _memory(space, bounds, plan)) for plan in tried[one.plan])
+        others = (Candidate(plan, time_of(space, plan), memory) for plan, memory in stages if memory)
+        yield min((one, *others), key=_preference)
 
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -217,6 +233,7 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
                 continue
             for sequence in _options(fixed, "sequence", (False, True)):
                 base = Plan(tensor, pipeline, 1, data, 1, 0, sequence, "none", 1, 1, "1f1b")
+                base = base._replace(chunks=space.fixed.get("chunks", 1))
                 for micro_size in _options(fixed, "micro_size", MICRO_SIZES):
                     plan = base._replace(micro_size=micro_size)
                     reason = problem_of(space, plan)

@@ -90,6 +90,26 @@ def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, proc
         assert workload.steps[stage].state_bytes == pytest.approx(sum(report["lasting_bytes"].values()), rel=0.02)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_computing_hides_is_what_a_dry_run_of_the_whole_step_hides(chunks: int, process: SharedWorker) -> None:
+    layout = (
+        "batch.global_size=4 parallel.tensor=2 parallel.sequence=true parallel.pipeline=2 parallel.virtual=2 "
+        f"parallel.schedule=interleaved parallel.overlap_chunks={chunks}"
+    )
+    chosen = choose_layout(values(layout, *LARGER), 1)
+    layer = Program(chosen.config).describe(plan_of(*chosen)).modules["layer"]
+    report = process.report(values(layout, *LARGER), chosen.layout.rank(Coordinates(1, 0, 0)))
+    layers = len(chosen.stages.parts[1].layers)
+    for phase, works in (("F", [layer.forward]), ("B", [layer.backward_input, layer.backward_weight])):
+        counted = report["phases"]["1"][phase]["collectives"]["tensor"]
+        for kind, one in counted.items():
+            same = [sent for work in works for sent in work.collectives if sent.kind == kind]
+            assert layers * sum(sent.calls for sent in same) == one["calls"]
+            assert layers * sum(sent.calls * sent.hidden for sent in same) == one.get("hidden_calls", 0)
+    hidden = sum(one.get("hidden_calls", 0) for one in report["phases"]["1"]["F"]["collectives"]["tensor"].values())
+    assert hidden == layers * 4 * (chunks - 1)
+
+
 def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
