@@ -59,7 +59,7 @@ def measure(setting: Setting) -> None:
         if setting.on_host:
             figures["layers"] = TRIED[-1]
             return
-        room = ROOM * torch.cuda.get_device_properties(setting.device).total_memory
+        room = ROOM * torch.get_device_module(setting.device).get_device_properties(setting.device).total_memory
         figures |= {"layers": int((room - peaks[0]) / layer) + TRIED[0], "bytes of a layer": layer}
 
 

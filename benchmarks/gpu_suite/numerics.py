@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer
+from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, quick_weights
 
 SIZE = {"batch.micro_size": 2, "batch.global_size": 4, "optimizer.clip": None, "model.attention": "sdpa"}
 EXACT = "fp64"
@@ -26,7 +26,8 @@ hundred roundings of 6e-8 in fp32; a bf16 rounding is 4e-3, and the layers' add 
 
 def gradients(setting: Setting, values: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """Loss and every gradient of the first step, in fp64 on the host."""
-    trainer = make_trainer(values, setting.device)
+    with quick_weights(setting.device):
+        trainer = make_trainer(values, setting.device)
     loss = trainer.train_step(batches_of(trainer.config)).loss
     found = {
         shard.placement.name: shard.grad.detach().double().cpu() for shard in trainer.shards if shard.grad is not None

@@ -62,7 +62,7 @@ def measure(setting: Setting) -> None:
     clock = Clock(setting.device, quick=setting.on_host)
     dtype = torch.float32 if setting.on_host else torch.bfloat16
     peak = peak_tflops(device_name(setting.device), "bf16")
-    normal = torch.randn(2**20 if setting.on_host else 2**28, device=setting.device)
+    normal = torch.randn(2**20 if setting.on_host else 2**30, device=setting.device)
     pools = {str(dtype).removeprefix("torch."): normal.to(dtype), "fp8": normal.to(torch.float8_e4m3fn)}
     del normal
     presets = list(RANKS.items())[: 2 if setting.on_host else None]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer
+from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, quick_weights
 
 STEPS = 2
 MOST = 20
@@ -51,7 +51,8 @@ def measure(setting: Setting) -> None:
     """A row for each of two presets."""
     for name in ("pangu_350m", "gpt3_1_3b"):
         with setting.row(name) as figures:
-            trainer = make_trainer(setting.values(name), setting.device)
+            with quick_weights(setting.device):
+                trainer = make_trainer(setting.values(name), setting.device)
             batches = batches_of(trainer.config)
             for _ in range(3):
                 trainer.train_step(batches)
@@ -74,7 +75,9 @@ def summary(profiler: profile, on_host: bool) -> dict[str, Any]:
     of_device = [
         event
         for event in events
-        if (event.cpu_parent is None if on_host else event.device_type == DeviceType.CUDA) and event.time_range
+        if (event.cpu_parent is None if on_host else event.device_type == DeviceType.CUDA)
+        # names of stretches of a program lie on the device as well, and over its gaps
+        and not getattr(event, "is_user_annotation", False)
     ]
     intervals = [Interval(event.time_range.start, event.time_range.end, event.name) for event in of_device]
     idle, first = gaps(intervals), min(one.start for one in intervals)
