@@ -89,11 +89,7 @@ def variable(case: Case, device: torch.device) -> Attention:
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        try:  # torch 2.13 calls it a window
-            result = varlen_attn(*flat, bounds, bounds, longest, longest, window_size=(-1, 0))
-        except TypeError:
-            flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            result = varlen_attn(*flat, bounds, bounds, longest, longest, is_causal=True)
+        result = varlen_attn(*flat, bounds, bounds, longest, longest, window_size=(-1, 0))  # causal
         return result.unflatten(0, (case.rows, -1)).transpose(1, 2)
 
     return attention
