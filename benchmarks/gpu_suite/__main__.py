@@ -40,7 +40,7 @@ class Part:
 
 
 PARTS = (
-    Part("axes", 40),
+    Part("axes", 60),
     Part("ranks", 75),
     Part("numerics", 45),
     Part("forecast", 60),

@@ -25,6 +25,8 @@ CHANGES = {
     **{"model.layers": 4, "model.attention": "sdpa", "precision.compute": "fp32"},
     **{"batch.micro_size": 1, "batch.global_size": 8},
 }
+ON_DEVICE = {"model.hidden": 512, "model.vocab": 8192}
+"""Messages through the host take longer than all else."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 4, ZeRO-3": {"parallel.zero": 3},
     "data 4, ZeRO-2, hybrid": {"parallel.zero": 2, "parallel.zero_group": 2},
@@ -85,11 +87,11 @@ def rank_of(rank: int, folder: str, layouts: Mapping[str, Mapping[str, Any]], ki
 
 def measure(setting: Setting) -> None:
     """A row for one process and for each layout, compared with it."""
-    alone = setting.values("pangu_350m", CHANGES)
+    common = {**CHANGES, **({} if setting.on_host else ON_DEVICE)}
     with setting.row("one process") as figures:
-        figures |= train(alone, setting.device, 1)
+        figures |= train(setting.values("pangu_350m", common), setting.device, 1)
     setting.release()
-    values = {name: setting.values("pangu_350m", {**CHANGES, **changes}) for name, changes in LAYOUTS.items()}
+    values = {name: setting.values("pangu_350m", {**common, **changes}) for name, changes in LAYOUTS.items()}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, values, setting.device.type)

@@ -59,6 +59,13 @@ def test_parts_run_without_the_packages_that_its_machine_lacks(tmp_path: Path) -
     assert rows["steps, ZeRO-3"]["collectives of a step"]["all_reduce"] > 0
 
 
+@pytest.mark.long
+def test_the_whole_suite_runs_on_a_cpu(tmp_path: Path) -> None:
+    assert suite.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    speed = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
+    assert not [row for row in speed["rows"] if "cannot" in row]
+
+
 def test_a_part_that_is_ended_or_comes_too_late_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
