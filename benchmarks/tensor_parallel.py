@@ -9,6 +9,7 @@ PYTHONPATH); its layers run on a CPU once `torch.cuda.current_device`, where the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class MegatronBlock(nn.Module):
         super().__init__()
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-        hidden = SHAPE["hidden"]
-        self.head_size = hidden // SHAPE["heads"]
+        hidden = config.hidden_size
+        self.head_size = hidden // config.num_attention_heads
         common: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": True}
         rows: dict[str, Any] = {"input_is_parallel": True, "skip_bias_add": False, **common}
         self.norm1, self.norm2 = (nn.LayerNorm(hidden, dtype=config.params_dtype) for _ in range(2))
@@ -77,11 +78,11 @@ class MegatronBlock(nn.Module):
 class MegatronGPT(nn.Module):
     """The plain model on megatron-core's layers."""
 
-    def __init__(self, vocab: int, config: Any) -> None:
+    def __init__(self, vocab: int, config: Any, length: int) -> None:
         super().__init__()
         from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-        hidden, dtype = SHAPE["hidden"], config.params_dtype
+        hidden, dtype = config.hidden_size, config.params_dtype
         self.config = config
         self.word = VocabParallelEmbedding(
             vocab,
@@ -90,8 +91,8 @@ class MegatronGPT(nn.Module):
             config=config,
             reduce_scatter_embeddings=config.sequence_parallel,
         )
-        self.position = nn.Embedding(SHAPE["sequence"], hidden, dtype=dtype)
-        self.blocks = nn.ModuleList(MegatronBlock(config) for _ in range(SHAPE["layers"]))
+        self.position = nn.Embedding(length, hidden, dtype=dtype)
+        self.blocks = nn.ModuleList(MegatronBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(hidden, dtype=dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class MegatronGPT(nn.Module):
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-        words, places = self.word(tokens), torch.arange(tokens.shape[1])
+        words, places = self.word(tokens), torch.arange(tokens.shape[1], device=tokens.device)
         if self.config.sequence_parallel:  # the embedding has turned [batch, sequence] already
             x = words + self.position(places.chunk(PROCESSES)[dist.get_rank()])[:, None]
         else:
@@ -117,24 +118,28 @@ class MegatronGPT(nn.Module):
         return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).mean()
 
 
-def megatron(precision: str, vocab: int, micro: int, sequence: bool) -> Step:
-    """megatron-core's layers and loss; in bf16 as its trainer does it: bf16 weights, fp32 masters and gradient sums."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+def megatron_config(precision: str, ranks: int, sequence: bool, shape: Mapping[str, int] = SHAPE) -> Any:
+    """megatron-core's configuration of a model that so many ranks share."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(PROCESSES)
-    config = TransformerConfig(
-        num_layers=SHAPE["layers"],
-        hidden_size=SHAPE["hidden"],
-        num_attention_heads=SHAPE["heads"],
-        tensor_model_parallel_size=PROCESSES,
+        parallel_state.initialize_model_parallel(ranks, create_gloo_process_groups=False)
+    return TransformerConfig(
+        num_layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        num_attention_heads=shape["heads"],
+        tensor_model_parallel_size=ranks,
         sequence_parallel=sequence,
         use_cpu_initialization=True,
         params_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
     )
-    model = MegatronGPT(vocab, config)
+
+
+def megatron(precision: str, vocab: int, micro: int, sequence: bool) -> Step:
+    """megatron-core's layers and loss; in bf16 as its trainer does it: bf16 weights, fp32 masters and gradient sums."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    model = MegatronGPT(vocab, megatron_config(precision, PROCESSES, sequence), SHAPE["sequence"])
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().float().clone()) for weight in weights]
     cut = [getattr(weight, "tensor_model_parallel", False) for weight in weights]

@@ -8,38 +8,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from benchmarks.models import PlainGPT, loop, pangu_step
+from benchmarks.models import PlainGPT, loop, loss_of, pangu_step
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 
 PEERS = ("plain", "pangu", "pangu_chunked", "transformers", "compiled")
 
 
+class TransformersGPT2(nn.Module):
+    """GPT-2 of the transformers library, with the loss."""
+
+    def __init__(self, vocab: int, shape: Mapping[str, int] = SHAPE) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=vocab,
+            n_positions=shape["sequence"],
+            n_embd=shape["hidden"],
+            n_layer=shape["layers"],
+            n_head=shape["heads"],
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """int64 [batch, sequence] both -> mean loss."""
+        return loss_of(self.model(tokens, use_cache=False).logits, labels)
+
+
 def transformers_gpt2(precision: str, vocab: int, micro: int, shape: Mapping[str, int] = SHAPE) -> Step:
-    """GPT-2 of the transformers library in the same loop."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=vocab,
-        n_positions=shape["sequence"],
-        n_embd=shape["hidden"],
-        n_layer=shape["layers"],
-        n_head=shape["heads"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = GPT2LMHeadModel(config)
-
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-    return loop(model, loss, precision, micro)
+    """It in the same loop."""
+    model = TransformersGPT2(vocab, shape)
+    return loop(model, model, precision, micro)
 
 
 def make(peer: str, precision: str, vocab: int, micro: int) -> Step:

@@ -106,7 +106,7 @@ def dry_run(
     config, stages = chosen.config, chosen.stages
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
-    with _on_fake_tensors(rank, layout.world):
+    with on_fake_tensors(rank, layout.world):
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
@@ -147,7 +147,7 @@ def _held(schedule: Schedule, stage: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _on_fake_tensors(rank: int, world: int) -> Iterator[None]:
+def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Tensors without memory, and a process group of any size that sends nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(initial, "initial_block", _no_values))
