@@ -31,6 +31,8 @@ class Formulas:
         """The step of a layout."""
         return describe(self.shape, self.system, plan)
 
-    def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
+    def stored_bytes(
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+    ) -> tuple[float, float]:
         """Bytes that last."""
         return state_bytes(self.system, plan, numbers), 0.0

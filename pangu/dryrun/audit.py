@@ -46,7 +46,11 @@ COLLECTIVES = {
     "recv_": ("receive", (), (0,)),
 }
 """Operator of torch.distributed -> what it is called, and its arguments that are read and written."""
-_ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"}
+_NO_KERNEL = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"),
+    *("_unsafe_view", "_local_scalar_dense"),
+}
+"""Operators that start none, though their schema does not say that they are views."""
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
 """Of their first argument they read no more than they write."""
@@ -75,7 +79,7 @@ def _operator(function: OpOverload) -> _Operator:
     tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     answers = any(tag in function.tags for tag in tags)
     writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
-    launches = not view and function.namespace in ("aten", "pangu") and name not in (*_ALLOCATES, "_local_scalar_dense")
+    launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
     return _Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
 
 

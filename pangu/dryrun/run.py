@@ -66,7 +66,8 @@ class RankReport:
     """Chunk -> kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`,
     `memory_bound_bytes`, `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
     update: dict[str, int] = field(default_factory=dict)
-    """`launches` and `memory_bound_bytes` of what is done once a step."""
+    """`launches` and `memory_bound_bytes` of what is done once a step; `working_bytes`, most that are live after the
+    last micro-batch besides those that last."""
     host_syncs: dict[str, int] = field(default_factory=dict)
     """File and line -> how often in a step the host waits for a value of the device."""
     blocking_copies: dict[str, int] = field(default_factory=dict)
@@ -229,7 +230,7 @@ class _Told(tuple[Any, ...]):
             yield action
             self.audit.spans[action] = Span(start, memory.high, memory.total)
         self.audit.staying = self.audit.memory.of_micro_batch(1)
-        self.audit.action = None
+        self.audit.action, memory.high = None, memory.total
 
 
 class _Move(NamedTuple):
@@ -300,7 +301,10 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         counts["flops",],
         _products(counts),
         _phases(audit),
-        {what: audit.counts[None][what,] for what in ("launches", "memory_bound_bytes")},
+        {
+            **{what: audit.counts[None][what,] for what in ("launches", "memory_bound_bytes")},
+            "working_bytes": audit.memory.high - sum(lasting.values()),
+        },
         {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
         {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
         dict(audit.findings),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -17,8 +17,10 @@ from pangu.planning.cluster import cluster_in
 from pangu.planning.cost import StepTime
 from pangu.planning.layout_work import Plan
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
+from pangu.planning.roles import role_ranks
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import TERMS
+from pangu.planning.states import plan_states
 from pangu.topology.layout import Layout
 
 log = logging.getLogger("pangu")
@@ -49,7 +51,12 @@ class Forecast:
         assert config.cluster is not None
         cluster = cluster_in(config.cluster)
         space, plan = space_of(config, cluster, {}), plan_of(config, layout, stages)
-        stages_memory = memory_of_stages(space.program.describe(plan), plan.steps, cluster)
+        workload = space.program.describe(plan)
+        if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
+            kept = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
+            steps = (replace(step, state_bytes=some) for step, some in zip(workload.steps, kept, strict=True))
+            workload = replace(workload, steps=tuple(steps))
+        stages_memory = memory_of_stages(workload, plan.steps, cluster)
         fullest = max(stages_memory, key=lambda stage: stage.total)
         return cls(cluster.name, time_of(space, plan), fullest, cluster.memory.gib)
 
@@ -63,15 +70,16 @@ class Forecast:
 
     def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
         """Raises UserError, naming the layouts of as many devices that fit, if this one cannot."""
-        # frozen weights have no gradients and no moments, which the formulas do not know
-        if config.train.frozen or self.memory.total <= self.room_gib * (1 + MEMORY_ERROR):
+        # what frozen layers leave out of activations, the formulas do not know
+        needed = self.memory.total - self.memory.activations * bool(config.train.frozen)
+        if needed <= self.room_gib * (1 + MEMORY_ERROR):
             return
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})
         plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
         works = "; ".join(f"{difference(plan, one.plan)} ({one.fullest:.3g} GiB)" for one in best)
         raise UserError(
-            f"memory: the fullest device needs about {self.memory.total:.3g} GiB, and {self.cluster} has "
+            f"memory: the fullest device needs about {needed:.3g} GiB, and {self.cluster} has "
             f"{self.room_gib:g}; {f'these fit: {works}' if works else 'no layout of as many devices fits'}"
         )
 

@@ -131,9 +131,11 @@ class Update(NamedTuple):
     """Read and written for each number whose state a rank holds."""
     launches: float
     """For each layer."""
+    working: float
+    """Most bytes that it takes meanwhile for each of these numbers."""
 
 
-ADAM = Update(34.0, 24.0)
+ADAM = Update(34.0, 24.0, 0.0)
 """Fused, in fp32."""
 
 
@@ -223,23 +225,24 @@ def _step(
 ) -> StepWork:
     """What a stage does once a step: gradients between replicas, the optimizer."""
     numbers = sum(modules[kind].parameters * count for kind, count in counts.items())
-    if shape.tied and "head" in counts and "embedding" in counts:
+    holds = ("embedding" in counts) + ("head" in counts) if shape.tied else 0
+    if holds == 2:
         numbers -= twice
     replicas = plan.data * plan.context
     shards = (plan.shards or replicas) if plan.zero else 1
     sends: list[Collective] = []
+    # whole gradients are there for one micro-batch only: each is reduced
+    often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
     if replicas > 1 and plan.zero in (0,):
         sends.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
     elif shards > 1 and plan.zero < 3:
-        # whole gradients are there for one micro-batch only: each is reduced
-        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
         sends.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
         sends.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
     if plan.zero and shards < replicas:
         sends.append(
-            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, 1, system.hidden_data)
+            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, often, system.hidden_data)
         )
-    if shape.tied and plan.pipeline > 1 and ("head" in counts or "embedding" in counts):
+    if holds == 1:
         sends.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
     gradients, state = system.gradient_bytes, state_bytes(system, plan, numbers)
     # gradients there, weights back
@@ -247,4 +250,5 @@ def _step(
     moved = numbers / shards * update.bytes + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = update.launches * (counts["layer"] + counts["recomputed"])
     groups = sum(size > 1 for size in plan.layout[:4])
-    return StepWork(numbers, moved, launches, tuple(sends), host, state, groups)
+    working = update.working * numbers / shards * ("optimizer" not in plan.offload)
+    return StepWork(numbers, moved, launches, tuple(sends), host, state, groups, update_working_bytes=working)

@@ -106,7 +106,7 @@ class Bounds:
         """GiB of a stage: states of its layers, activations in flight, a layer at work, the device."""
         program, layers, pieces = self._space.program, min(plan.layers), self._of(plan, plan.recompute)
         layer = program.shape.layer_matrices / plan.tensor
-        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer, layer, layer))
+        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer, layer, 0.0, 0.0))
         each = max(0, layers - plan.recomputed)
         most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
         memory, working = self._space.cluster.memory, pieces.working if each else 0.0

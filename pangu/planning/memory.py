@@ -51,7 +51,7 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     for step, own, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
         saved, deferred, working = zip(*own, strict=True)
         most = max(sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) for one in held)
-        most += max(working) + messages
+        most = max(most + max(working) + messages, step.update_working_bytes - step.buffer_bytes)
         states = (step.state_bytes + step.buffer_bytes) / _GIB
         overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
         stages.append(Memory(states, most / _GIB, overhead))
@@ -67,11 +67,13 @@ class _Chunk(NamedTuple):
 
     @classmethod
     def of(cls, chunk: Mapping[str, int], modules: Mapping[str, ModuleWork]) -> _Chunk:
-        return cls(
-            sum(modules[kind].saved_bytes * count for kind, count in chunk.items()),
-            sum(modules[kind].deferred_bytes * count for kind, count in chunk.items()),
-            max((modules[kind].working_bytes for kind in chunk), default=0.0),
-        )
+        saved = sum(modules[kind].saved_bytes * count for kind, count in chunk.items())
+        deferred = sum(modules[kind].deferred_bytes * count for kind, count in chunk.items())
+        working = {kind: modules[kind].working_bytes for kind in chunk}
+        if "embedding" in working:  # when the rest of the chunk is gone
+            embedding = modules["embedding"]
+            working["embedding"] -= min(saved - embedding.saved_bytes, deferred - embedding.deferred_bytes)
+        return cls(saved, deferred, max(0.0, *working.values()))
 
 
 def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:

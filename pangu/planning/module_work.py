@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
+from operator import add
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -102,7 +103,8 @@ class ModuleCounts:
             for piece, reports in _carry_out({piece: jobs[piece] for piece in missing}) if missing else ():
                 self._reports[piece] = reports
                 with suppress(OSError):
-                    write_atomically(files[piece], json.dumps(reports).encode(), sync=False)
+                    content = {"digest": _digest(reports), "reports": reports}
+                    write_atomically(files[piece], json.dumps(content).encode(), sync=False)
 
     def _missing(self, files: Mapping[Piece, Path]) -> list[Piece]:
         """Read what was counted before; what was not."""
@@ -132,11 +134,13 @@ class ModuleCounts:
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
 
-    def update(self, piece: Piece) -> tuple[float, float]:
-        """Bytes that the optimizer's step reads and writes for a layer without any sharding, and its launches."""
+    def update(self, piece: Piece) -> tuple[float, float, float]:
+        """Of a layer without any sharding: bytes that the optimizer's step reads and writes, its launches, and bytes
+        that it works with."""
         self.count([piece])
         update = self._reports[piece._replace(recompute="none")][0]["update"]
-        return update["memory_bound_bytes"] / _LAYERS, update["launches"] / _LAYERS
+        counted = (update[what] / _LAYERS for what in ("memory_bound_bytes", "launches", "working_bytes"))
+        return cast(tuple[float, float, float], tuple(counted))
 
 
 def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
@@ -216,22 +220,27 @@ def _identity(jobs: Sequence[Job]) -> str:
     return hashlib.sha256(_program() + json.dumps(matters, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _digest(reports: Sequence[Report]) -> str:
+    return hashlib.sha256(json.dumps(reports).encode()).hexdigest()
+
+
 def _read(file: Path) -> list[Report] | None:
-    """What was written, if it can be read."""
+    """What was written, if it is whole."""
     with suppress(OSError, UserError):
-        reports = read_json(file)
-        if isinstance(reports, list) and all(
-            isinstance(one, dict) and {"phases", "update"} <= one.keys() for one in reports
-        ):
-            return reports
+        content = read_json(file)
+        if isinstance(content, dict) and content.get("digest") == _digest(content.get("reports", ())):
+            return cast(list[Report], content["reports"])
     return None
 
 
 def _modules(second: Report, first: Report) -> Modules:
     alone, two = (_module(second["phases"][chunk]) for chunk in "12")
-    layer = replace(_less(two, alone), working_bytes=alone.working_bytes)
-    ends = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
-    return {"layer": layer, **{kind: _less(chunk, layer) for kind, chunk in ends.items()}}
+    layer = replace(_less(two, alone), working=alone.working)
+    chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
+    ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
+    kept = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
+    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, kept)))
+    return {"layer": layer, **ends}
 
 
 def _recomputed(second: Report, kept: ModuleWork) -> ModuleWork:
@@ -239,7 +248,7 @@ def _recomputed(second: Report, kept: ModuleWork) -> ModuleWork:
     alone, two = (_module(second["phases"][chunk]) for chunk in "12")
     layer = _less(two, alone)
     recompute = _minus(layer.backward_input, kept.backward_input)
-    return replace(layer, backward_input=kept.backward_input, recompute=recompute, working_bytes=alone.working_bytes)
+    return replace(layer, backward_input=kept.backward_input, recompute=recompute, working=alone.working)
 
 
 def _module(phases: Mapping[str, Any]) -> ModuleWork:
@@ -252,9 +261,7 @@ def _module(phases: Mapping[str, Any]) -> ModuleWork:
         _work(weight),
         saved_bytes=saved,
         deferred_bytes=saved + back["end"] - back["start"],
-        working_bytes=max(
-            forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]
-        ),
+        working=(forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]),
     )
 
 
@@ -266,7 +273,7 @@ def _less(whole: ModuleWork, part: ModuleWork) -> ModuleWork:
         _minus(whole.backward_weight, part.backward_weight),
         saved_bytes=whole.saved_bytes - part.saved_bytes,
         deferred_bytes=whole.deferred_bytes - part.deferred_bytes,
-        working_bytes=whole.working_bytes,
+        working=whole.working,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -29,7 +30,7 @@ class Program:
 
     config: RunConfig
     _counts: ModuleCounts = field(init=False)
-    _modules: dict[tuple[Piece, int, float, bool, bool], dict[str, ModuleWork]] = field(default_factory=dict)
+    _modules: dict[tuple[Any, ...], dict[str, ModuleWork]] = field(default_factory=dict)
     _last: tuple[Plan, Workload] | None = None
 
     def __post_init__(self) -> None:
@@ -77,73 +78,92 @@ class Program:
         pieces = _pieces(plan)
         modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
-        update, launches = self._counts.update(pieces["layer"])
-        update /= modules["layer"].parameters
+        moved, launches, working = self._counts.update(pieces["layer"])
+        each = modules["layer"].parameters
         twice = _words(self.config.model, plan.tensor)
-        workload = assemble(self.shape, self.system, plan, modules, Update(update, launches), twice)
-        largest = [0.0] * plan.pipeline
+        update = Update(moved / each, launches, working / each)
+        workload = assemble(self.shape, self.system, plan, modules, update, twice)
+        kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
         for chunk, counts in enumerate(workload.chunks):
-            stage = plan.steps.of(chunk)
-            largest[stage] = max(largest[stage], *(modules[kind].parameters for kind in counts))
+            kinds[plan.steps.of(chunk)].update(counts)
         message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
-        stored: dict[tuple[int, float, int], StepWork] = {}  # most stages are alike
+        stored: dict[tuple[int, int], StepWork] = {}  # most stages are alike
         steps = []
         for stage, step in enumerate(workload.steps):
-            key = id(step), largest[stage], _communicators(plan, stage, self.config.model.tied_head)
+            key = id(step), _communicators(plan, stage, self.config.model)
             if key not in stored:
-                layer = modules["layer"].parameters
-                lasting, buffers = self.stored_bytes(plan, step.parameters, layer, largest[stage])
+                ends = (modules[kind].parameters * (kind in kinds[stage]) for kind in ("embedding", "head"))
+                lasting, buffers = self.stored_bytes(plan, step.parameters, each, *ends)
                 late = _sharding(plan).stage == 3 and plan.schedule not in REDUCES_EACH
+                # what the ends share is summed after it was reduced
+                share = self._bytes[1] / self.system.gradient_bytes / _sharding(plan).size
+                sends = [
+                    one._replace(bytes=one.bytes * share) if one.axis == "ends" else one for one in step.collectives
+                ]
                 stored[key] = replace(
                     step,
-                    collectives=(*step.collectives, *[self._reduction(step.parameters)] * late),
+                    collectives=(*sends, *[self._reduction(step.parameters)] * late),
                     state_bytes=lasting,
                     buffer_bytes=buffers,
-                    communicators=key[2],
+                    communicators=key[1],
+                    update_working_bytes=max(step.update_working_bytes, self._ending(plan, step.parameters, modules)),
                 )
             steps.append(stored[key])
         return replace(workload, steps=tuple(steps), message_bytes=message)
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""
-        # in two phases a chunk is gathered once for all micro-batches
-        often = 1 / plan.micro_batches if SCHEDULES[plan.schedule].two_phases else 1
-        gathers, reduces = often if _sharding(plan).stage == 3 else 0, plan.schedule in REDUCES_EACH
-        late = splits_backward(plan.schedule)
-        key = piece, plan.micro_size, gathers, reduces, late
+        late, two_phases = splits_backward(plan.schedule), SCHEDULES[plan.schedule].two_phases
+        often = (plan.micro_batches, plan.virtual) if two_phases else None
+        sends = (plan.schedule, plan.pipeline == 1, often) if _sharding(plan).stage == 3 else None
+        key = piece, plan.micro_size, late, sends
         if key not in self._modules:
             numbers, modules = _numbers(self.config.model, piece.tensor), self._counts.of(piece, plan.micro_size)
             if not late:
                 modules = modules | {"layer": _joined_backward(modules["layer"])}
-            self._modules[key] = {
-                kind: self._sent(replace(module, parameters=numbers[kind]), gathers, reduces)
-                for kind, module in modules.items()
-            }
+            counted = {kind: replace(module, parameters=numbers[kind]) for kind, module in modules.items()}
+            if sends:
+                counted = {kind: self._sent(kind, module, plan) for kind, module in counted.items()}
+            self._modules[key] = counted
         return self._modules[key]
 
-    def _sent(self, module: ModuleWork, gathers: float, reduces: bool) -> ModuleWork:
-        """ZeRO-3 gathers parameters before forward and again before backward, so often for a micro-batch, and may
-        reduce gradients after each (Rajbhandari et al. 2020, section 7.2.2)."""
-        system, numbers = self.system, module.parameters
-        if not gathers or not numbers:
+    def _sent(self, kind: str, module: ModuleWork, plan: Plan) -> ModuleWork:
+        """With what ZeRO-3 gathers for a micro-batch, and reduces after each (Rajbhandari et al. 2020, section 7.2.2).
+        A lookup's backward needs no weights, and the head's follows its forward."""
+        family, numbers, system = SCHEDULES[plan.schedule], module.parameters, self.system
+        if not numbers:
             return module
-        gather = Collective("all_gather", "shard", system.number_bytes * numbers, gathers, system.hidden_data)
-        return replace(
-            module,
-            forward=_sending(module.forward, gather),
-            backward_input=_sending(module.backward_input, gather),
-            backward_weight=_sending(module.backward_weight, self._reduction(numbers))
-            if reduces
-            else module.backward_weight,
-        )
+        forward = back = 1.0
+        if family.two_phases:  # a chunk is gathered once for all micro-batches, and the last one kept for backward
+            forward, back = 1 / plan.micro_batches, (1 - 1 / plan.virtual) / plan.micro_batches
+        gather = Collective("all_gather", "shard", system.number_bytes * numbers, forward, system.hidden_data)
+        module = replace(module, forward=_sending(module.forward, gather))
+        if kind not in ("embedding", "head"):
+            module = replace(module, backward_input=_sending(module.backward_input, gather._replace(calls=back)))
+        if plan.schedule not in REDUCES_EACH:
+            return module
+        if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
+            numbers -= _words(self.config.model, plan.tensor)  # reduced with the embedding
+        return replace(module, backward_weight=_sending(module.backward_weight, self._reduction(numbers)))
 
     def _reduction(self, numbers: float) -> Collective:
         """Of the gradients of so many parameters."""
         return Collective("reduce_scatter", "shard", self.system.gradient_bytes * numbers, 1, self.system.hidden_data)
 
-    def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
+    def _ending(self, plan: Plan, numbers: float, modules: Mapping[str, ModuleWork]) -> float:
+        """Bytes of gradients in a shorter format that are sent once a step, all at a time, and of the last backward."""
+        sharding, size, layer = _sharding(plan), self.system.gradient_bytes, modules["layer"]
+        each = sharding.stage >= 2 and plan.schedule in REDUCES_EACH
+        if plan.data == 1 or size == self._bytes[1] or each:
+            return 0.0
+        sent = size * (1 + (sharding.size > 1) / sharding.size)
+        return sent * numbers + max(0.0, layer.working_bytes - sent * layer.parameters)
+
+    def stored_bytes(
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+    ) -> tuple[float, float]:
         """What a stage of so many parameters stores on the device: bytes that last, and those of whole parameters and
-        gradients that come and go; of them those of a layer and of the `largest` module."""
+        gradients that come and go; of them those of a layer, and of the embedding and the head where it has them."""
         sharding, schedule, (narrow, wide) = _sharding(plan), SCHEDULES[plan.schedule], self._bytes
         rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
         stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
@@ -154,10 +174,14 @@ class Program:
         # in two phases a chunk at a time is gathered, and reduced when its gradients are complete
         chunk, buffers = numbers / (plan.virtual if schedule.two_phases else 1), 0.0
         if sharding.stage == 3:  # of the module that computes and of the next one
-            buffers += narrow * (chunk if schedule.two_phases else min(largest + layer, chunk))
-        if sharding.stage >= 2:  # of the module in backward and of those that are being reduced
-            each = largest + IN_FLIGHT * layer
-            buffers += wide * (min(each, chunk) if plan.schedule in REDUCES_EACH else chunk)
+            buffers += narrow * (chunk if schedule.two_phases else min(max(head, layer) + layer, chunk))
+        if sharding.stage >= 2 and plan.schedule in REDUCES_EACH:
+            # of those that are being reduced, with their shards: while layers are in backward, and after the last one
+            each = self.system.gradient_bytes * (1 + 1 / sharding.size)
+            flying = max(each * IN_FLIGHT * layer + wide * layer, each * (embedding + (IN_FLIGHT - 1) * layer))
+            buffers += min(flying, each * chunk)
+        elif sharding.stage >= 2:
+            buffers += wide * chunk
         return lasting, buffers
 
     @cached_property
@@ -189,7 +213,8 @@ def _words(model: ModelConfig, tensor: int) -> int:
 
 def _sharding(plan: Plan) -> Sharding:
     shards = (plan.shards or plan.data) if plan.zero else 1
-    return Sharding(plan.zero if shards > 1 else 0, 0, shards, plan.data, plan.offload)
+    stage = plan.zero if shards > 1 or "parameters" in plan.offload else 0
+    return Sharding(stage, 0, shards, plan.data, plan.offload)
 
 
 def _pieces(plan: Plan) -> dict[str, Piece]:
@@ -213,15 +238,16 @@ def _joined_backward(layer: ModuleWork) -> ModuleWork:
     )
 
 
-def _communicators(plan: Plan, stage: int, tied: bool) -> int:
+def _communicators(plan: Plan, stage: int, model: ModelConfig) -> int:
     """Groups in which a stage sends: of tensor ranks, of replicas (all; those that share states, to reduce and to
-    gather; those that hold the same share), of each kind and direction of message, of the first and the last stage, and
-    of all ranks."""
+    gather; those that hold the same share), of each kind and direction of message, of the first and the last stage, of
+    all stages, which share relative positions, and of all ranks."""
     shards = _sharding(plan).size
     replicas = (plan.data > 1) + 2 * (shards > 1) + (1 < shards < plan.data)
     v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
     # a chunk's output goes to the next stage, and from the last one to the first if it has further chunks
     messages = 0 if plan.pipeline == 1 else 4 if v_shape or (plan.virtual > 1 and end) else 2
-    ends = tied and plan.pipeline > 1 and not v_shape and end
+    ends = model.tied_head and plan.pipeline > 1 and not v_shape and end
+    stages = model.positions == "relative" and plan.pipeline > 1
     world = plan.tensor * plan.data * plan.pipeline > 1
-    return (plan.tensor > 1) + replicas + messages + ends + world
+    return (plan.tensor > 1) + replicas + messages + ends + stages + world

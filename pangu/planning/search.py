@@ -94,7 +94,9 @@ class StepModel(Protocol):
     def describe(self, plan: Plan) -> Workload:
         """The step of a layout."""
 
-    def stored_bytes(self, plan: Plan, numbers: float, layer: float, largest: float) -> tuple[float, float]:
+    def stored_bytes(
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+    ) -> tuple[float, float]:
         """What a stage of so many parameters stores on the device: bytes that last, and bytes that come and go."""
 
 
@@ -293,7 +295,8 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     """A layout with all that saves memory: ZeRO, recompute, offload."""
-    zeros = [(0, 0)] if plan.data == 1 else [(1, 0), (2, 0), (3, 0)]
+    alone = 3 if "parameters" in space.fixed.get("offload", ()) else 0
+    zeros = [(space.fixed.get("zero", alone), 0)] if plan.data == 1 else [(1, 0), (2, 0), (3, 0)]
     node = max(1, space.cluster.node // plan.tensor)
     if 1 < node < plan.data and plan.data % node == 0:
         zeros += [(1, node), (3, node)]
@@ -313,9 +316,10 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
             continue
         for recompute, recomputed in recomputes:
             for offload in _options(space.fixed, "offload", ((),)):
-                yield plan._replace(
-                    zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
-                )
+                if zero == 3 or "parameters" not in offload:
+                    yield plan._replace(
+                        zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
+                    )
 
 
 def simulated(space: Space, plan: Plan) -> Timeline:
@@ -336,4 +340,5 @@ def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Ite
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

@@ -53,6 +53,11 @@ class StatePlan:
     bytes: dict[str, int]
     """By what it is for, `HOST` behind what lies there."""
 
+    @property
+    def on_device(self) -> int:
+        """Bytes of all that lies on the device."""
+        return sum(count for name, count in self.bytes.items() if not name.endswith(HOST))
+
     def words(self) -> str:
         """`24.0 MiB: parameters 8.0 MiB, gradients 8.0 MiB, ...`."""
         parts = ", ".join(f"{name} {size(count)}" for name, count in self.bytes.items())

@@ -73,10 +73,16 @@ class ModuleWork:
     """Activations that are kept from forward to backward for one micro-batch."""
     deferred_bytes: float = 0.0
     """Kept from the gradient of the input to those of the weights, where these are computed apart."""
-    working_bytes: float = 0.0
-    """Most that is there besides while it is computed."""
+    working: tuple[float, ...] = (0.0,)
+    """Most bytes that are there besides in forward, in backward's part for the input and in that for the weights; of
+    the embedding, whose backward comes last, besides all that the rest of its chunk keeps."""
     parameters: float = 0.0
     """Numbers that this rank holds of its weights before any sharding over replicas."""
+
+    @property
+    def working_bytes(self) -> float:
+        """Most that is there besides while it is computed."""
+        return max(self.working)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,8 @@ class StepWork:
     """Groups in which the stage sends, each with buffers of its own."""
     buffer_bytes: float = 0.0
     """Whole parameters and gradients that come and go, at most."""
+    update_working_bytes: float = 0.0
+    """Besides states, once the micro-batches are done."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from pangu.models.size import layer_flops
 from pangu.planning import module_work
 from pangu.planning.cluster import load_cluster
+from pangu.planning.cost import REPLICAS
 from pangu.planning.forecast import plan_of
+from pangu.planning.layout_work import Plan
 from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.program import Program
+from pangu.planning.workload import Workload
 from pangu.topology.layout import Coordinates
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import SMALL, values
@@ -32,6 +36,11 @@ PLANNED = (
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=2 parallel.data=2 "
     "parallel.zero=1 memory.recompute=full",
     "batch.global_size=16 parallel.pipeline=4 batch.micro_size=2 parallel.data=2 memory.offload=[optimizer]",
+    "batch.global_size=8 optimizer=lamb model.positions=relative parallel.pipeline=2",
+    "batch.global_size=16 parallel.data=2 parallel.pipeline=2 parallel.zero=2 model.layers=2",
+    "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2",
+    "batch.global_size=32 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe",
+    "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
 )
 OFF = 0.06
 """Most by which the formulas that are made of counted modules may be off the peak of a dry run."""
@@ -75,6 +84,18 @@ def test_a_layer_is_what_formulas_say(piece: Piece) -> None:
     assert 0 < again.recompute.launches < layer.forward.launches
 
 
+def sent(workload: Workload, plan: Plan, stage: int) -> Counter[tuple[str, str]]:
+    """Bytes that a stage sends in a step besides messages, by axis and collective."""
+    total = Counter({(one.axis, one.kind): one.bytes * one.calls for one in workload.steps[stage].collectives})
+    for number, chunk in enumerate(workload.chunks):
+        for kind, count in chunk.items() if plan.steps.of(number) == stage else ():
+            module = workload.modules[kind]
+            for work in (module.forward, module.backward_input, module.backward_weight, module.recompute):
+                for one in work.collectives:
+                    total[one.axis, one.kind] += count * plan.micro_batches * one.bytes * one.calls
+    return total
+
+
 @pytest.mark.parametrize("layout", PLANNED)
 def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, process: SharedWorker) -> None:
     chosen = choose_layout(values(layout, *LARGER), 1)
@@ -87,6 +108,11 @@ def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, proc
         expected = (stages[stage].states + stages[stage].activations) * 2**30
         assert expected == pytest.approx(report["peak"], rel=OFF), stage
         assert workload.steps[stage].communicators == report["groups"]
+        told = sent(workload, plan, stage)
+        for axis, kinds in report["collectives"].items():
+            for kind, one in kinds.items() if axis in (*REPLICAS, "gather", "ends") else ():
+                name = "shard" if axis == "gather" else axis, kind
+                assert told[name] == pytest.approx(one["bytes"], rel=0.02, abs=100), (stage, name)
         assert workload.steps[stage].state_bytes == pytest.approx(sum(report["lasting_bytes"].values()), rel=0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +77,10 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do() -> None:
     run = choose_layout(values, 16)
     with pytest.raises(UserError, match=r"needs about \d+ GiB, and a100 has 79.2; these fit: parallel") as refused:
         Forecast.of(*run).require_room(*run)
-    frozen = replace(run.config, train=replace(run.config.train, frozen=("layers.*",)))
-    Forecast.of(*run).require_room(frozen, run.layout, run.stages)  # much less, nobody knows how much
+    for frozen, fits in (("layers.*", True), ("embedding.*", False)):  # these have no gradients and no moments
+        other = run._replace(config=replace(run.config, train=replace(run.config.train, frozen=(frozen,))))
+        with nullcontext() if fits else pytest.raises(UserError, match="these fit: parallel"):
+            replace(Forecast.of(*other), room_gib=60.0).require_room(*other)
     first = str(refused.value).partition("these fit: ")[2].partition(" (")[0]
     for word in first.split():
         group, _, rest = word.partition(".")

@@ -16,7 +16,9 @@ from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
 from tests.configs import config
 
 
-@pytest.mark.parametrize("content", ["", "[", "{}", "[1]", "[{}]", '[{"phases": {}}]', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "[", "{}", '[{"phases": {}, "update": {}}]', '{"digest": "", "reports": []}', "\xff"]
+)
 def test_a_file_that_nobody_can_have_counted_is_not_read(content: str, tmp_path: Path) -> None:
     file = tmp_path / "modules.json"
     file.write_text(content, encoding="latin-1")

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from pangu.planning.cost import step_time
 from pangu.planning.layout_work import Plan
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import Memory, memory_of_stages
-from pangu.planning.search import Space, configured, enumerate_plans, offloaded, search, space_of, time_of
+from pangu.planning.search import Space, configured, enumerate_plans, offloaded, problem_of, search, space_of, time_of
 from tests.configs import config
 from tests.spawn import repository
 from tools.plan import main
@@ -78,6 +79,16 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
         assert one.fullest <= 79.2
         assert sum(one.plan.layers) == where.program.shape.layers
+
+
+@pytest.mark.parametrize(
+    ("devices", "given"), [(1, {"zero": 2}), (1, {"offload": ("parameters",)}), (4, {"offload": ("parameters",)})]
+)
+def test_what_is_given_goes_only_with_what_the_checks_accept(devices: int, given: dict[str, Any]) -> None:
+    where = space(devices, *SMALL)._replace(fixed=given)
+    plans = list(enumerate_plans(where, Counter()))
+    assert plans
+    assert not [plan for plan in plans if problem_of(where, plan)]
 
 
 def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() -> None:
