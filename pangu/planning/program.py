@@ -179,7 +179,7 @@ class Program:
             # of those that are being reduced, with their shards: while layers are in backward, and after the last one
             each = self.system.gradient_bytes * (1 + 1 / sharding.size)
             flying = max(each * IN_FLIGHT * layer + wide * layer, each * (embedding + (IN_FLIGHT - 1) * layer))
-            buffers += min(flying, each * chunk)
+            buffers += min(flying, each * chunk + wide * layer)
         elif sharding.stage >= 2:
             buffers += wide * chunk
         return lasting, buffers
