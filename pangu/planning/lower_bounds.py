@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.cost import collective_seconds, module_time
 from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
 from pangu.planning.memory import device_overhead, most_held
@@ -71,11 +72,12 @@ class Bounds:
         gradients, weights = (numbers * size * per_byte + latency for size in sizes)
         host = numbers / shards * sum(sizes) / (self._space.cluster.host_gb_s * 1e9)
         host *= "optimizer" in plan.offload
-        hidden = system.hidden_data
-        if plan.zero == 3:
-            sent = plan.micro_batches * (gradients + weights * (1 if plan.recompute == "full" else 2)) - 3 * latency
+        hidden, two_phases = system.hidden_data, SCHEDULES[plan.schedule].two_phases
+        often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+        if plan.zero == 3:  # in two phases chunks are gathered once
+            gathers = 1 if two_phases else plan.micro_batches * (1 if plan.recompute == "full" else 2)
+            sent = often * gradients + gathers * weights - 3 * latency
             return host + (1 - hidden) * sent + max(0.0, hidden * sent - busy)
-        often = plan.micro_batches if plan.zero == 2 and plan.schedule in REDUCES_EACH else 1
         sent = often * gradients + weights if plan.zero else 2 * gradients
         return host + (1 - hidden) * sent + max(0.0, hidden * sent - 1.1 * backward)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from pangu.planning.cost import REPLICAS
 from pangu.planning.forecast import plan_of
 from pangu.planning.layout_work import Plan
 from pangu.planning.layouts import choose_layout
+from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.program import Program
+from pangu.planning.search import enumerate_plans, space_of, time_of
 from pangu.planning.workload import Workload
 from pangu.topology.layout import Coordinates
 from tests.dryrun.conftest import SharedWorker
@@ -134,6 +137,18 @@ def test_what_computing_hides_is_what_a_dry_run_of_the_whole_step_hides(chunks: 
             assert layers * sum(sent.calls * sent.hidden for sent in same) == one.get("hidden_calls", 0)
     hidden = sum(one.get("hidden_calls", 0) for one in report["phases"]["1"]["F"]["collectives"]["tensor"].values())
     assert hidden == layers * 4 * (chunks - 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_no_bound_is_above_the_time_on_slow_links(schedule: str) -> None:
+    """ZeRO-3 sends once what other schedules send for each micro-batch."""
+    config = choose_layout(values("batch.global_size=64", *LARGER), 1).config
+    cluster = replace(A100, devices=8, node=1, between=replace(A100.between, gb_s=0.1))
+    where = space_of(config, cluster, {"micro_size": 1, "tensor": 1, "recompute": "none", "schedule": schedule})
+    bounds, plans = Bounds(where), [plan for plan in enumerate_plans(where, Counter()) if plan.zero == 3]
+    assert plans
+    for plan in plans:
+        assert bounds.seconds(plan) <= time_of(where, plan).total, plan
 
 
 def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
