@@ -15,6 +15,7 @@ from pangu.planning.roles import Worker
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")
 SLICE = "pangu_13b"
 """Of which as many layers are taken as fit."""
+FITTING = f"layers of {SLICE} that fit"
 ROOM = 0.92
 """Of a device's memory, that tensors may take: the rest is its context, workspaces, and holes between tensors."""
 TRIED = (2, 3)
@@ -54,18 +55,20 @@ def measure(setting: Setting) -> None:
                     peaks.append(figures["peak_bytes"])
     for _ in range(count):
         workers.get().end()
-    with setting.row(f"layers of {SLICE} that fit") as figures:
+    with setting.row(FITTING) as figures:
         layer = peaks[1] - peaks[0]
         if setting.on_host:
-            figures["layers"] = TRIED[-1]
+            figures |= {"layers": TRIED[-1], "peak_bytes": peaks[-1]}
             return
         room = ROOM * torch.get_device_module(setting.device).get_device_properties(setting.device).total_memory
-        figures |= {"layers": int((room - peaks[0]) / layer) + TRIED[0], "bytes of a layer": layer}
+        more = int((room - peaks[0]) / layer)
+        figures |= {"layers": TRIED[0] + more, "bytes of a layer": layer, "peak_bytes": peaks[0] + more * layer}
 
 
 def told(setting: Setting) -> dict[str, dict[str, Any]]:
-    """Rows of this part by their names; none if it was not run."""
+    """Rows of this part by the sizes that they are of; none if it was not run."""
     path = setting.output / "forecast.json"
     if not path.exists():
         return {}
-    return {row["row"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {SLICE if row["row"] == FITTING else row["row"]: row for row in rows}

@@ -118,7 +118,7 @@ def values_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping
     """The configuration of a row. Raises KeyError for the slice if no dry run said how many layers fit."""
     changes: dict[str, Any] = {}
     if size == forecast.SLICE:
-        changes["model.layers"] = told[f"layers of {size} that fit"]["layers"]
+        changes["model.layers"] = told[size]["layers"]
     if peer == "pangu with dropout":
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
     return setting.values(size, changes)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_suite import forecast
 from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, quick_weights
 
 STEPS = 2
@@ -65,6 +66,7 @@ def measure(setting: Setting) -> None:
             path = setting.output / f"trace-{name}.json.gz"
             profiler.export_chrome_trace(str(path))
             figures |= {"trace": path.name, **summary(profiler, setting.on_host)}
+            figures["dry_run_launches"] = forecast.told(setting).get(name, {}).get("launches")
             del trainer, profiler
         setting.release()
 
