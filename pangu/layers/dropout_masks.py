@@ -23,7 +23,9 @@ from torch.autograd import Function
 from pangu.layers.fused import fused
 
 _BLOCK = 1 << 16
-"""Elements that a core of a CPU does at a time: what lies between stays in its cache."""
+"""Elements that a core of a CPU does at a time: what lies between stays in its cache. torch leaves half as many to one
+thread; threads that meet after every small step pay only for more than `_LARGE` elements."""
+_LARGE = 1 << 20
 
 
 def _signed(number: int, bits: int) -> int:
@@ -75,7 +77,9 @@ def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, 
     of filling where a mask says so."""
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
     low, high, columns = _words(rows.reshape(-1), key, width)
-    size = min(max(1, _BLOCK * torch.get_num_threads() // width), len(low))
+    threads = torch.get_num_threads()
+    elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
+    size = min(max(1, elements // width), len(low))
     mixed, shifted = low.new_empty(2, size, width)
     kept, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
     matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
