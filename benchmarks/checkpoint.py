@@ -38,7 +38,7 @@ from torch import Tensor
 from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from pangu.checkpoint.index import find_damage, read_index
-from pangu.collectives.reduce import sum_of
+from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig
 from pangu.training.resuming import load_checkpoint
 from pangu.training.saving import Saver
@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace, scratch: str) -> dict[str, Any]:
 def measure_rates(trainer: Trainer, repeats: int, scratch: Path) -> list[dict[str, Any]]:
     """A row for each peer."""
     own = sum(tensor.nbytes for tensor in state_of(trainer).values())
-    mib = sum_of(own, trainer.mesh.group("world"), trainer.mesh.device) / 2**20
+    mib = sum(gather_objects(own, trainer.mesh.group("world"))) / 2**20
     peers = {"torch": torch_peer(trainer), "dcp": dcp_peer(trainer), "pangu": pangu_peer(trainer)}
     rates: dict[str, list[list[float]]] = {peer: [[], []] for peer in peers}
     for repeat in range(repeats + 1):

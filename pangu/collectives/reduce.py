@@ -90,13 +90,6 @@ def _named(name: str, before: str) -> Callable[..., dist.Work]:
     return getattr(dist, name, None) or getattr(dist, before)
 
 
-def sum_of(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Sum of one number over `group`, in fp64."""
-    if group is None:
-        return value
-    return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), group))
-
-
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """`value` of every rank, in rank order. For small messages between phases, never inside a step."""
     if group is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +33,18 @@ class Batch:
     samples: tuple[int, ...]
     """Global sample indices of the rows."""
 
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            weights=self.weights.to(device),
-            positions=self.positions.to(device),
-            documents=None if self.documents is None else self.documents.to(device),
-            samples=self.samples,
-        )
+    def to(self, device: torch.device, beside: AbstractContextManager[object] | None = None) -> Batch:
+        """The same on a device. The host does not wait for the copies, which are queued within `beside`, if it is
+        given: their memory belongs to the stream that is the current one outside of it."""
+        if self.tokens.device.type == device.type:
+            return self
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        pinned = {name: torch.empty_like(tensor, pin_memory=True).copy_(tensor) for name, tensor in tensors.items()}
+        moved: dict[str, Any] = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
+        with beside or nullcontext():
+            for name, tensor in pinned.items():
+                moved[name].copy_(tensor, non_blocking=True)
+        return replace(self, **moved)
 
 
 def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:

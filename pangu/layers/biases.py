@@ -84,10 +84,13 @@ class RelativeBias(nn.Module):
         self.furthest = furthest
         self.weight = build.parameter(f"{name}.weight")
         self.buckets = len(self.weight)
+        self._bucket = torch.zeros(0, dtype=torch.int64)
+        """Of each distance of the longest sequence so far."""
 
     def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
-        bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
-        return Bias(F.embedding(bucket, self.weight.to(torch.promote_types(dtype, torch.float32))))
+        if len(self._bucket) < length or self._bucket.device != device:
+            self._bucket = relative_bucket(length, self.buckets, self.furthest).to(device)
+        return Bias(F.embedding(self._bucket[:length], self.weight.to(torch.promote_types(dtype, torch.float32))))
 
 
 def make_bias(config: ModelConfig, build: Builder) -> Alibi | RelativeBias:

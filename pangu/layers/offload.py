@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pangu.layers.copy_stream import CopyStream, host_memory
 from pangu.layers.recompute import Saved
+from pangu.topology.copy_stream import CopyStream, host_memory
 
 SMALLEST = 4096
 """Bytes from which on memory is moved: a smaller copy takes as long to start and frees next to nothing."""

@@ -47,7 +47,7 @@ class StepRecord:
     evaluation: dict[str, float] | None = None
     """Figures of benchmarks (`afqmc/accuracy`), if this step was followed by an evaluation."""
     trust_ratios: dict[str, float] | None = None
-    """LAMB's ratio of each tensor in the last update, if asked for."""
+    """LAMB's ratio of each tensor, 0 in a step that was skipped, if asked for."""
     slow_ranks: dict[int, float] | None = None
     """Ranks that computed longer than `faults.slow_factor` allows, and how many times the median."""
 

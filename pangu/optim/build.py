@@ -22,8 +22,8 @@ def make_optimizer(
     get no weight decay and no layer-wise ratio. `over_ranks`: for some placements, the function that adds up LAMB's
     sums of squares over the ranks that hold the other slices.
 
-    AdamW is torch's fused kernel where the device has one. That needs moments in the format of the weights, so AdamW
-    with bf16 moments is our LAMB without its ratios. apex is no choice: its FusedAdam does the same work as torch's,
+    AdamW is torch's fused kernel. That needs moments in the format of the weights, so AdamW with bf16 moments is our
+    LAMB without its ratios. apex is no choice: its FusedAdam does the same work as torch's,
     and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
@@ -36,9 +36,8 @@ def make_optimizer(
         {"params": bare, "weight_decay": 0.0},
     ]
     if isinstance(config, AdamConfig) and moments is None:
-        fused = all(tensor.device.type in ("cpu", "cuda") for _, tensor in tensors)
-        adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-        start_moments(adam, None, fused)
+        adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        start_moments(adam, None)
         return adam
     from pangu.optim.lamb import Lamb
 
@@ -59,6 +58,4 @@ def make_optimizer(
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
-    if isinstance(optimizer, torch.optim.AdamW):
-        return "torch's fused AdamW" if optimizer.defaults["fused"] else "torch's AdamW"
-    return "multi-tensor operations"
+    return "torch's fused AdamW" if isinstance(optimizer, torch.optim.AdamW) else "multi-tensor operations"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 
-def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None, fused: bool) -> None:
-    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's).
-    torch's `fused` AdamW needs the step count on the device; others read it on the host."""
+def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None) -> None:
+    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's)."""
     for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         optimizer.state[tensor] = {
-            "step": torch.zeros((), device=tensor.device if fused else "cpu"),
+            "step": torch.zeros((), device=tensor.device),
             "exp_avg": torch.zeros_like(tensor, dtype=moments),
             "exp_avg_sq": torch.zeros_like(tensor, dtype=moments),
         }

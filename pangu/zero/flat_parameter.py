@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pangu.layers.copy_stream import host_memory
 from pangu.layers.initial import fill, replace_parameter
+from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable
 from pangu.zero.grouping import Sharding, buffer_table
 

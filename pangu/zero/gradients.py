@@ -51,9 +51,9 @@ class GradientSum:
         """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
         self._in_flight: list[Handle] = []
-        self._norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
-        """Norms of this rank's gradients as they were sent: a reduction spreads what is not finite over all ranks.
-        Nobody waits for them."""
+        self.norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
+        """Norms of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
+        ranks. Nobody waits for them."""
         for chunk, flats in self.flat_parameters.items():
             for index, flat in enumerate(flats):
                 for parameter, span in flat.parameters:
@@ -64,7 +64,7 @@ class GradientSum:
             (flat.grad if flat.total is None else flat.total).zero_()
         self._missing.clear()
         self._num_sent.clear()
-        self._norms.clear()
+        self.norms = []
 
     def expect(self, chunk: int) -> None:
         """A whole backward of a chunk follows, with `reduce` behind it: send what becomes complete."""
@@ -90,12 +90,12 @@ class GradientSum:
             parts = joined.split([gradient.numel() for gradient in self._partial])
             torch._foreach_copy_(self._partial, parts)
 
-    def not_finite(self) -> list[str]:
-        """Tensors with a gradient norm on this rank, before any reduction, that is not finite; about in backward's
-        order."""
+    @staticmethod
+    def not_finite(norms_of: Sequence[tuple[FlatParameter, Sequence[Tensor]]]) -> list[str]:
+        """Tensors with a norm, among the `norms` of a step, that is not finite; about in backward's order."""
         names = [
             name
-            for flat, norms in self._norms
+            for flat, norms in norms_of
             for (name, _), norm in zip(reversed(flat.tensors), reversed(norms), strict=True)
             if not math.isfinite(norm)
         ]
@@ -146,7 +146,7 @@ class GradientSum:
 
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, message, total = self.mesh, self._message or flat.grad.dtype, self._total(flat)
-        self._norms.append((flat, torch._foreach_norm([total[span] for _, span in flat.tensors])))
+        self.norms.append((flat, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if flat.sharding.size == 1:
             part = flat.grad.to(message)
             handle = start_ordered_all_reduce(part, mesh.group("data"), mesh.algorithms)

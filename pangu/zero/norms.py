@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,20 +19,27 @@ class Squares:
     def __init__(self, placements: Sequence[Placement], mesh: Mesh, dtype: torch.dtype) -> None:
         """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums."""
         self._mesh = mesh
-        self._dtype = dtype
+        self.dtype = dtype
         self._place = {placement.name: place for place, placement in enumerate(placements)}
         self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=mesh.device)
 
-    def same(self, placements: Sequence[Placement], squares: Tensor) -> Tensor:
-        """[..., shards] of this rank -> [..., shards] of the whole tensors: summed over the replicas that share a
-        tensor, and over the tensor-parallel ranks where it is sharded."""
-        places = [self._place[placement.name] for placement in placements]
-        total = squares.new_zeros((*squares.shape[:-1], len(self._place)), dtype=self._dtype)
-        total[..., places] = squares.to(self._dtype)
-        all_reduce(total, self._mesh.group("shard"))
-        if (tensor_group := self._mesh.group("tensor")) is not None:
-            total = torch.where(self._cut, all_reduce(total.clone(), tensor_group), total)
-        return total[..., places]
+    def over(self, placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
+        """What takes squares of some tensors [..., shards] of this rank to those of the whole tensors: summed over the
+        replicas that share a tensor, and over the tensor-parallel ranks where it is sharded."""
+        device = self._mesh.device
+        places = torch.tensor(
+            [self._place[placement.name] for placement in placements], dtype=torch.int64, device=device
+        )
+
+        def add_up(squares: Tensor) -> Tensor:
+            total = torch.zeros(*squares.shape[:-1], len(self._place), dtype=self.dtype, device=device)
+            total.index_copy_(-1, places, squares.to(device, self.dtype))
+            all_reduce(total, self._mesh.group("shard"))
+            if (tensor_group := self._mesh.group("tensor")) is not None:
+                total = torch.where(self._cut, all_reduce(total.clone(), tensor_group), total)
+            return total.index_select(-1, places).to(squares.device)
+
+        return add_up
 
 
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
@@ -45,19 +51,24 @@ def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     )
 
 
-def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, mesh: Mesh) -> tuple[float, float]:
-    """Euclidean norm of the model's gradient (not finite if any element is not) and the sum of the losses, in one
-    all-reduce. `gradients`: of the shards that count (see `counts`). `loss`: fp64 scalar, the sum of this replica's
-    token losses; None on other stages."""
-    both = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh) -> Tensor:
+    """fp64 [2 + flags] on the device, in one all-reduce: the Euclidean norm of the model's gradient (not finite if any
+    element is not), the sum of the losses, and how many ranks raise each flag. `gradients`: of the shards that count
+    (see `counts`). `loss`: fp64 scalar, the sum of this replica's token losses; None on other stages."""
+    sums = torch.zeros(2 + len(flags), dtype=torch.float64, device=mesh.device)
     if gradients:
-        both[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()
+        sums[0] = torch.stack(torch._foreach_norm(gradients)).square().double().sum()
     if loss is not None and mesh.at.tensor == 0:
-        both[1] = loss
-    squares, total = all_reduce(both, mesh.group("world")).tolist()
-    return math.sqrt(squares), total
+        sums[1] = loss
+    for place, raised in enumerate(flags, start=2):
+        if raised:
+            sums[place].fill_(1.0)
+    all_reduce(sums, mesh.group("world"))
+    sums[0].sqrt_()
+    return sums
 
 
-def clip_factor(norm: float, limit: float | None) -> float:
-    """Factor that clips a gradient of this norm to `limit` (Pascanu et al. 2013, Algorithm 1)."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+def unscale_factor(norm: Tensor, limit: float | None, scale: Tensor) -> Tensor:
+    """fp32 number by which a gradient is divided that was multiplied by `scale` and is clipped to `limit` (Pascanu et
+    al. 2013, Algorithm 1); `norm`: without the scale."""
+    return (scale if limit is None else scale * ((norm + 1e-6) / limit).clamp(min=1.0)).float()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
-from pangu.layers.copy_stream import CopyStream
 from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart, parameters_by_module
+from pangu.topology.copy_stream import CopyStream, host_memory
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.flat_parameter import FlatParameter, Shard
@@ -77,16 +77,22 @@ class ShardedParameters:
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
-    def update(self, step: Callable[[], object], one_by_one: bool) -> None:
-        """Let an optimizer change the main parameters, and bring the weights up to date. `step` updates every tensor
-        that has a gradient; `one_by_one`: it may run for each flat parameter, otherwise once, when all gradients have
-        arrived. With the optimizer's state on the host, gradients arrive and weights leave while other flat parameters
-        are updated."""
+    def update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor, one_by_one: bool) -> None:
+        """Let an optimizer change the main parameters, and bring the weights up to date. `found_inf`: 1 if it is to do
+        nothing, otherwise 0; `grad_scale`: it divides the gradients by that; both on the device, as GradScaler gives
+        them to torch's fused optimizers. `one_by_one`: it may run for each flat parameter, otherwise once, when all
+        gradients have arrived. With the optimizer's state on the host, gradients arrive and weights leave while other
+        flat parameters are updated, and the host waits for the gradients."""
         groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
+        optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
         if "optimizer" not in self.offload:
-            step()
+            optimizer.step()
             self.unsharder.publish(self.trained)
             return
+        decided = host_memory(2, found_inf.dtype, found_inf.device)
+        with self._stream.after_computation():
+            decided.copy_(torch.stack([found_inf, grad_scale]), non_blocking=True)
+        optimizer.found_inf, optimizer.grad_scale = decided.unbind()  # type: ignore[attr-defined]
         arrivals = []
         for flats in groups:
             with self._stream.after_computation():
@@ -99,14 +105,10 @@ class ShardedParameters:
                 arrival.synchronize()
             for flat in flats:
                 flat.lend_gradients(True)
-            step()
+            optimizer.step()
             for flat in flats:
                 flat.lend_gradients(False)
             self.unsharder.publish(flats)
 
-    def norm_and_loss(self, loss: Tensor | None) -> tuple[float, float]:
-        return norm_and_loss(self._counted, loss, self._mesh)
-
-    def scale_gradients(self, factor: float) -> None:
-        for flat in self.trained:
-            flat.grad.mul_(factor)
+    def norm_and_loss(self, loss: Tensor | None, flags: Sequence[bool]) -> Tensor:
+        return norm_and_loss(self._counted, loss, flags, self._mesh)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pangu.collectives.reduce import Completion, Handle, start_all_gather
-from pangu.layers.copy_stream import CopyStream
 from pangu.models.language_model import ModuleHooks
+from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Algorithms
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order

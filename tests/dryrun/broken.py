@@ -7,6 +7,7 @@ FAKE = load_device()  # before torch is imported
 
 import json  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
 from unittest.mock import patch  # noqa: E402
 
@@ -52,9 +53,19 @@ def half_moved(batch: Batch, device: torch.device) -> Batch:
     return Batch(moved.tokens, batch.labels, moved.weights, moved.positions, moved.documents, moved.samples)
 
 
-def on_the_host(gradients: Any, loss: Any, mesh: Any) -> tuple[float, float]:
+def on_the_host(gradients: Any, loss: Any, flags: Any, mesh: Any) -> torch.Tensor:
     reduce.all_reduce(torch.zeros(2), dist.group.WORLD)
-    return 1.0, 1.0
+    return torch.ones(2, dtype=torch.float64, device=mesh.device)
+
+
+def read_at_once(*given: Any) -> torch.Tensor:
+    sums = norms.norm_and_loss(*given)
+    sums.tolist()
+    return sums
+
+
+def pageable(batch: Batch, device: torch.device) -> Batch:
+    return replace(batch, tokens=batch.tokens.to(device, non_blocking=True))
 
 
 MOVE = Batch.to
@@ -98,6 +109,10 @@ def main() -> None:
         found["labels on the host"] = report("").findings
     with patch.object(norms, "norm_and_loss", on_the_host), patch("pangu.zero.sharded.norm_and_loss", on_the_host):
         found["a collective of the host's memory"] = report("parallel.data=2").findings
+    with patch("pangu.zero.sharded.norm_and_loss", read_at_once):
+        found["a number that is waited for"] = report("").host_syncs
+    with patch.object(Batch, "to", lambda *given: MOVE(pageable(*given), given[1])):
+        found["a copy of pageable memory"] = report("").blocking_copies
     print(json.dumps([found, whole]))
 
 

@@ -47,7 +47,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(tmp_path: Path, 
     if sleeps == "step":
         code += ["    hang()"]
     else:
-        code += ["    trainer.parameters.norm_and_loss = lambda loss: hang()"]
+        code += ["    trainer.parameters.norm_and_loss = lambda *given: hang()"]
     began = time.monotonic()
     done = run_changed(
         tmp_path, [*code, "return train_step(trainer, batches)"], "parallel.timeout_s=5", "train.steps=9"

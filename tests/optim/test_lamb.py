@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -95,3 +97,29 @@ def test_the_largest_ratio_binds_a_tensor_of_norm_0_too() -> None:
     optimizer = Lamb([weight], lr=0.1, max_ratio=0.7, weight_decay=0.0)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((3, 3), -0.07))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["adam", "lamb", "lamb, epsilon inside the root"])
+def test_a_step_divides_gradients_and_does_nothing_where_it_is_told_to(kind: str, moments: Any) -> None:
+    """As torch's fused optimizers; a skipped step, the first one or a later one, leaves every bit as it was."""
+    if kind == "adam":
+        config: Any = AdamConfig("adam", 0.01, (0.9, 0.99), 1e-8, 0.1, moments, None)
+    else:
+        config = LambConfig("lamb", 0.01, (0.9, 0.99), 1e-6, "," in kind, 0.1, True, None, moments, None)
+    plain, scaled = ({name: tensor.float() for name, tensor in weights().items()} for _ in range(2))
+    one, other = (make_optimizer(config, entries(tensors)) for tensors in (plain, scaled))
+    other.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    for step in range(3):
+        for name, gradient in gradients(step).items():
+            plain[name].grad, scaled[name].grad = gradient.float(), torch.full_like(scaled[name], torch.nan)
+        before = copy.deepcopy((other.state_dict(), scaled))
+        other.found_inf = torch.ones(())  # type: ignore[attr-defined]
+        other.step()
+        torch.testing.assert_close((other.state_dict(), scaled), before, rtol=0, atol=0)
+        other.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        for name, tensor in scaled.items():
+            tensor.grad = 4 * gradients(step)[name].float()
+        one.step()
+        other.step()
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain)

@@ -82,7 +82,9 @@ def rectangles(shards: list[Shard], values: Mapping[str, Tensor]) -> list[tuple[
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
     shards = trainer.parameters.trained_shards if of_gradients else trainer.shards
-    values = {p.placement.name: p.grad if of_gradients else p.main for p in shards}
+    # what the optimizer has divided lies on the host, if the optimizer does
+    gradients = {p.placement.name: p.grad if p.host_grad is None else p.host_grad for p in shards}
+    values = gradients if of_gradients else {p.placement.name: p.main for p in shards}
     together: dict[str, Tensor] = {}
     for held in gather_objects(rectangles(shards, values), trainer.mesh.group("world")):
         for name, shape, offsets, values_held in held:

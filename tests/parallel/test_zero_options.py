@@ -61,14 +61,14 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
     found: list[tuple[int, int]] = []
     from pangu.training.step import Trainer
 
-    update = Trainer._update
+    update = Trainer.update
 
-    def looked_at(trainer: Trainer, loss: float, norm: float) -> Any:
+    def looked_at(trainer: Trainer) -> Any:
         weights = trainer.parameters.unsharder
         found.append((len(weights._whole), len(weights._handles)))
-        return update(trainer, loss, norm)
+        return update(trainer)
 
-    with replaced_here(Trainer, _update=looked_at):
+    with replaced_here(Trainer, update=looked_at):
         train_layout(rank, world, layout, 3, *overrides)
     return found
 
