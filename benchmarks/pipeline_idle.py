@@ -42,7 +42,7 @@ def idle(schedule: str, virtual: int, arguments: argparse.Namespace) -> list[tup
     )
     batches = micro_batches(samples(8192, arguments.micro_batches), 1)
     trainer.train_step(batches)
-    timelines = [record_step(trainer, batches)[1] for _ in range(arguments.repeats)]
+    timelines = [record_step(trainer, batches) for _ in range(arguments.repeats)]
     return [(line.bubble, simulate(line.schedule, durations_of(line)).bubble) for line in timelines]
 
 

@@ -134,10 +134,10 @@ def test_docstrings_are_an_eighth_of_the_package() -> None:
 
 def test_the_package_stays_small() -> None:
     """What plans (`planning`, `dryrun`) apart. A change that needs more says why where it raises this: 150 lines are
-    dropout as a hash, in one operation; 100 a step that waits for nothing, what the host knew at once being decided on
+    dropout as a hash, in one operation; 150 a step that waits for nothing, what the host knew at once being decided on
     the device and heard of later."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_750
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_800
 
 
 def public_names(path: Path) -> Iterator[str]:

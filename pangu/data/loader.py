@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import numpy as np
+import torch
 
 from pangu.config.data import PackingConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.data.stream import Stream
+from pangu.topology.copy_stream import CopyStream
 
 
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
@@ -27,22 +30,36 @@ def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, si
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank. One thread reads those of the next step ahead; `close` ends it."""
+    """The micro-batches of one data-parallel rank. One thread reads those of the next step ahead and copies them to the
+    device, beside its computation; `close` ends it."""
 
     def __init__(
-        self, stream: Stream, packing: PackingConfig, global_size: int, micro_size: int, rank: int, size: int
+        self,
+        stream: Stream,
+        packing: PackingConfig,
+        global_size: int,
+        micro_size: int,
+        rank: int,
+        size: int,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where the micro-batches are to be; None: in the memory of the host."""
         self._stream, self._packing = stream, packing
         self._sizes = (global_size, micro_size, rank, size)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._device = device or torch.device("cpu")
+        self._copies = CopyStream(self._device)
+        # a new thread would work with the first device
+        start = None if self._device.type == "cpu" else partial(torch.accelerator.set_device_index, self._device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader", initializer=start)
+        self._ahead: tuple[int, Future[tuple[list[Batch], torch.Event | None]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
         if self._ahead is None or self._ahead[0] != consumed:
             self._read(consumed)
         assert self._ahead is not None
-        batches = self._ahead[1].result()
+        batches, arrival = self._ahead[1].result()
+        self._copies.wait(arrival)
         self._read(consumed + self._sizes[0])
         return batches
 
@@ -52,11 +69,14 @@ class Loader:
     def _read(self, consumed: int) -> None:
         self._ahead = (consumed, self._thread.submit(self._load, consumed))
 
-    def _load(self, consumed: int) -> list[Batch]:
-        return [
+    def _load(self, consumed: int) -> tuple[list[Batch], torch.Event | None]:
+        """The micro-batches, and when they have arrived."""
+        batches = [
             make_batch(np.stack([self._stream[index] for index in indices]), indices, self._packing)
             for indices in step_samples(consumed, *self._sizes)
         ]
+        moved = [batch.to(self._device, self._copies.after_computation()) for batch in batches]
+        return moved, self._copies.record()
 
     def __enter__(self) -> Self:
         return self

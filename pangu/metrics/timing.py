@@ -1,4 +1,4 @@
-"""Times: moments in a device's work, and which of several candidates for the same result is the fastest here."""
+"""Which of several candidates for the same result is the fastest here: short timings, taken in turns."""
 
 from __future__ import annotations
 
@@ -19,20 +19,6 @@ HOPELESS = 2.0
 """A candidate is hopeless if it takes so many times as long as the fastest."""
 TIE = 1.03
 """Candidates whose times differ by no more than this factor are equally fast."""
-
-
-class Moment:
-    """When a device has done all that it was given so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = None if device.type == "cpu" else torch.Event(device)
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Let the host wait for it."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 def time_candidates(

@@ -33,9 +33,8 @@ class LossScale:
         if state is None:
             return f"{float(self.scale):g} (precision.loss_scale.initial: the checkpoint is of a run without one)"
         scale = max(self.config.minimum, float(state["scale"]))
-        # the pending result of a step may hold the tensors that were
-        self.scale = torch.full_like(self.scale, scale)
-        self.clean_steps = torch.full_like(self.clean_steps, int(state["clean_steps"]))
+        self.scale.fill_(scale)
+        self.clean_steps.fill_(int(state["clean_steps"]))
         return f"{scale:g} (of the checkpoint)"
 
     def update(self, overflow: Tensor) -> None:

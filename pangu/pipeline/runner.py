@@ -127,7 +127,7 @@ class Runner:
         batches: Sequence[Batch],
         end: Callable[[Tensor, Batch], Tensor],
         keys: Sequence[DropoutKeys] | None = None,
-        scale: Callable[[], Tensor] | None = None,
+        scale: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> list[Tensor]:
         """Run this stage's actions; returns, on the stage of the last chunk, what `end` returned for each micro-batch.
@@ -137,7 +137,7 @@ class Runner:
             batches: inputs and labels, on the device; every stage has all of them.
             end: makes a result of the last part's hidden states, e.g. `model.loss_of`.
             keys: of the dropout masks of each; None: no dropout.
-            scale: gives what the results are multiplied by before backward; not asked before there is one.
+            scale: gradients are those of the sum of the results times this.
             cache: of the only micro-batch, if its tokens continue others or others will continue them.
 
         Raises StageError, naming stage, action, micro-batch and peer, if another stage is gone or stuck.
@@ -150,7 +150,7 @@ class Runner:
         def root(hidden: Tensor, batch: Batch) -> Tensor:
             result = end(hidden, batch)
             results.append(result.detach())
-            return result if scale is None else result * scale()
+            return result if scale is None else result * scale
 
         for action in schedule.actions[self.stage]:
             self._began = self.now()

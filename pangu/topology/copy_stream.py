@@ -1,8 +1,10 @@
-"""Copies between a device and its host that run beside the computation."""
+"""When a device has done its work, and copies between it and its host that run beside that."""
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,3 +38,22 @@ class CopyStream:
         """Computation queued from now on waits for these copies; the host does not."""
         if event is not None:
             torch.accelerator.current_stream().wait_event(event)
+
+
+class Moment:
+    """When a device has done all that it was given so far; on a CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._time = time.perf_counter()
+        if device.type != "cpu":
+            self._event = torch.accelerator.current_stream().record_event(torch.Event(device, enable_timing=True))
+
+    def wait(self) -> None:
+        """Let the host wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both must have been waited for."""
+        return self._time - earlier._time if self._event is None else earlier._event.elapsed_time(self._event) / 1000

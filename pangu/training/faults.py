@@ -17,6 +17,7 @@ from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.schema import FaultsConfig
 from pangu.training.saving import state_of
 from pangu.training.step import StepResult, Trainer
+from pangu.zero.gradients import Norms
 
 NAMED_RANKS = 4
 """Ranks that a message names."""
@@ -85,6 +86,12 @@ class SpikeDetector:
         self._skipped = state.get("skipped_in_a_row", 0)
         self.rollbacks = list(state.get("rollbacks", ()))
         self.left_out = state.get("left_out", 0)
+
+
+def not_finite(norms: Norms) -> list[str]:
+    """Tensors with a norm that is not finite, about in backward's order."""
+    pairs = [pair for tensors, of_flat in norms for pair in zip(reversed(tensors), reversed(of_flat), strict=True)]
+    return list(dict.fromkeys(name for (name, _), norm in pairs if not math.isfinite(norm)))
 
 
 def culprits(not_finite: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.agreement import name_silent_ranks
+from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
@@ -21,10 +22,11 @@ from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, perplexity, speed
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
-from pangu.training.faults import SpikeDetector, culprits, find_non_finite, find_replica_difference
-from pangu.training.process import Heartbeat, StopSignals
+from pangu.topology.copy_stream import Moment
+from pangu.training.faults import SpikeDetector, culprits, find_non_finite, find_replica_difference, not_finite
+from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.saving import Saver
-from pangu.training.step import StepResult, Trainer
+from pangu.training.step import PendingResult, StepResult, Trainer
 
 if TYPE_CHECKING:
     from pangu.pipeline.timeline import Timeline
@@ -63,9 +65,15 @@ class Loop:
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
-        self._step_began = 0.0
-        """When the time of the next step begins: at the end of the one before, for a device that still updates weights
-        when a step's loss is known does so in the time of the next."""
+        self._pending: tuple[PendingResult, dict[int, float] | None] | None = None
+        """The step whose result has not been looked at, and the stragglers in it."""
+        self._asked: list[bool] = []
+        """What the flags of earlier steps ask for and was not done yet."""
+        self._step_began: Moment | None = None
+        """The end of the last step that was looked at; None: begin to count anew."""
+        self._interlude_s = 0.0
+        """Seconds since then that are no part of a step."""
+        self._step_s = 0.0
         self.checkpoint: Path | None = None
         self.stopped: str | None = None
         """Why the run ended before its last step, if it did."""
@@ -78,14 +86,12 @@ class Loop:
         """Make the remaining steps; validate, evaluate, record and save as they fall due."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
         data, batch = config.data, config.batch
-        loader = Loader(
-            self.sources.train, data.packing, batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data
-        )
+        sizes = (batch.global_size, batch.micro_size, mesh.at.data, mesh.layout.data)
+        loader = Loader(self.sources.train, data.packing, *sizes, mesh.device)
         with self.signals, loader, ExitStack() as stack:
             stack.callback(self._close_writers)
             self._open_writers()
             saver = stack.enter_context(Saver(config, trainer))
-            self._step_began = time.perf_counter()
             while trainer.step < config.train.steps and self.stopped is None:
                 with name_silent_ranks(mesh, partial(self._place, trainer.step + 1)):
                     self._make_step(loader, saver)
@@ -95,59 +101,90 @@ class Loop:
             self.checkpoint = saver.newest
 
     def _make_step(self, loader: Loader, saver: Saver) -> None:
-        trainer, every = self.trainer, self.config.checkpoint.every
-        began = time.perf_counter()
+        """Compute gradients; look at the step before, whose result has arrived meanwhile, unless it was looked at; then
+        update the weights. So nobody waits for a device that has nothing to do, and a step that was bad is known before
+        another one changes what it left. What follows a step, and needs its result, looks at it at once."""
+        # computing   | gradients 5 | update 5 | gradients 6 | update 6 | gradients 7 | update 7 |
+        # looking at                           4 |                        5 |                  6, 7 (the last step)
+        trainer = self.trainer
         self._note("training")
-        result, stragglers = self._train_step(loader.micro_batches(self.samples))
-        ended = time.perf_counter()
-        seconds, self._step_began = ended - self._step_began, ended
+        if self._step_began is None:
+            self._step_began, self._interlude_s = Moment(trainer.mesh.device), 0.0
+        stragglers = self._forward_backward(loader.micro_batches(self.samples))
+        if self._pending is not None and not self._look(saver, at_once=False):
+            return  # these gradients are those of a state that is gone
+        self._pending = trainer.update(self.signals.flags(self._step_s, saver.has_failed)), stragglers
         self.samples += self.config.batch.global_size
+        config = self.config
+        every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
+        if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
+            self._look(saver, at_once=True)
+
+    def _look(self, saver: Saver, at_once: bool) -> bool:
+        """Read the result of the last update, and do what follows the step; false if the run has gone back to a
+        checkpoint. `at_once`: no other step is under way."""
+        assert self._pending is not None
+        assert self._step_began is not None
+        (pending, stragglers), self._pending = self._pending, None
+        result = self.trainer.read(pending)
+        self._asked = [any(flags) for flags in zip(result.flags, self._asked or result.flags, strict=True)]
+        self._step_s = pending.end.seconds_since(self._step_began) - self._interlude_s
+        self._step_began, self._interlude_s = pending.end, 0.0
         # The order matters: a step that is taken back is not recorded; what is recorded is on the disk before a
         # checkpoint says that it was made; replicas that differ are found before they are saved; and what a signal
         # asks for is done last, so that the step that was just made is saved.
         if self._goes_back(result, saver):
-            return
-        self.record = self._figures(result, seconds, stragglers)
+            return False
+        self.record = self._figures(result, self._step_s, stragglers)
         for writer in self._writers:
             writer.write(self.record)
         self._check_replicas()
-        trainer.doing = "asking who was told to save or stop"
-        request = self.signals.after_step(time.perf_counter() - began, saver.has_failed)
-        if request.stop and trainer.step < self.config.train.steps:
+        if at_once:
+            self._obey(saver)
+        return True
+
+    def _obey(self, saver: Saver) -> None:
+        """Save and stop, as far as that is due or was asked for."""
+        request, self._asked = Request.of(self._asked), []
+        if request.stop and self.trainer.step < self.config.train.steps:
             self.stopped = request.stop
         if request.settle:
             with self._interlude("saving"):
                 saver.settle()
+        every = self.config.checkpoint.every
         if self._due(every) or (request.save and every):
             with self._interlude("saving"):
                 self._save(saver)
 
-    def _train_step(self, batches: Sequence[Batch]) -> tuple[StepResult, dict[int, float] | None]:
-        """One step, whose actions are recorded where the configuration asks for that; also the stragglers."""
+    def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
+        """That of a step, whose actions are recorded where the configuration asks for that; returns the stragglers."""
         trainer, slow_every = self.trainer, self.config.faults.slow_every
         if self.config.profile and trainer.step == self.config.train.steps - 1:
             from pangu.training.profile import record_step
 
-            result, self.timeline = record_step(trainer, batches)
+            self.timeline = record_step(trainer, batches)
         elif slow_every and (trainer.step + 1) % slow_every == 0:
             from pangu.training.profile import find_stragglers
 
-            result, stragglers = find_stragglers(trainer, batches, self.config.faults.slow_factor)
-            return result, stragglers or None
+            return find_stragglers(trainer, batches, self.config.faults.slow_factor) or None
         else:
-            result = trainer.train_step(batches)
-        return result, None
+            trainer.forward_backward(batches)
+        return None
 
     def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
         """Measure what is due, and put together all figures of the step that was made."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
-        validation_loss, evaluation = None, None
+        validation_loss, evaluation, ratios = None, None, None
         if self.validation is not None and self._due(config.validation.every):
             with self._interlude("validating"):
                 validation_loss = self.validation.loss(trainer)
         if self.benchmarks is not None and self._due(config.evaluate.every):
             with self._interlude("evaluating"):
                 evaluation = self.benchmarks.figures(trainer)
+        if config.metrics.trust_ratios:
+            from pangu.training.validation import trust_ratios
+
+            ratios = trust_ratios(trainer)
         return StepRecord(
             step=trainer.step,
             tokens=self.tokens,
@@ -167,7 +204,7 @@ class Loop:
             validation_loss=validation_loss,
             validation_perplexity=None if validation_loss is None else perplexity(validation_loss),
             evaluation=evaluation,
-            trust_ratios=trainer.trust_ratios() if config.metrics.trust_ratios else None,
+            trust_ratios=ratios,
             slow_ranks=stragglers,
         )
 
@@ -183,15 +220,16 @@ class Loop:
     def _interlude(self, doing: str) -> Iterator[None]:
         """Do something that is no part of a step and does not count in its time."""
         self._note(doing)
-        step_began, began = self._step_began, time.perf_counter()
+        interlude_s, began = self._interlude_s, time.perf_counter()
         yield
-        self._step_began = step_began + time.perf_counter() - began  # once, where one is within another
+        self._interlude_s = interlude_s + time.perf_counter() - began  # once, where one is within another
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:
         """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
         to a checkpoint. Raises UserError on all ranks, if the run is to end."""
         if result.skipped:
-            log.warning("step %d is skipped: %s", self.trainer.step, culprits(result.not_finite))
+            of_ranks = gather_objects(not_finite(result.norms), self.trainer.mesh.group("world"))
+            log.warning("step %d is skipped: %s", self.trainer.step, culprits(of_ranks))
         fault = self.spikes.fault(result)
         return fault is not None and self._answer(fault, saver)
 
@@ -225,6 +263,7 @@ class Loop:
         with self._interlude("going back"):
             step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
+        self._step_began = None
         log.warning("continuing after step %d with sample %d", trainer.step, self.samples)
         self._close_writers()
         self._open_writers()

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,17 +18,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
-
-from pangu.collectives.reduce import largest
 from pangu.config.errors import LAUNCHER_SECONDS, UserError, writing
 from pangu.config.files import open_regular, write_atomically
-from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
 
 LOCK_BYTES = 200
 """Read of what run.lock says: a name of a machine and a number."""
+STEPS_UNTIL_STOP = 3
+"""Steps that end before a run stops whose flags did not yet ask for that: this one, the next, which raises them, and
+the one after it, in which they are heard of."""
 HEARTBEAT_SECONDS = 1.0
 """The heartbeat is not written more often than that, unless the run does something else."""
 
@@ -112,6 +111,13 @@ class Request:
     settle: bool
     """The last save has failed on some rank: hear now how it ended."""
 
+    @classmethod
+    def of(cls, flags: Sequence[bool]) -> Self:
+        """What the `flags` of any rank ask for."""
+        save, terminate, late, settle = flags
+        stop = "SIGTERM" if terminate else "train.stop_after" if late else None
+        return cls(save or stop is not None, stop, settle)
+
 
 class StopSignals:
     """SIGTERM: save and stop; SIGUSR1: save and go on; a time limit: save and stop before it is over.
@@ -119,23 +125,19 @@ class StopSignals:
     A context manager, in whose block the signals have these meanings. A signal to one process is enough.
     """
 
-    def __init__(self, mesh: Mesh, began: float, limit_s: float | None) -> None:
+    def __init__(self, began: float, limit_s: float | None) -> None:
         """`began`: `time.perf_counter()` when the run was started; `limit_s`: seconds from then on, None: no limit."""
-        self._mesh = mesh
         self._deadline = None if limit_s is None else began + limit_s
         self._received: set[int] = set()
         self._handlers: dict[int, Any] = {}
 
-    def after_step(self, seconds: float, save_has_failed: bool) -> Request:
-        """What any rank was told to do, the same answer on all; `seconds`: what the next step may take."""
-        late = self._deadline is not None and time.perf_counter() + seconds > self._deadline
+    def flags(self, step_s: float, save_has_failed: bool) -> list[bool]:
+        """What this rank was told to do, once: to save, to end, to end in time; and to hear how a save ended. `step_s`:
+        seconds of a step."""
+        late = self._deadline is not None and time.perf_counter() + STEPS_UNTIL_STOP * step_s > self._deadline
         flags = [signal.SIGUSR1 in self._received, signal.SIGTERM in self._received, late, save_has_failed]
-        answers = largest(torch.tensor(flags, dtype=torch.int32, device=self._mesh.device), self._mesh.group("world"))
-        save, terminate, late, settle = map(bool, answers.tolist())
-        if save:
-            self._received.discard(signal.SIGUSR1)
-        stop = "SIGTERM" if terminate else "train.stop_after" if late else None
-        return Request(save or stop is not None, stop, settle)
+        self._received.discard(signal.SIGUSR1)
+        return flags
 
     def linger(self) -> None:
         """Wait a little where SIGTERM was sent to other processes only. A launcher that ends its process because others

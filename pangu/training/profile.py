@@ -14,23 +14,24 @@ from pangu.data.batch import Batch
 from pangu.pipeline.actions import COMPUTE, Durations, Kind
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Timeline
-from pangu.training.step import StepResult, Trainer
+from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
 
 
-def record_step(trainer: Trainer, micro_batches: Sequence[Batch]) -> tuple[StepResult, Timeline]:
-    """`trainer.train_step`, and on every rank what the stages of its pipeline did, in seconds from a common start."""
+def record_step(trainer: Trainer, micro_batches: Sequence[Batch]) -> Timeline:
+    """`trainer.forward_backward`, and on every rank what the stages of its pipeline did, in seconds from a common
+    start."""
     runner, group = trainer.runner, trainer.mesh.group("pipeline")
     # clocks of different machines differ: the stages begin together, and each counts from there
     all_reduce(torch.zeros((), device=trainer.mesh.device), group)
     runner.events = []
     began = runner.now()
-    result = trainer.train_step(micro_batches)
+    trainer.forward_backward(micro_batches)
     events = [event._replace(start=event.start - began, stop=event.stop - began) for event in runner.events]
     runner.events = None
     of_all_stages = tuple(event for stage in gather_objects(events, group) for event in stage)
-    return result, Timeline(trainer.stages.schedule, of_all_stages)
+    return Timeline(trainer.stages.schedule, of_all_stages)
 
 
 def durations_of(timeline: Timeline) -> Durations:
@@ -62,17 +63,15 @@ def draw_profile(timeline: Timeline, folder: Path) -> None:
     )
 
 
-def find_stragglers(
-    trainer: Trainer, micro_batches: Sequence[Batch], factor: float
-) -> tuple[StepResult, dict[int, float]]:
-    """`trainer.train_step`, and the stragglers, which are named in the log.
+def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: float) -> dict[int, float]:
+    """`trainer.forward_backward`, and the stragglers, which are named in the log.
 
     Compared is the time that forwards and backwards take, waiting for other stages not included, per FLOP of the layers
     that a rank has. As in a profiled step, an accelerator finishes each action before the next is begun.
     """
     runner, schedule = trainer.runner, trainer.stages.schedule
     runner.events = []
-    result = trainer.train_step(micro_batches)
+    trainer.forward_backward(micro_batches)
     events = [event for event in runner.events if event.action.kind in COMPUTE]
     runner.events = None
     durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))
@@ -80,8 +79,8 @@ def find_stragglers(
     seconds = sum(event.stop - event.start for event in events)
     stragglers = above_median(gather_objects(seconds / flops, trainer.mesh.group("world")), factor)
     for rank, times in stragglers.items():
-        log.warning("step %d: rank %d computes %.1f times as long as the median rank", trainer.step, rank, times)
-    return result, stragglers
+        log.warning("step %d: rank %d computes %.1f times as long as the median rank", trainer.step + 1, rank, times)
+    return stragglers
 
 
 def above_median(seconds: Sequence[float], factor: float) -> dict[int, float]:

@@ -78,7 +78,7 @@ def run(values: Mapping[str, Any]) -> None:
 
                 check_cluster(config, mesh)
             agree(mesh, lambda: stack.enter_context(only_run(output)), here=mesh.is_first)
-            signals = StopSignals(mesh, began, config.train.stop_after_s)
+            signals = StopSignals(began, config.train.stop_after_s)
             _train(config, mesh, launch, stages, signals, forecast)
     finally:
         mesh.close()

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pangu.collectives.reduce import gather_objects, start_all_reduce
+from pangu.collectives.reduce import all_reduce
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernels import attention_kernels
-from pangu.metrics.timing import Moment
 from pangu.models.language_model import Options, build_model
 from pangu.optim.build import make_optimizer
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
 from pangu.pipeline.runner import ParameterHooks, Runner
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.topology.copy_stream import host_memory
+from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Algorithms, Mesh
-from pangu.zero.flat_parameter import FlatParameter, Shard
-from pangu.zero.norms import unscale_factor
+from pangu.zero.flat_parameter import Shard
+from pangu.zero.gradients import Norms
 from pangu.zero.sharded import ShardedParameters
 
 if TYPE_CHECKING:
@@ -47,8 +45,8 @@ class StepResult:
     loss_scale: float
     flags: tuple[bool, ...] = ()
     """Those that any rank raised."""
-    not_finite: tuple[tuple[str, ...], ...] = ()
-    """If the step was skipped: of every rank, the tensors whose gradient was not finite before it was reduced."""
+    norms: Norms = field(default_factory=list)
+    """If it was skipped: of this rank's gradients before they were reduced, on the device."""
 
     @property
     def skipped(self) -> bool:
@@ -63,10 +61,8 @@ class PendingResult:
     numbers: Tensor
     """fp64, in host memory: loss, norm, loss scale, how many ranks raised each flag. Not there before `end`."""
     lr: float
-    norms: Sequence[tuple[FlatParameter, Sequence[Tensor]]]
-    """Of `GradientSum`."""
+    norms: Norms
     end: Moment
-    """When the step is over."""
 
 
 class Trainer:
@@ -134,29 +130,18 @@ class Trainer:
         The loss of every token is divided by the number of target tokens of the *global* batch, so that neither the
         micro-batch size nor the number of replicas changes the gradient, however uneven the loss masks are.
         """
+        self.doing = "counting target tokens"
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
-        counting, loss_scale = start_all_reduce(num_targets, self.mesh.group("data")), self.loss_scale.scale
+        self._per_token = 1.0 / all_reduce(num_targets, self.mesh.group("data")).clamp(min=1.0)
+        scale = (self._per_token * self.loss_scale.scale).to(self.parameters.squares.dtype)
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
-
-        @cache  # the replicas need not have met before the first loss
-        def per_token() -> Tensor:
-            self.doing = "counting target tokens"
-            counting.wait()
-            self.doing = "forward and backward"
-            return 1.0 / num_targets.clamp(min=1.0)
-
-        @cache
-        def scale() -> Tensor:
-            return (per_token() * loss_scale).to(self.parameters.squares.dtype)
-
         self.doing = "forward and backward"
         self.runner.name = f"rank {self.mesh.rank}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
-        self._per_token = per_token()
         self._loss = torch.stack(losses).double().sum() if losses else None
 
     def update(self, flags: Sequence[bool] = ()) -> PendingResult:
@@ -174,16 +159,17 @@ class Trainer:
         rate = learning_rate(self.config.lr_schedule, optimizer.lr, self.config.train.steps, self.step - self.skipped)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        overflow, factor = norm.isfinite().logical_not(), unscale_factor(norm, optimizer.clip, old_scale)
+        overflow, divisor = norm.isfinite().logical_not(), old_scale
+        if optimizer.clip is not None:  # Pascanu et al. 2013, Algorithm 1
+            divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
         # LAMB meets the other ranks in its step
-        self.parameters.update(self.optimizer, overflow.float(), factor, one_by_one=optimizer.name == "adam")
+        self.parameters.update(self.optimizer, overflow.float(), divisor.float(), one_by_one=optimizer.name == "adam")
         self.loss_scale.update(overflow)
         self.step += 1
         return PendingResult(on_host, rate, self.parameters.gradients.norms, Moment(self.mesh.device))
 
     def read(self, pending: PendingResult) -> StepResult:
-        """Wait for the result of the last update. Raises UserError on all ranks, if it overflowed with the smallest
-        loss scale."""
+        """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""
         pending.end.wait()
         loss, norm, scale, *flags = pending.numbers.tolist()
         result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)))
@@ -191,12 +177,4 @@ class Trainer:
             return result
         self.skipped += 1
         self.loss_scale.require_room(scale)
-        names = self.parameters.gradients.not_finite(pending.norms)
-        return replace(result, not_finite=tuple(map(tuple, gather_objects(names, self.mesh.group("world")))))
-
-    def trust_ratios(self) -> dict[str, float]:
-        """LAMB's ratio of each tensor in the last step, of all ranks on all ranks; none with Adam."""
-        ratios = getattr(self.optimizer, "ratios", {})
-        of_rank = {p.placement.name: float(ratios[p.main]) for p in self.shards if p.main in ratios}
-        of_ranks = gather_objects(of_rank, self.mesh.group("world"))
-        return {name: ratio for part in of_ranks for name, ratio in part.items()}
+        return replace(result, norms=pending.norms)

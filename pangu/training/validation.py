@@ -1,4 +1,4 @@
-"""Measurements during training: the loss on the validation split, and benchmarks."""
+"""Measurements during training: the loss on the validation split, benchmarks, LAMB's ratios."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.data.sources import Sources
@@ -78,6 +79,14 @@ class Benchmarks:
             answers = [answer for some in ask(model, questions) for answer in some]
             figures |= {f"{questions.task.name}/{name}": figure for name, figure in summary(answers).items()}
         return figures
+
+
+def trust_ratios(trainer: Trainer) -> dict[str, float]:
+    """LAMB's ratio of each tensor in the last step, of all ranks on all ranks; none with Adam."""
+    ratios = getattr(trainer.optimizer, "ratios", {})
+    of_rank = {p.placement.name: float(ratios[p.main]) for p in trainer.shards if p.main in ratios}
+    of_ranks = gather_objects(of_rank, trainer.mesh.group("world"))
+    return {name: ratio for part in of_ranks for name, ratio in part.items()}
 
 
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:

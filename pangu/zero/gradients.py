@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,6 +12,9 @@ from pangu.collectives.reduce import Completion, Handle, all_reduce, start_order
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import IN_FLIGHT
+
+Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
+"""Of flat parameters in the order in which they were sent: the tensors, and their norms."""
 
 
 class GradientSum:
@@ -51,8 +53,8 @@ class GradientSum:
         """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
         self._in_flight: list[Handle] = []
-        self.norms: list[tuple[FlatParameter, Sequence[Tensor]]] = []
-        """Norms of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
+        self.norms: Norms = []
+        """Of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
         ranks. Nobody waits for them."""
         for chunk, flats in self.flat_parameters.items():
             for index, flat in enumerate(flats):
@@ -89,17 +91,6 @@ class GradientSum:
             joined = all_reduce(torch.cat(self._partial), self.mesh.group("tensor"))
             parts = joined.split([gradient.numel() for gradient in self._partial])
             torch._foreach_copy_(self._partial, parts)
-
-    @staticmethod
-    def not_finite(norms_of: Sequence[tuple[FlatParameter, Sequence[Tensor]]]) -> list[str]:
-        """Tensors with a norm, among the `norms` of a step, that is not finite; about in backward's order."""
-        names = [
-            name
-            for flat, norms in norms_of
-            for (name, _), norm in zip(reversed(flat.tensors), reversed(norms), strict=True)
-            if not math.isfinite(norm)
-        ]
-        return list(dict.fromkeys(names))
 
     def _hook(self, chunk: int, index: int, span: slice) -> Callable[[nn.Parameter], None]:
         # Python's collector does not see hooks: one that held this object, and so its parameter, would keep all weights
@@ -146,7 +137,7 @@ class GradientSum:
 
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, message, total = self.mesh, self._message or flat.grad.dtype, self._total(flat)
-        self.norms.append((flat, torch._foreach_norm([total[span] for _, span in flat.tensors])))
+        self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if flat.sharding.size == 1:
             part = flat.grad.to(message)
             handle = start_ordered_all_reduce(part, mesh.group("data"), mesh.algorithms)

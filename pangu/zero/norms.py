@@ -27,9 +27,8 @@ class Squares:
         """What takes squares of some tensors [..., shards] of this rank to those of the whole tensors: summed over the
         replicas that share a tensor, and over the tensor-parallel ranks where it is sharded."""
         device = self._mesh.device
-        places = torch.tensor(
-            [self._place[placement.name] for placement in placements], dtype=torch.int64, device=device
-        )
+        order = [self._place[placement.name] for placement in placements]
+        places = torch.tensor(order, dtype=torch.int64, device=device)
 
         def add_up(squares: Tensor) -> Tensor:
             total = torch.zeros(*squares.shape[:-1], len(self._place), dtype=self.dtype, device=device)
@@ -66,9 +65,3 @@ def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, flags: Sequence[
     all_reduce(sums, mesh.group("world"))
     sums[0].sqrt_()
     return sums
-
-
-def unscale_factor(norm: Tensor, limit: float | None, scale: Tensor) -> Tensor:
-    """fp32 number by which a gradient is divided that was multiplied by `scale` and is clipped to `limit` (Pascanu et
-    al. 2013, Algorithm 1); `norm`: without the scale."""
-    return (scale if limit is None else scale * ((norm + 1e-6) / limit).clamp(min=1.0)).float()

@@ -14,28 +14,36 @@ from tests.spawn import Program, repository, run_ranks
 QUIET = (*SMALL, "data=synthetic", "validation.every=0", "lr_schedule.warmup_steps=1", "checkpoint.every=2")
 
 SCRIPT = f"""
-import dataclasses, math, os
+import math, os
 from pathlib import Path
 
 from pangu.training.command import pretrain
 from pangu.training.step import Trainer
 
 RANK = int(os.environ["RANK"])
-train_step = Trainer.train_step
+forward_backward, update = Trainer.forward_backward, Trainer.update
+bad = []
 {HANG}
 
 def changed(trainer, batches):
     CODE
 
 
-Trainer.train_step = changed
+def spoiled(trainer, flags):
+    pending = update(trainer, flags)
+    if bad and bad.pop():
+        pending.numbers[0] = math.nan
+    return pending
+
+
+Trainer.forward_backward, Trainer.update = changed, spoiled
 if __name__ == "__main__":
     pretrain(Path({str(repository())!r}) / "configs")
 """
 
 
 def run_changed(folder: Path, code: list[str], *words: str) -> Program:
-    """Two replicas whose `train_step(trainer, batches)` is this code."""
+    """Two replicas whose `forward_backward(trainer, batches)` is this code."""
     script = folder / "changed.py"
     script.write_text(SCRIPT.replace("CODE", "\n    ".join(code)), encoding="utf-8")
     return run_ranks(2, run_script, str(script), *QUIET, *words, f"train.output={folder / 'run'}", timeout=200)
@@ -49,9 +57,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_in_one_message(tmp_path: Path, 
     else:
         code += ["    trainer.parameters.norm_and_loss = lambda *given: hang()"]
     began = time.monotonic()
-    done = run_changed(
-        tmp_path, [*code, "return train_step(trainer, batches)"], "parallel.timeout_s=5", "train.steps=9"
-    )
+    done = run_changed(tmp_path, [*code, "forward_backward(trainer, batches)"], "parallel.timeout_s=5", "train.steps=9")
     assert done.returncode != 0
     expected = f"error: rank 0, step 3, {doing}: rank 1 did not answer within parallel.timeout_s"
     assert done.stderr.count(expected) == done.stderr.count("error: rank") == 1, done.stderr
@@ -64,8 +70,8 @@ def test_replicas_go_back_together(tmp_path: Path) -> None:
     code = [
         "first = batches[0].samples[0]",
         r"print(f'batch {first}\n', end='', flush=True)",  # in one piece
-        "result = train_step(trainer, batches)",
-        "return dataclasses.replace(result, loss=math.nan) if first // 4 == 5 else result",
+        "forward_backward(trainer, batches)",
+        "bad.append(first // 4 == 5)",
     ]
     words = (
         "faults.action=rollback",

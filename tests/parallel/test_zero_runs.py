@@ -15,6 +15,7 @@ from pangu.topology.mesh import Mesh
 from pangu.training.resuming import load_checkpoint
 from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
+from pangu.training.validation import trust_ratios
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL
@@ -95,7 +96,7 @@ def test_clipping_binds_alike(ranks: Ranks, layout: Layout) -> None:
 def ratios(rank: int, world: int, layout: Layout, optimizer: str) -> dict[str, float]:
     trainer = trainer_of(layout, "precision=fp64", f"optimizer={optimizer}")
     train(trainer, range(1))
-    return trainer.trust_ratios()
+    return trust_ratios(trainer)
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(pipeline=2), Layout(tensor=2)], ids=str)

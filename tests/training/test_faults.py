@@ -23,13 +23,13 @@ from pangu.topology.mesh import Mesh
 from pangu.training.faults import SpikeDetector, culprits
 from pangu.training.process import Heartbeat
 from pangu.training.profile import above_median
-from pangu.training.step import StepResult, Trainer
+from pangu.training.step import PendingResult, StepResult, Trainer
 from tests.configs import composed
 from tests.end_to_end.commands import metrics
 from tests.training.test_resume import QUIET, train
 
 ROLLBACK = ("precision=fp64", "checkpoint.every=2", "faults.action=rollback", "faults.spike=1e9", "faults.skip_after=2")
-train_step = Trainer.train_step
+forward_backward, update = Trainer.forward_backward, Trainer.update
 
 
 def watch(**changes: Any) -> SpikeDetector:
@@ -75,16 +75,24 @@ def poisoned(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch, dies_at: i
     """Give a loss of NaN to batches that hold one of `samples`, and end the process, as a kill would, when the batch of
     sample `dies_at` comes; a list that fills with the first sample of each step."""
     seen: list[int] = []
+    bad: set[int] = set()
 
-    def make(trainer: Trainer, batches: Any) -> StepResult:
+    def compute(trainer: Trainer, batches: Any) -> None:
         indices = [index for batch in batches for index in batch.samples]
         if dies_at in indices:
             raise KeyboardInterrupt
         seen.append(indices[0])
-        done = train_step(trainer, batches)
-        return replace(done, loss=math.nan) if set(indices) & set(samples) else done
+        bad.update([indices[0]] if set(indices) & set(samples) else [])
+        forward_backward(trainer, batches)
 
-    monkeypatch.setattr(Trainer, "train_step", make)
+    def change(trainer: Trainer, flags: Any = ()) -> PendingResult:
+        pending = update(trainer, flags)
+        if seen[-1] in bad:
+            pending.numbers[0] = math.nan
+        return pending
+
+    monkeypatch.setattr(Trainer, "forward_backward", compute)
+    monkeypatch.setattr(Trainer, "update", change)
     return seen
 
 
@@ -94,7 +102,7 @@ def by_hand(positions: Sequence[int]) -> list[float]:
     trainer = Trainer(config, Mesh(Layout(), 0, torch.device("cpu")))
     sources = open_sources(config.data, config.model, config.train.seed)
     with Loader(sources.train, config.data.packing, config.batch.global_size, config.batch.micro_size, 0, 1) as loader:
-        return [train_step(trainer, loader.micro_batches(position)).loss for position in positions]
+        return [trainer.train_step(loader.micro_batches(position)).loss for position in positions]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +147,8 @@ def test_the_number_of_rollbacks_is_limited_over_resumes(tmp_path: Path, monkeyp
     for _ in range(2):
         with pytest.raises(UserError, match=r"step 5: the loss is nan; the run has gone back 2 times"):
             train(tmp_path, 8, *words)
-    # 20 + 4 + 2 batches of 4 is 32, and 32 + 4 + 8 is 44
-    assert seen == [0, 4, 8, 12, 16, 20, 32, 44, 44]
+    # 20 + 4 + 2 batches of 4 is 32, and 32 + 4 + 8 is 44; without a checkpoint due, the next batch has begun
+    assert seen == [0, 4, 8, 12, 16, 20, 32, 36, 44, 48, 44, 48]
     assert read_index(tmp_path / "checkpoints/step-00000004")["watch"]["left_out"] == 44 - 16
 
 
@@ -173,17 +181,17 @@ def spoiled(places: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one element of the weights become NaN, or one of a moment infinite, after some steps, once each."""
     left = dict(places)
 
-    def make(trainer: Trainer, batches: Any) -> StepResult:
-        result = train_step(trainer, batches)
+    def change(trainer: Trainer, flags: Any = ()) -> PendingResult:
+        pending = update(trainer, flags)
         if kind := left.pop(trainer.step, None):
             shard = trainer.parameters.trained_shards[1]
             if kind == "weight":
                 shard.main[3] = math.nan
             else:
                 trainer.optimizer.state[shard.main][kind][3] = math.inf
-        return result
+        return pending
 
-    monkeypatch.setattr(Trainer, "train_step", make)
+    monkeypatch.setattr(Trainer, "update", change)
 
 
 def checkpoints(output: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.nn import functional as F
 
+from pangu.topology import copy_stream
 from pangu.training import loop
 from pangu.training.step import Trainer
 from tests.end_to_end.commands import metrics
@@ -30,8 +31,9 @@ def test_the_time_of_a_step_reaches_from_one_end_to_the_next(tmp_path: Path, mon
 
         return work
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock))
-    monkeypatch.setattr(Trainer, "train_step", taking(1, Trainer.train_step))
+    for module in (loop, copy_stream):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(Trainer, "forward_backward", taking(1, Trainer.forward_backward))
     monkeypatch.setattr(loop, "peak_memory_gib", taking(2, loop.peak_memory_gib))
     monkeypatch.setattr(loop, "find_replica_difference", taking(100, lambda trainer: None))
     train(tmp_path, 3, "train.check_replicas=2", "checkpoint.every=0")

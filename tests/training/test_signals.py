@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from pangu.training.step import StepResult, Trainer
+from pangu.training.step import Trainer
 from tests.configs import config
 from tests.training.test_resume import train
 
-train_step = Trainer.train_step
+forward_backward = Trainer.forward_backward
 
 
 def sends(number: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a signal arrive in the middle of a step."""
 
-    def make(trainer: Trainer, batches: Any) -> StepResult:
+    def compute(trainer: Trainer, batches: Any) -> None:
         if trainer.step == step - 1:
             os.kill(os.getpid(), number)
-        return train_step(trainer, batches)
+        forward_backward(trainer, batches)
 
-    monkeypatch.setattr(Trainer, "train_step", make)
+    monkeypatch.setattr(Trainer, "forward_backward", compute)
 
 
 def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
@@ -32,7 +32,7 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
 ) -> None:
     unbroken = train(tmp_path / "whole", 5, "checkpoint.every=100")
     handler = signal.getsignal(signal.SIGTERM)
-    sends(signal.SIGTERM, 3, monkeypatch)
+    sends(signal.SIGTERM, 2, monkeypatch)  # all hear of it while they make step 3
     assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken[:3]
     said = capsys.readouterr().err
     assert "stopped after step 3 (SIGTERM)" in said
@@ -44,9 +44,9 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
 
 def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sends(signal.SIGUSR1, 2, monkeypatch)
-    assert len(train(tmp_path, 4, "checkpoint.every=100")) == 4
+    assert len(train(tmp_path, 5, "checkpoint.every=100")) == 5
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000002", "step-00000004"]
+    assert names == ["step-00000003", "step-00000005"]
 
 
 def test_a_time_limit_stops_the_run_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
