@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure(options)
         return 0
     device_named(options.device)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the part is ended too
     options.output.mkdir(parents=True, exist_ok=True)
     began, summary = time.monotonic(), {}
     for part in PARTS:

@@ -115,9 +115,11 @@ def measured(setting: Setting, peer: str, values: Mapping[str, Any]) -> dict[str
 
 
 def values_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The configuration of a row. Raises KeyError for the slice if no dry run said how many layers fit."""
+    """The configuration of a row. Raises LookupError for the slice if no dry run said how many layers fit."""
     changes: dict[str, Any] = {}
     if size == forecast.SLICE:
+        if size not in told:
+            raise LookupError(f"forecast.json does not say how many layers of {size} fit: --parts forecast speed does")
         changes["model.layers"] = told[size]["layers"]
     if peer == "pangu with dropout":
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}

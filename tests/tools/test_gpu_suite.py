@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,26 @@ def test_a_part_that_is_ended_or_comes_too_late_does_not_stop_the_next(
     assert suite.main([*output, "--limit", "1"]) == 1
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert [part["status"] for part in summary.values()] == ["was left out: 1 s are over"] * 2
+
+
+def test_a_part_ends_with_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("memory", 60),))
+    handler, started = signal.getsignal(signal.SIGTERM), []
+    wait = subprocess.Popen.wait
+
+    def told_to_end(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if process not in started:
+            started.append(process)
+            signal.raise_signal(signal.SIGTERM)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", told_to_end)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            suite.main(["--device", "cpu", "--output", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_an_error_is_a_figure_and_the_next_row_is_measured(tmp_path: Path) -> None:
