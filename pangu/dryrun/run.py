@@ -151,17 +151,13 @@ def _held(schedule: Schedule, stage: int) -> tuple[int, ...]:
 def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Tensors without memory, and a process group of any size that sends nothing."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(initial, "initial_block", _no_values))
+        stack.enter_context(patch.object(initial, "draw", lambda *_: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
         stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
         yield
-
-
-def _no_values(placement: object, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    return torch.empty(rows[1] - rows[0], columns[1] - columns[0])
 
 
 def _attention(

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement
-from pangu.topology.random import generator
+from pangu.topology.random import generator, random_key
 
 TILE = 128
 """Edge of the square tiles that are drawn one by one, so that any slice of a matrix can be drawn without the rest."""
-
-
-def initial_block(placement: Placement, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """The block rows x columns (each [start, stop)) of a matrix's initial values; fp32 on the CPU, equal bit for bit to
-    that part of the whole tensor. A vector is a matrix of one column."""
-    shape = (rows[1] - rows[0], columns[1] - columns[0])
-    if placement.std is None:
-        return torch.full(shape, placement.constant)
-    values = np.empty(shape, dtype=np.float32)
-    for top in range(rows[0] // TILE * TILE, rows[1], TILE):
-        for left in range(columns[0] // TILE * TILE, columns[1], TILE):
-            # whole tiles are drawn even at the border, so that a tile's numbers do not depend on the tensor's size
-            key = (seed, placement.name, top // TILE, left // TILE)
-            tile = generator(*key).standard_normal((TILE, TILE), np.float32)
-            low, high = max(top, rows[0]), min(top + TILE, rows[1])
-            near, far = max(left, columns[0]), min(left + TILE, columns[1])
-            into = values[low - rows[0] : high - rows[0], near - columns[0] : far - columns[0]]
-            into[:] = tile[low - top : high - top, near - left : far - left]
-    return torch.from_numpy(values).mul_(placement.std)
+BAND = 2**22
+"""Elements drawn at a time for a device, or one row of tiles: bounds the host memory beside the tensor."""
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
     """Write initial values into `tensor`, a rectangle of a logical tensor on any device and in any float format, whose
-    first element has the global index `offsets` (None: this rank's slice)."""
+    first element has the global index `offsets` (None: this rank's slice). A vector is a matrix of one column."""
+    if placement.std is None:
+        tensor.fill_(placement.constant)
+        return
     matrix = tensor.view(tensor.shape[0], -1)
-    first_row, first_column = (*(offsets or placement.offsets), 0)[:2]
-    columns = (first_column, first_column + matrix.shape[1])
-    band = 16 * TILE  # bounds the host memory beside the tensor
-    for start in range(0, matrix.shape[0], band):
-        stop = min(start + band, matrix.shape[0])
-        matrix[start:stop].copy_(initial_block(placement, seed, (first_row + start, first_row + stop), columns))
+    row, column = (*(offsets or placement.offsets), 0)[:2]
+    if matrix.device.type == "cpu" and matrix.dtype == torch.float32:
+        draw(matrix, placement, seed, row, column)
+        return
+    stop, band = row + matrix.shape[0], max(1, BAND // (TILE * matrix.shape[1])) * TILE
+    for top in range(row // TILE * TILE, stop, band):
+        low, high = max(top, row), min(top + band, stop)
+        # the next band is drawn while this one is copied: page-locked memory is not given out again before that is done
+        values = host_memory((high - low) * matrix.shape[1], torch.float32, tensor.device).view(high - low, -1)
+        draw(values, placement, seed, low, column)
+        matrix[low - row : high - row].copy_(values, non_blocking=True)
+
+
+def draw(values: Tensor, placement: Placement, seed: int, row: int, column: int) -> None:
+    """Write the normal values from the global index (row, column) on into `values`, a matrix in fp32 on the CPU, by as
+    many threads as torch uses."""
+    block, std = values.numpy(), np.float32(placement.std)
+    stop, end = row + block.shape[0], column + block.shape[1]
+    tops, lefts = range(row // TILE * TILE, stop, TILE), range(column // TILE * TILE, end, TILE)
+    tiles = iter([(top, left) for top in tops for left in lefts])  # shared: each thread takes the next one
+
+    def draw_tiles() -> None:
+        tile, source = np.empty((TILE, TILE), np.float32), generator()
+        # a new key in the first state makes a new generator, in a tenth of the time, in which no other thread runs
+        state = source.bit_generator.state
+        for top, left in tiles:
+            state["state"]["key"][0] = random_key(seed, placement.name, top // TILE, left // TILE)
+            source.bit_generator.state = state
+            # whole tiles are drawn even at the border, so that a tile's numbers do not depend on the tensor's size
+            source.standard_normal(out=tile, dtype=np.float32)
+            low, high, near, far = max(top, row), min(top + TILE, stop), max(left, column), min(left + TILE, end)
+            part = tile[low - top : high - top, near - left : far - left]
+            np.multiply(part, std, out=block[low - row : high - row, near - column : far - column])
+
+    workers = min(torch.get_num_threads(), len(tops) * len(lefts))
+    if workers == 1:
+        draw_tiles()
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda _: draw_tiles(), range(workers)))
 
 
 def replace_parameter(model: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:

@@ -9,13 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pangu.layers.initial import TILE, fill, initial_block
+from pangu.layers import initial
+from pangu.layers.initial import TILE, fill
 from pangu.topology.placement import Placement
 
 
 def initial_rows(placement: Placement, seed: int, start: int, stop: int) -> torch.Tensor:
     """Whole rows of a matrix."""
-    return initial_block(placement, seed, (start, stop), (0, placement.shape[1]))
+    rows = torch.empty(stop - start, placement.shape[1])
+    fill(rows, placement, seed, (start, 0))
+    return rows
 
 
 def matrix(rows: int, columns: int, name: str = "m") -> Placement:
@@ -27,7 +30,8 @@ def test_any_block_equals_that_of_the_whole(rows: int, columns: int, data: st.Da
     top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
     whole = initial_rows(matrix(rows, columns), 7, 0, rows)
-    block = initial_block(matrix(rows, columns), 7, (top, bottom), (left, right))
+    block = torch.empty(bottom - top, right - left)
+    fill(block, matrix(rows, columns), 7, (top, left))
     assert torch.equal(block, whole[top:bottom, left:right])
 
 
@@ -53,11 +57,21 @@ def test_distribution() -> None:
     assert float(values.pow(4).mean()) / 0.02**4 == pytest.approx(3.0, rel=0.02)  # a normal's kurtosis
 
 
-def test_fill_in_bands_equals_one_piece() -> None:
-    placement = matrix(16 * TILE + 5, 3)
-    filled = torch.empty(placement.shape, dtype=torch.bfloat16)
-    fill(filled, placement, 7)
-    assert torch.equal(filled, initial_rows(placement, 7, 0, placement.shape[0]).bfloat16())
+def test_bands_and_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's tensor is filled band by band; three threads share the tiles. Neither begins at a tile's first row."""
+    placement = matrix(5 * TILE, 2 * TILE + 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = initial_rows(placement, 7, 100, 5 * TILE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(initial, "BAND", 2 * TILE * placement.shape[1])
+    bands: list[int] = []
+    draw = initial.draw
+    monkeypatch.setattr(initial, "draw", lambda values, *at: (bands.append(len(values)), draw(values, *at)))
+    for dtype in (torch.bfloat16, torch.float64):
+        filled = torch.empty(alone.shape, dtype=dtype)
+        fill(filled, placement, 7, (100, 0))
+        assert torch.equal(filled, alone.to(dtype))
+    assert bands == [2 * TILE - 100, 2 * TILE, TILE] * 2
 
 
 def test_constants() -> None:
