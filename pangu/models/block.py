@@ -18,7 +18,6 @@ from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed
-from pangu.layers.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ForwardContext:
     keys: DropoutKeys | None
     """Keys of the dropout masks; None in evaluation."""
     saved: SavedTensors
-    rotary: RotaryEmbedding | None = None
+    rotary: Callable[[Tensor], Tensor] | None = None
     cache: KVCache | None = None
     """None if a forward has all tokens."""
     first: int = 0

@@ -18,7 +18,6 @@ from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
 from pangu.layers.recompute import SavedTensors, address, checkpointed
-from pangu.layers.rotary import RotaryEmbedding
 from pangu.models.block import Block, ForwardContext, HiddenStates, Options
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.topology.placement import PlacementTable
@@ -168,6 +167,8 @@ class LanguageModel(nn.Module):
         make_kernel = over_cache(self.kernel) if first else self.kernel
         kernel = make_kernel(MaskAndBias(mask, bias, length, dtype, device, first))
         if config.positions == "rope":
+            from pangu.layers.rotary import RotaryEmbedding
+
             rotary = RotaryEmbedding(positions, config.head_size, config.rotary_base, dtype, config.rope_scaling)
         if self.offload:
             from pangu.layers.offload import Offload
