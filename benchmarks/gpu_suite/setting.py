@@ -254,15 +254,31 @@ def batches_of(config: RunConfig, replica: int = 0, replicas: int = 1, step: int
     return [make_batch(every[part].numpy(), part.tolist(), config.data.packing) for part in parts]
 
 
-def seconds_of(setting: Setting, action: Callable[[], object], budget_s: float, most: int = 20) -> list[float]:
-    """Seconds of whole runs of an action, one by one, each until the device has finished."""
+def looped(trainer: Trainer) -> Callable[[], float]:
+    """Steps as the training loop makes them, on the same batches: the result of one is read while the next is computed.
+    Each returns the loss of the one before, the first NaN."""
+    batches, pending = batches_of(trainer.config), None
+
+    def step() -> float:
+        nonlocal pending
+        trainer.forward_backward(batches)
+        loss = math.nan if pending is None else trainer.read(pending).loss
+        pending = trainer.update()
+        return loss
+
+    return step
+
+
+def seconds_of(setting: Setting, step: Callable[[], object], budget_s: float, stretch: int = 3) -> list[float]:
+    """Seconds of a step, in the mean over stretches of steps, each until the device has finished."""
     taken: list[float] = []
-    while len(taken) < 3 or (sum(taken) < budget_s and len(taken) < most):
+    while len(taken) < 2 or (stretch * sum(taken) < budget_s and len(taken) < 10):
         setting.synchronize()
         began = time.perf_counter()
-        action()
+        for _ in range(stretch):
+            step()
         setting.synchronize()
-        taken.append(time.perf_counter() - began)
+        taken.append((time.perf_counter() - began) / stretch)
     return taken
 
 

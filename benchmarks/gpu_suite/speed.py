@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu_suite import forecast
-from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, quick_weights, seconds_of, tokens_of
+from benchmarks.gpu_suite.setting import Setting, looped, make_trainer, quick_weights, seconds_of, tokens_of
 from benchmarks.models import PlainGPT, loop
 from benchmarks.train_step import transformers_gpt2
 from benchmarks.zero import fully_sharded
@@ -44,19 +44,19 @@ def compiler_of(device: torch.device) -> str:
 
 
 def ours(values: Mapping[str, Any], device: torch.device, compiled: bool) -> Step:
-    """A step of the trainer; `compiled`: every block by itself."""
+    """A step of the trainer, as its loop makes it; `compiled`: every block by itself."""
     with quick_weights(device):
         trainer = make_trainer(values, device)
     if compiled:
         backend = compiler_of(device)
         for block in trainer.model.layers.values():
             block.compile(backend=backend)
-    batches = batches_of(trainer.config)
-    return lambda: trainer.train_step(batches).loss
+    return looped(trainer)
 
 
 def peer_step(peer: str, config: RunConfig, device: torch.device) -> Step:
-    """A step of a peer on the same sizes and numbers of tokens, with batches that come from the host."""
+    """A step of a peer on the same sizes and numbers of tokens, with batches that come from the host. It ends with its
+    loss on the host."""
     model, micro, precision = config.model, config.batch.micro_size, config.precision.compute
     shape = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "sequence")}
     with device:
@@ -106,7 +106,7 @@ def measured(setting: Setting, peer: str, values: Mapping[str, Any]) -> dict[str
         "mfu": None if peak is None else tflops / peak,
         "building_seconds": built - began,
         "first_two_steps_seconds": warm - built,
-        "losses": [losses[0], losses[-1]],
+        "losses": [losses[1], losses[-1]],
     }
     if setting.on_host:
         return figures

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_suite import forecast
-from benchmarks.gpu_suite.setting import Setting, batches_of, make_trainer, quick_weights
+from benchmarks.gpu_suite.setting import Setting, looped, make_trainer, quick_weights
 
 STEPS = 2
 MOST = 20
@@ -54,20 +54,20 @@ def measure(setting: Setting) -> None:
         with setting.row(name) as figures:
             with quick_weights(setting.device):
                 trainer = make_trainer(setting.values(name), setting.device)
-            batches = batches_of(trainer.config)
+            step = looped(trainer)
             for _ in range(3):
-                trainer.train_step(batches)
+                step()
             setting.synchronize()
             activities = [ProfilerActivity.CPU] + ([] if setting.on_host else [ProfilerActivity.CUDA])
             with profile(activities=activities) as profiler:
                 for _ in range(STEPS):
-                    trainer.train_step(batches)
+                    step()
                 setting.synchronize()
             path = setting.output / f"trace-{name}.json.gz"
             profiler.export_chrome_trace(str(path))
             figures |= {"trace": path.name, **summary(profiler, setting.on_host)}
             figures["dry_run_launches"] = forecast.told(setting).get(name, {}).get("launches")
-            del trainer, profiler
+            del trainer, step, profiler
         setting.release()
 
 
