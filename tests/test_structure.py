@@ -135,9 +135,10 @@ def test_docstrings_are_an_eighth_of_the_package() -> None:
 def test_the_package_stays_small() -> None:
     """What plans (`planning`, `dryrun`) apart. A change that needs more says why where it raises this: 150 lines are
     dropout as a hash, in one operation; 150 a step that waits for nothing, what the host knew at once being decided on
-    the device and heard of later."""
+    the device and heard of later; 200 gradients that products add up, and the loss in one pass forward and one
+    backward."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 17_800
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 18_050
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -172,8 +173,9 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_500, "run": 10_250}
-"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
+MOST_LINES = {"trainer": 5_550, "run": 10_300}
+"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. The
+trainer's last 50 are sums of gradients that begin without zeros and take products."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

@@ -254,10 +254,12 @@ class Audit(TorchDispatchMode):
         self._count("launches")
         if operator.product:
             self._products += 1
-            shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+            # without the sum that a product is added to
+            shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
             self._count("product", operator.name, shapes, format_, _is_causal(function, args, kwargs))
-            self._count("flops", by=flop_registry[function.overloadpacket](*args, **kwargs, out_val=result))
+            told = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
+            self._count("flops", by=flop_registry[function.overloadpacket](*told, **kwargs, out_val=result))
         else:
             self._count("memory_bound_bytes", by=_moved(operator, inputs, written, outputs))
 

@@ -22,12 +22,14 @@ from pangu.data.batch import Batch, make_batch
 from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
 from pangu.layers import initial
+from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.actions import COMPUTE, Action
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.layouts import Chosen
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.topology.placement import room
 from pangu.training.step import Trainer
 
 
@@ -195,7 +197,7 @@ def _attention(
 @contextmanager
 def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> Iterator[Audit]:
     """An audit of what a rank does within the block."""
-    vocab = -(-config.model.vocab // mesh.layout.tensor)
+    vocab = room(config.model.vocab, mesh.layout.tensor, VOCABULARY_MULTIPLE)
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
     with Audit(mesh.device, groups, fake, vocab) as audit:
         yield audit

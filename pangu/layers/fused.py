@@ -14,9 +14,9 @@ _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 
 def fused(
     schema: str,
-    function: Callable[..., Tensor],
-    result: Callable[..., Tensor],
-    on_cpu: Callable[..., Tensor] | None = None,
+    function: Callable[..., Tensor | None],
+    result: Callable[..., Tensor | None],
+    on_cpu: Callable[..., Tensor | None] | None = None,
 ) -> Callable[..., Any]:
     """The operator of torch.ops.pangu with this schema, of tensors and numbers.
 
@@ -25,13 +25,13 @@ def fused(
             formats and floating numbers. Integers come as tensors without dimensions on the host, which are arguments
             of the kernel: others do not compile it again. Without Triton it runs as it stands. No device has run it
             yet; `tests/gpu` has what one must show.
-        result: an uninitialized tensor like the result. Autograd does not look into the operator, and the auditor of a
-            dry run counts one launch.
+        result: an uninitialized tensor like the result; None where an argument is overwritten. Autograd does not look
+            into the operator, and the auditor of a dry run counts one launch.
         on_cpu: what a CPU runs; None: the function as it stands.
     """
     compute = torch.compile(function, dynamic=False) if has_triton() else function
 
-    def on_device(*args: Any) -> Tensor:
+    def on_device(*args: Any) -> Tensor | None:
         return compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))
 
     name = schema.partition("(")[0]

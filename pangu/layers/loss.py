@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from pangu.collectives.reduce import all_reduce, largest
-from pangu.collectives.regions import TensorRegion, enter, gather_last
+from pangu.collectives.regions import TensorRegion, enter
 from pangu.layers.builder import Builder
 from pangu.layers.recompute import checkpointed
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 
 
-class _VocabParallelLoss(Function):
+class VocabParallelLoss(Function):
     """Cross-entropy that never gathers the logits (Shoeybi et al. 2019, section 3): three numbers per token are
-    reduced, the largest logit, the sum of exponentials and the label's logit. Logits stay in their format; both passes
-    widen a few rows at a time, so that on a CPU these stay in its cache."""
+    reduced, the largest logit, the label's logit and the sum of exponentials. Logits stay in their format: forward
+    reads them, backward reads and overwrites them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, region: TensorRegion, vocab: int) -> Tensor:
@@ -29,51 +28,33 @@ class _VocabParallelLoss(Function):
         # loss = log(sum of exp(x - highest)) + highest - x[label]. A rank that sums knows only its largest logit
         # (`top`), so its sum is multiplied by exp(top - highest) before the ranks' sums are added
         start, stop = region.bounds(vocab)
-        elsewhere = ((labels < start) | (labels >= stop))[:, None]
-        index = (labels - start)[:, None].masked_fill(elsewhere, 0)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        top, total = torch.empty(2, len(logits), 1, dtype=wide, device=logits.device)
-        for rows, row_top, row_total in _blocks(logits, top, total):
-            values = _widened(rows, stop - start)
-            # a rank that holds nothing but padding has no largest logit
-            row_top.copy_(values.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min))
-            row_total.copy_(values.sub_(row_top).exp_().sum(-1, keepdim=True))
-            del values  # before the next rows are widened
-        highest = largest(top.clone(), region.group)
-        label = (logits.gather(-1, index) - highest).masked_fill(elsewhere, 0.0)
-        label, total = all_reduce(torch.stack([label, total * (top - highest).exp()]), region.group)
+        statistics, ctx.overwrite = _row_functions(logits.device)
+        *tops, total = statistics(logits, labels, start, stop - start).unbind()
+        highest, label = tops
+        if region.size > 1:
+            highest, label = largest(torch.stack(tops), region.group).unbind()
+            total = all_reduce(total * (tops[0] - highest).exp(), region.group)
         log_total = total.log()
-        ctx.save_for_backward(logits, highest + log_total, index, elsewhere)
-        ctx.width = stop - start
-        return (log_total - label)[:, 0]
+        ctx.save_for_backward(logits, highest + log_total, labels)
+        ctx.words = start, stop - start
+        return log_total - (label - highest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, log_sum, index, elsewhere = ctx.saved_tensors
-        minus_one = elsewhere.to(log_sum.dtype) - 1.0
-        for rows, row_sum, label, share, grad in _blocks(logits, log_sum, index, minus_one, grads[0][:, None]):
-            # probabilities, less 1 at the label; without a name, so that they are gone before the next rows are widened
-            rows.copy_(_widened(rows, ctx.width).sub_(row_sum).exp_().scatter_add_(-1, label, share).mul_(grad))
+        logits, log_sum, labels = ctx.saved_tensors
+        ctx.overwrite(logits, log_sum, labels, grads[0], *ctx.words)
         return logits, None, None, None
 
 
-def _widened(rows: Tensor, width: int) -> Tensor:
-    """A copy in fp32 (fp64 for fp64) with -inf in the padding, from column `width` on."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    wide[:, width:] = -torch.inf
-    return wide
+def _row_functions(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """What reads logits and what overwrites them."""
+    if device.type == "cpu":
+        from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
 
+        return row_statistics, overwrite_with_gradient
+    from pangu.layers.loss_operators import loss_gradient, loss_statistics
 
-def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors split into blocks of a few rows: on a CPU 2 MiB of fp32 logits, which fit a cache; elsewhere 256 MiB,
-    which are worth a kernel's launch."""
-    rows = block_rows(logits.shape[-1], logits.device.type)
-    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
-
-
-def block_rows(width: int, device: str) -> int:
-    """Rows of a block of logits of this width."""
-    return max(1, (2**19 if device == "cpu" else 2**26) // width)
+    return loss_statistics, loss_gradient
 
 
 class Head(nn.Module):
@@ -96,42 +77,15 @@ class Head(nn.Module):
         tokens = enter(hidden, self.region).flatten(0, 1)
         flat_labels, flat_weights = labels.t().flatten(), weights.t().flatten()
         if self.chunk is None:
-            return self._part(tokens, table, flat_labels, flat_weights)
+            return self._part(tokens, table, flat_labels, flat_weights, 1)
         size = self.chunk
-        parts = zip(tokens.split(size), flat_labels.split(size), flat_weights.split(size), strict=True)
-        losses = [checkpointed(self._part, some, table, label, weight) for some, label, weight in parts]
+        parts = list(zip(tokens.split(size), flat_labels.split(size), flat_weights.split(size), strict=True))
+        losses = [checkpointed(self._part, some, table, label, weight, len(parts)) for some, label, weight in parts]
         return torch.stack(losses).sum()
 
-    def token_losses(self, hidden: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses (fp32; fp64 for fp64 states) and misses (1 where greedy decoding takes another word than the label),
-        both [batch, sequence], 0 where the weight is 0, the same on every rank. Arguments as for `loss`; for
-        evaluation, without gradients."""
-        tokens, flat_labels = enter(hidden, self.region).flatten(0, 1), labels.t().flatten()
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        results = torch.zeros(2, len(tokens), dtype=wide, device=tokens.device)
-        counted = weights.t().flatten().nonzero()[:, 0]
-        for places in counted.split(block_rows(table.shape[0], tokens.device.type)):
-            logits, label = F.linear(tokens[places], table), flat_labels[places]
-            results[0, places] = _VocabParallelLoss.apply(logits, label, self.region, self.vocab)
-            results[1, places] = (self._likeliest(logits) != label).to(wide)
-        losses, misses = results.view(2, *labels.t().shape).transpose(1, 2)
-        return losses, misses
-
-    def logits(self, hidden: Tensor, table: Tensor, places: slice = slice(None)) -> Tensor:
-        """Logits [places, batch, vocab] at some places of the sequence, the same on every rank; `hidden` and `table` as
-        in `loss`. Not differentiable over several ranks: for evaluation."""
-        return gather_last(F.linear(enter(hidden, self.region)[places], table), self.region)[..., : self.vocab]
-
-    def _likeliest(self, logits: Tensor) -> Tensor:
-        """The word with the largest logit, the first of equal ones: [tokens, vocab / ranks] -> [tokens]."""
-        start, stop = self.region.bounds(self.vocab)
-        top, word = _widened(logits, stop - start).max(-1)
-        highest = largest(top.clone(), self.region.group)
-        return -largest(-(word + start).masked_fill(top < highest, self.vocab), self.region.group)
-
-    def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Sum of the weighted losses of [n, width] tokens; labels and weights [n]."""
+    def _part(self, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor, parts: int) -> Tensor:
+        """Sum of the weighted losses of [n, width] tokens, one of so many parts; labels and weights [n]."""
         # the states are whole already
-        logits = column_parallel_matmul(tokens, table, None, ALONE, self.store)
-        losses = _VocabParallelLoss.apply(logits, labels, self.region, self.vocab)
+        logits = column_parallel_matmul(tokens, table, None, ALONE, self.store, parts)
+        losses = VocabParallelLoss.apply(logits, labels, self.region, self.vocab)
         return (losses * weights).sum()

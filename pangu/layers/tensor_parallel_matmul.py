@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,27 +27,39 @@ from pangu.collectives.regions import TensorRegion, start_gather, start_sum
 if TYPE_CHECKING:
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
+    Store = WeightGradientStore | None
+
 ALONE = TensorRegion()
 
 
+class _Use(NamedTuple):
+    """Of a weight in a matmul."""
+
+    weight: Tensor
+    bias: Tensor | None
+    region: TensorRegion
+    store: Store
+    uses: int = 1
+
+
 def column_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, uses: int = 1
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
     ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is, and gathered again in backward; weight and bias are
-    leaves, whose gradients `store` takes while it is open.
+    leaves, whose gradients `store` takes while it is open. `uses`: matmuls with this weight in a micro-batch.
     """
     if region.size == 1 and store is None:
         return F.linear(x, weight, bias)
-    backward = _ColumnBackward.apply(x, weight, bias, x.shape[0] * region.num_slices, region, store)
+    x = x.contiguous()  # both passes would copy it
+    rows, use = x.shape[0] * region.num_slices, _Use(weight, bias, region, store, uses)
+    backward = _node(_ColumnBackward, x, rows, use)
     return _Value.apply(backward, lambda: _in_order(_gather_and_multiply(x, weight, bias, region)[1], region))
 
 
-def row_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: WeightGradientStore | None
-) -> Tensor:
+def row_parallel_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store) -> Tensor:
     """x Wᵀ + b where every rank holds some columns of W: the partial results are summed and the bias is added once.
 
     x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] -> [sequence (/ ranks with
@@ -55,16 +67,17 @@ def row_parallel_matmul(
     """
     if region.size == 1:
         return column_parallel_matmul(x, weight, bias, region, store)
+    x = x.contiguous()
 
     def value() -> Tensor:
         total = _finish(_multiply_and_sum(x, weight, region))
         return total if bias is None else total.add_(bias)
 
-    rows = x.shape[0] // region.num_slices
-    return _Value.apply(_RowBackward.apply(x, weight, bias, rows, region, store), value)
+    rows, use = x.shape[0] // region.num_slices, _Use(weight, bias, region, store)
+    return _Value.apply(_node(_RowBackward, x, rows, use), value)
 
 
-def lookup(ids: Tensor, table: Tensor, store: WeightGradientStore | None) -> Tensor:
+def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
     """Rows [..., width] of a table [rows, width], a leaf. A table that is also the head's matrix needs one gradient, so
     this one goes through the `store` too."""
     return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
@@ -107,8 +120,13 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
     return torch.cat([chunk.unflatten(0, (region.num_slices, -1)) for chunk in chunks], dim=1).flatten(0, 1)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+def _weight_gradient(use: _Use, grad: Tensor, x: Tensor) -> Tensor | None:
+    """From the output's gradient and the whole input; None: it has been added to the weight's."""
+    left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
+    if use.store is None or use.store.add_product is None:
+        return left @ right
+    use.store.add_product(use.weight, left, right, use.uses)
+    return None
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
@@ -131,18 +149,10 @@ class _Backward(Function):
     """Does backward. Its output stands for the matmul in the graph: the shape without the memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: int,
-        region: TensorRegion,
-        store: WeightGradientStore | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, use: _Use) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-        ctx.weight, ctx.bias, ctx.region, ctx.store = weight, bias, region, store
+        ctx.use = use
         return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
 
@@ -150,42 +160,47 @@ class _ColumnBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        region, grad = ctx.region, grads[0].contiguous()
-        if _is_open(ctx.store):
-            sums = _multiply_and_sum(grad, weight.t(), region)
-            _store(ctx, x, region, grad, grad)
-            return _finish(sums), *[None] * 5
-        _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
-        whole_x = start_gather(x, region) if weight_trained else None
-        sums = _multiply_and_sum(grad, weight.t(), region)
-        grad_weight = None if whole_x is None else _weight_gradient(grad, whole_x())
-        return _finish(sums), grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
+        use, grad = ctx.use, grads[0].contiguous()
+        if _is_open(use.store):
+            sums = _multiply_and_sum(grad, weight.t(), use.region)
+            _store(use, x, use.region, grad, grad)
+            return _finish(sums), None, None, None, None
+        whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
+        sums = _multiply_and_sum(grad, weight.t(), use.region)
+        grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
+        return _finish(sums), grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _RowBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        wholes, values = _gather_and_multiply(grad, weight.t(), None, ctx.region)
-        whole_grad, grad_x = _in_order(wholes, ctx.region), _in_order(values, ctx.region)
-        if _is_open(ctx.store):
-            _store(ctx, x, ALONE, whole_grad, grad)
-            return grad_x, *[None] * 5
-        _, weight_trained, bias_trained, *_ = ctx.needs_input_grad
-        grad_weight = _weight_gradient(whole_grad, x) if weight_trained else None
-        return grad_x, grad_weight, _bias_gradient(grad) if bias_trained else None, None, None, None
+        use, grad = ctx.use, grads[0].contiguous()
+        wholes, values = _gather_and_multiply(grad, weight.t(), None, use.region)
+        whole_grad, grad_x = _in_order(wholes, use.region), _in_order(values, use.region)
+        if _is_open(use.store):
+            _store(use, x, ALONE, whole_grad, grad)
+            return grad_x, None, None, None, None
+        grad_weight = _weight_gradient(use, whole_grad, x) if use.weight.requires_grad else None
+        return grad_x, grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
-def _is_open(store: WeightGradientStore | None) -> bool:
+def _node(kind: type[_Backward], x: Tensor, rows: int, use: _Use) -> Tensor:
+    # torch calls the hooks of a weight that gets no gradient in another thread; without an edge to it, not at all
+    apart = use.store is not None and use.store.add_product is not None and x.requires_grad
+    return kind.apply(x, use.weight.detach() if apart else use.weight, use.bias, rows, use)
+
+
+def _is_open(store: Store) -> bool:
     return store is not None and store.is_open
 
 
-def _store(ctx: Any, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
+def _store(use: _Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
     """Store the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
-    ctx.store.put(ctx.weight, x, region, partial(_weight_gradient, grad_of_weight))
-    if ctx.bias is not None:
-        ctx.store.put(ctx.bias, grad_of_bias, ALONE, _bias_gradient)
+    assert use.store is not None
+    use.store.put(use.weight, x, region, partial(_weight_gradient, use, grad_of_weight))
+    if use.bias is not None:
+        use.store.put(use.bias, grad_of_bias, ALONE, _bias_gradient)
 
 
 class _Lookup(Function):

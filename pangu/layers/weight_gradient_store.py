@@ -21,7 +21,7 @@ class _Work(NamedTuple):
     parameter: Tensor
     part: Tensor
     region: TensorRegion
-    gradient: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor], Tensor | None]
 
 
 class WeightGradientStore:
@@ -39,6 +39,9 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self._stored: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
+        self.add_product: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
+        """Adds the gradient of a matrix, a product of two, to the sum of its gradients, given in how many parts it
+        comes (`WeightProducts.add`); None: autograd is given the product."""
 
     @property
     def is_open(self) -> bool:
@@ -55,9 +58,11 @@ class WeightGradientStore:
         finally:
             self._open = None
 
-    def put(self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor]) -> None:
+    def put(
+        self, parameter: Tensor, part: Tensor, region: TensorRegion, gradient: Callable[[Tensor], Tensor | None]
+    ) -> None:
         """Postpone the gradient of a leaf: `gradient` makes it of `part` [sequence / size, ...], gathered over
-        `region`. What both refer to stays in memory until `flush`."""
+        `region`, or adds it where it belongs and returns None. What both refer to stays in memory until `flush`."""
         assert self._open is not None
         if parameter.requires_grad:
             self._open.append(_Work(parameter, part.detach(), region, gradient))
@@ -74,7 +79,8 @@ class WeightGradientStore:
             work, wait = queue.popleft(), gathered
             gathered = start_gather(queue[0].part, queue[0].region) if queue else None
             parameter, gradient = work.parameter, work.gradient(wait())
-            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            if gradient is not None:
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
             uses_left[parameter] -= 1
-            if not uses_left[parameter]:
+            if not uses_left[parameter] and parameter in sums:
                 parameter.backward(sums.pop(parameter))

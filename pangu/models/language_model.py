@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
@@ -132,15 +131,19 @@ class LanguageModel(nn.Module):
         return self.hooks.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Losses and misses [2, batch, sequence], see `Head.token_losses`."""
+        """Losses and misses [2, batch, sequence], see `scores.token_losses`."""
+        from pangu.layers.scores import token_losses
+
         assert self.head is not None
-        losses_and_misses = self.head.token_losses(hidden, self._output_matrix, batch.labels, batch.weights)
-        return self.hooks.after("head", torch.stack(losses_and_misses))
+        losses = token_losses(self.head, hidden, self._output_matrix, batch.labels, batch.weights)
+        return self.hooks.after("head", losses)
 
     def logits_of(self, hidden: Tensor, places: slice = slice(None)) -> Tensor:
         """Logits [places, batch, vocab] of the tokens after these places."""
+        from pangu.layers.scores import logits
+
         assert self.head is not None
-        return self.hooks.after("head", self.head.logits(hidden, self._output_matrix, places))
+        return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
 
     @property
     def _output_matrix(self) -> Tensor:

@@ -15,6 +15,8 @@ from pangu.topology.placement import Placement, PlacementTable, TensorRank
 
 Parameters = Iterator[tuple[str, list[Placement]]]
 """Names of module parameters, and the logical tensors that each holds."""
+VOCABULARY_MULTIPLE = 128
+"""Of rows that a rank stores of the words' vectors."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
     begins, ends = any(part.first for part in parts), any(part.last for part in parts)
     # where the head is tied and the embedding is elsewhere, the head holds a copy of it
     shared = "ends" if config.tied_head and begins != ends else None
+    words: dict[str, Any] = {"cut_dim": 0, "multiple": VOCABULARY_MULTIPLE, "shared": shared}
     if begins:
-        yield from _one("embedding.word.weight", (config.vocab, width), std, cut_dim=0, shared=shared)
+        yield from _one("embedding.word.weight", (config.vocab, width), std, **words)
         if config.positions == "learned":
             yield from _one("embedding.position.weight", (config.sequence, width), std)
     if config.positions == "relative":
@@ -115,7 +118,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
         yield from _norm(config, "final_norm", width)
         if not (config.tied_head and begins):
             name = "embedding.word.weight" if config.tied_head else "head.weight"
-            yield "head.weight", [Placement(name, (config.vocab, width), std, cut_dim=0, shared=shared)]
+            yield "head.weight", [Placement(name, (config.vocab, width), std, **words)]
         if config.query_layer is not None:
             # every rank looks up all positions, for its heads
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)

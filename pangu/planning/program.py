@@ -208,7 +208,7 @@ def _numbers(model: ModelConfig, tensor: int) -> dict[str, int]:
 def _words(model: ModelConfig, tensor: int) -> int:
     """Numbers of a head's matrix that is the embedding's on one of so many ranks."""
     table = place_tensors(model, [ModelPart(range(1), first=True)], TensorRank(0, tensor))
-    return math.prod(table["embedding.word.weight"].local_shape)
+    return math.prod(table.shapes["embedding.word.weight"])
 
 
 def _sharding(plan: Plan) -> Sharding:

@@ -36,6 +36,13 @@ class TensorRank:
         return min(self.rank * share, length), min((self.rank + 1) * share, length)
 
 
+def room(length: int, size: int, multiple: int = 1) -> int:
+    """What each of `size` ranks has for its share of `length` items; a multiple if that adds at most an eighth."""
+    share = -(-length // size)
+    padded = -(-share // multiple) * multiple
+    return padded if 8 * (padded - share) <= share else share
+
+
 @dataclass(frozen=True)
 class Placement:
     """A logical tensor and the slice of it that this rank holds."""
@@ -49,6 +56,9 @@ class Placement:
     constant: float = 0.0
     cut_dim: int | None = None
     """Dimension that is sharded over the tensor-parallel ranks; None: every rank holds all of it."""
+    multiple: int = 1
+    """A rank stores a multiple of so many indices along `cut_dim` (`room`), which matrix products of accelerators like;
+    those that are nobody's are padding."""
     partial: bool = False
     """True for a replicated tensor whose gradient comes from a part of the sequence or of the heads, so that gradients
     are summed over the tensor-parallel ranks."""
@@ -103,8 +113,8 @@ class PlacementTable:
 
     def place(self, parameter: str, tensors: Sequence[Placement], rank: TensorRank) -> None:
         """Enter this rank's part of one parameter, in which `tensors` are stacked (they differ in dimension 0 only),
-        and fill in their offsets. Where the ranks do not divide a tensor, the parameter has room for the largest share;
-        the rest is padding, which belongs to no logical tensor."""
+        and fill in their offsets. The parameter has room for the largest share and `multiple`; the rest is padding,
+        which belongs to no logical tensor."""
         offset, rows = 0, 0
         share: tuple[int, ...] = ()
         for tensor in tensors:
@@ -114,7 +124,10 @@ class PlacementTable:
             placed = replace(tensor, stored_in=parameter, offset=offset, start=start, stop=stop, partial=partial)
             self._by_name[tensor.name] = placed
             self._by_parameter.setdefault(parameter, []).append(placed)
-            share = tuple(-(-n // rank.size) if dim == tensor.cut_dim else n for dim, n in enumerate(tensor.shape))
+            share = tuple(
+                room(n, rank.size, tensor.multiple) if dim == tensor.cut_dim else n
+                for dim, n in enumerate(tensor.shape)
+            )
             offset += math.prod(share)
             rows += share[0]
         self._shapes[parameter] = (rows, *share[1:])

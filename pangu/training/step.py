@@ -26,7 +26,7 @@ from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.zero.flat_parameter import Shard
-from pangu.zero.gradients import Norms
+from pangu.zero.gradients import Norms, products_add
 from pangu.zero.sharded import ShardedParameters
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Trainer:
         self.doing = "starting"
         """What this rank is at, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
-        store = None
-        if schedule.splits_backward:
+        store, adds_products = None, products_add(mesh.device)
+        if schedule.splits_backward or adds_products:
             from pangu.layers.weight_gradient_store import WeightGradientStore
 
             store = WeightGradientStore()
@@ -99,6 +99,10 @@ class Trainer:
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.parameters = ShardedParameters(self.model, table, chunks, mesh, config, schedule.reduce_each)
+        if store is not None and adds_products:
+            from pangu.zero.weight_products import WeightProducts
+
+            store.add_product = WeightProducts(self.parameters.gradients, self.model).add
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, trained, self.parameters.squares.over)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)

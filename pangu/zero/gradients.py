@@ -17,6 +17,12 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Of flat parameters in the order in which they were sent: the tensors, and their norms."""
 
 
+def products_add(device: torch.device) -> bool:
+    """Whether products of matrices can add to sums in fp32 (`weight_products`). Other gradients, on a CPU all, are made
+    by autograd and added then."""
+    return device.type == "cuda"
+
+
 class GradientSum:
     """Adds each parameter's gradient to the buffer of its flat parameter during backward, and reduces what is complete.
 
@@ -49,6 +55,14 @@ class GradientSum:
             for name in {shard.placement.shared for shard in flat.shards}
             if name
         ]
+        self._places: dict[Tensor, tuple[int, int, slice]] = {
+            parameter: (chunk, index, span)
+            for chunk, flats in self.flat_parameters.items()
+            for index, flat in enumerate(flats)
+            for parameter, span in flat.parameters
+        }
+        self._empty: set[Tensor] = set()
+        """Those whose sum has not begun, whatever the buffer holds."""
         self._missing: dict[int, list[int]] = {}
         """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
@@ -56,14 +70,15 @@ class GradientSum:
         self.norms: Norms = []
         """Of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
         ranks. Nobody waits for them."""
-        for chunk, flats in self.flat_parameters.items():
-            for index, flat in enumerate(flats):
-                for parameter, span in flat.parameters:
-                    parameter.register_post_accumulate_grad_hook(self._hook(chunk, index, span))
+        for parameter in self._places:
+            parameter.register_post_accumulate_grad_hook(self._hook())
 
     def start_step(self) -> None:
         for flat in self._all:
-            (flat.grad if flat.total is None else flat.total).zero_()
+            if flat.total is None:
+                flat.grad.zero_()
+            else:
+                self._empty.update(parameter for parameter, _ in flat.parameters)
         self._missing.clear()
         self._num_sent.clear()
         self.norms = []
@@ -92,33 +107,48 @@ class GradientSum:
             parts = joined.split([gradient.numel() for gradient in self._partial])
             torch._foreach_copy_(self._partial, parts)
 
-    def _hook(self, chunk: int, index: int, span: slice) -> Callable[[nn.Parameter], None]:
+    def _hook(self) -> Callable[[nn.Parameter], None]:
         # Python's collector does not see hooks: one that held this object, and so its parameter, would keep all weights
         # and process groups for the life of the process
         add = weakref.WeakMethod(self._add)
 
         def hook(parameter: nn.Parameter) -> None:
             if (method := add()) is not None:
-                method(parameter, chunk, index, span)
+                method(parameter)
 
         return hook
 
-    def _add(self, parameter: nn.Parameter, chunk: int, index: int, span: slice) -> None:
-        """Move a new gradient into the `index`-th flat parameter of a chunk."""
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Move a new gradient into the buffer."""
         if parameter.grad is None:
             return  # backward left it to the weight-gradient store
-        self._total(self.flat_parameters[chunk][index])[span].view_as(parameter).add_(parameter.grad)
+        total, begins = self.sum_of(parameter)
+        (total.copy_ if begins else total.add_)(parameter.grad)
         parameter.grad = None
+        self.complete(parameter)
+
+    def sum_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
+        """Where a parameter's gradients are summed, in its shape, and whether the sum begins; it has begun then."""
+        chunk, index, span = self._places[parameter]
+        total = self._total(self.flat_parameters[chunk][index])
+        begins = parameter in self._empty
+        self._empty.discard(parameter)
+        return total[span].view_as(parameter), begins
+
+    def _total(self, flat: FlatParameter) -> Tensor:
+        if flat.total is None:
+            flat.total = torch.empty(flat.padded, dtype=flat.grad.dtype, device=flat.grad.device)
+            flat.total[flat.numel :].zero_()
+            self._empty.update(parameter for parameter, _ in flat.parameters)
+        return flat.total
+
+    def complete(self, parameter: Tensor) -> None:
+        """Its gradient of this backward has been added: send what that completes."""
+        chunk, index, _ = self._places[parameter]
         if chunk in self._missing:
             missing = self._missing[chunk]
             missing[index] -= 1
             self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
-
-    @staticmethod
-    def _total(flat: FlatParameter) -> Tensor:
-        if flat.total is None:
-            flat.total = torch.zeros(flat.padded, dtype=flat.grad.dtype, device=flat.grad.device)
-        return flat.total
 
     def _send(self, chunk: int, stop: int) -> None:
         # replicas may complete the gradients of a chunk in different orders, and collectives of one group must meet in
@@ -137,6 +167,10 @@ class GradientSum:
 
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, message, total = self.mesh, self._message or flat.grad.dtype, self._total(flat)
+        for parameter, span in flat.parameters:
+            if parameter in self._empty:  # backward did not reach it
+                total[span].zero_()
+                self._empty.discard(parameter)
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
         if flat.sharding.size == 1:
             part = flat.grad.to(message)

@@ -36,11 +36,12 @@ LAYOUTS = {
 
 
 def counted(process: SharedWorker, layout: str) -> dict[str, int]:
-    """The counts of a step of one micro-batch, and what one more layer adds."""
+    """The counts of a step of one micro-batch: what one more layer adds, what there is without any, and waits."""
     fewer, more = (process.report(values(layout, *SHAPE, f"model.layers={n}"), 0, whole=True) for n in (2, 3))
+    kinds = {"launches": "launches", "memory-bound bytes": "memory_bound_bytes"}
     return {
-        "launches of a layer": more["launches"] - fewer["launches"],
-        "memory-bound bytes of a layer": more["memory_bound_bytes"] - fewer["memory_bound_bytes"],
+        **{f"{name} of a layer": more[kind] - fewer[kind] for name, kind in kinds.items()},
+        **{f"{name} beside layers": 3 * fewer[kind] - 2 * more[kind] for name, kind in kinds.items()},
         "host syncs": sum(more["host_syncs"].values()),
         "blocking copies": sum(more["blocking_copies"].values()),
     }

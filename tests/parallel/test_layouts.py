@@ -7,18 +7,21 @@ generation. In narrow formats losses and norms are compared to a few roundings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from pangu.topology import mesh
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms
+from pangu.training import step
 from pangu.training.step import StepResult
+from pangu.zero import weight_products
 from tests.covering import Case, Cover, Rule, all_pairs, pairs_of
 from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
 from tests.threads import Ranks
@@ -55,6 +58,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
     "loss_chunk": ("null", "5", "1000"),
+    "products": ("false", "true"),  # gradients of matrices made by autograd and then added, or added by the product
     # the run
     "micro_batches": ("1", "2", "3", "4"),
     "micro_size": ("1", "2"),
@@ -73,6 +77,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "positions": ("learned", "rope", "alibi", "relative"),
     "window": ("null", "5"),
     "residual_scores": ("false", "true"),
+    "vocab": ("101", "250"),  # the latter is padded to a multiple of 128, on one rank and on two
 }
 MODEL = tuple(FACTORS)[tuple(FACTORS).index("kind") :]
 """Options that are keys of `model`."""
@@ -187,6 +192,19 @@ def way_of_collectives(case: Case) -> AbstractContextManager[Any]:
     return patch.object(mesh, "Algorithms", lambda: Algorithms(way, way))
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    """What a device's matrix product does with a sum in a wider format."""
+    total.copy_(left.to(total.dtype) @ right.to(total.dtype) + (0 if begins else total))
+
+
+@contextmanager
+def way_of_gradients(case: Case) -> Iterator[None]:
+    """Lets matrix products add to the buffers of gradients, or not, on all ranks."""
+    way = patch.object(step, "products_add", lambda device: case["products"] == "true")
+    with way, patch.object(weight_products, "add_product", add_product):
+        yield
+
+
 def test_every_pair_occurs_that_can() -> None:
     """In float64 those of all options, in each narrow format every value."""
     pairs = set().union(*map(pairs_of, COVER.cases))
@@ -207,7 +225,7 @@ def test_every_pair_of_options_gives_the_same_run_in_float64(ranks: Ranks, case:
     patterns = FROZEN[case["frozen"]]
     frozen = {name for name in one["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
     assert bool(frozen) == bool(patterns)
-    with way_of_collectives(case):
+    with way_of_collectives(case), way_of_gradients(case):
         ours = ranks.run(layout.world, train_layout, layout, 2, *model, "precision=fp64", *own)
     compare(ours[0], one, 1e-12, frozen)
 
@@ -226,7 +244,7 @@ def test_every_option_follows_one_process_in_narrow_formats(ranks: Ranks, case: 
         f"precision={case['precision']}",
         *(["precision.loss_scale.initial=1024"] * (case["precision"] == "fp16")),
     ]
-    with way_of_collectives(case):
+    with way_of_collectives(case), way_of_gradients(case):
         ours = ranks.run(layout.world, two_steps, layout, *model, *own)
     tolerance = PRECISIONS[case["precision"]]
     for mine, reference in zip(ours[0], two_steps(0, 1, Layout(), *model), strict=True):

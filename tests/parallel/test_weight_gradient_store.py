@@ -20,7 +20,7 @@ from pangu.models.parameters import ModelPart
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
-from pangu.zero import gradients
+from pangu.zero import gradients, weight_products
 from pangu.zero.sharded import ShardedParameters
 from tests.configs import tiny
 from tests.threads import Ranks
@@ -119,6 +119,46 @@ def test_every_parameter_counts_once(tied: str) -> None:
         store.flush(1)
         assert len(sent) == len(run.parameters.flat_parameters) > 3
     assert all(torch.equal(now, then) for now, then in sent)
+
+
+@pytest.mark.parametrize("chunk", ["null", "5"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_unit_goes_when_its_products_are_added(tied: str, chunk: str) -> None:
+    """Within backward, with the sums that autograd's gradients give; autograd is given none of a matrix."""
+    sums, sent = [], []
+    matrices, narrow = set(), []
+
+    def product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+        matrices.add(total.data_ptr())
+        torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
+
+    def send(grad: Tensor, group: object, ways: object) -> None:
+        sent.append((grad, grad.clone()))
+
+    for store in (None, WeightGradientStore()):
+        overrides = (f"loss.chunk={chunk}", f"model.tied_head={tied}", "model.kind=gpt")
+        run = Run(1, store, overrides)
+        if store is not None:
+            store.add_product = weight_products.WeightProducts(run.gradients, run.model).add
+        trained = dict(run.model.named_parameters())
+        for name, parameter in trained.items() if store else ():
+            parameter.register_hook(lambda _, name=name: narrow.append(name))
+        with (
+            patch.object(gradients, "start_ordered_all_reduce", send),
+            patch.object(weight_products, "add_product", product),
+        ):
+            run.backward(0)
+            run.gradients.expect(0)
+            run.backward(1)
+        assert len(sent) == len(run.parameters.flat_parameters) > 3
+        assert all(torch.equal(now, then) for now, then in sent)
+        sums.append([now for now, _ in sent])
+        sent.clear()
+    torch.testing.assert_close(*sums, rtol=0, atol=1e-12)  # a product and a sum are one operation
+    tables = {name for name in trained if name.startswith("embedding")}
+    expected = {name for name, parameter in trained.items() if parameter.dim() == 2} - tables
+    assert not expected & set(narrow)
+    assert len(matrices) == len(expected) + (tied == "true")
 
 
 def live_storages() -> dict[int, int]:

@@ -1,0 +1,44 @@
+"""The passes over the logits on an accelerator: one reads them, one reads and overwrites them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from pangu.layers.fused import fused
+from pangu.layers.loss_rows import overwrite_with_gradient, row_statistics
+
+
+def _statistics(logits: Tensor, labels: Tensor, start: Tensor, width: Tensor) -> Tensor:
+    """`row_statistics`, to be compiled: a softmax online (Milakov & Gimelshein 2018)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    columns, least = torch.arange(logits.shape[-1], device=logits.device), torch.finfo(wide).min
+    values = torch.where(columns < width, logits.to(wide), least)
+    top = values.amax(-1)
+    label = torch.where(columns == (labels - start)[:, None], values, least).amax(-1)
+    return torch.stack([top, label, (values - top[:, None]).exp().sum(-1)])
+
+
+def _gradient(logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, start: Tensor, width: Tensor) -> None:
+    """`overwrite_with_gradient`, to be compiled."""
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    at_label = (columns == (labels - start)[:, None]).to(log_sum.dtype)
+    of_loss = (logits - log_sum[:, None]).exp() - at_label
+    logits.copy_(torch.where(columns < width, of_loss * grad[:, None], 0.0))
+
+
+def _like_statistics(logits: Tensor, labels: Tensor, start: int, width: int) -> Tensor:
+    return logits.new_empty(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+loss_statistics = fused(
+    "loss_statistics(Tensor logits, Tensor labels, int start, int width) -> Tensor",
+    _statistics if has_triton() else row_statistics,
+    _like_statistics,
+)
+loss_gradient = fused(
+    "loss_gradient(Tensor(a!) logits, Tensor log_sum, Tensor labels, Tensor grad, int start, int width) -> ()",
+    _gradient if has_triton() else overwrite_with_gradient,
+    lambda *arguments: None,
+)

@@ -1,0 +1,63 @@
+"""The passes over the logits of a loss, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def row_statistics(logits: Tensor, labels: Tensor, start: int, width: int) -> Tensor:
+    """Of each row the largest logit, the label's, and the sum of exp(logit - largest): [3, tokens], in fp32 (fp64 for
+    fp64). The columns are words `start` to `start` + `width`, then padding. Where there is no word, or not the label,
+    the least number stands for the logit. A few rows are widened at a time, so that on a CPU they stay in its cache."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    result = torch.empty(3, len(logits), dtype=wide, device=logits.device)
+    index, elsewhere = _index(labels, start, width)
+    top, label, total = result[..., None]
+    for rows, row_top, row_total in _blocks(logits, top, total):
+        values = widened(rows, width)
+        row_top.copy_(values.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min))
+        row_total.copy_(values.sub_(row_top).exp_().sum(-1, keepdim=True))
+        del values  # before the next rows are widened
+    label.copy_(logits.gather(-1, index)).masked_fill_(elsewhere, torch.finfo(wide).min)
+    return result
+
+
+def overwrite_with_gradient(
+    logits: Tensor, log_sum: Tensor, labels: Tensor, grad: Tensor, start: int, width: int
+) -> None:
+    """Overwrite logits with their gradient: probabilities, less 1 at the label, times the row's gradient; `log_sum`: of
+    the exponentials of all words [tokens]."""
+    index, elsewhere = _index(labels, start, width)
+    minus_one = elsewhere.to(log_sum.dtype) - 1.0
+    for rows, row_sum, label, share, row_grad in _blocks(logits, log_sum[:, None], index, minus_one, grad[:, None]):
+        # without a name, so that they are gone before the next rows are widened
+        rows.copy_(widened(rows, width).sub_(row_sum).exp_().scatter_add_(-1, label, share).mul_(row_grad))
+
+
+def _index(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """[tokens, 1]: the label's column, 0 where it is none of these, and whether it is none."""
+    index = (labels - start)[:, None]
+    elsewhere = (index < 0) | (index >= width)
+    return index.masked_fill(elsewhere, 0), elsewhere
+
+
+def widened(rows: Tensor, width: int) -> Tensor:
+    """A copy in fp32 (fp64 for fp64) with -inf in the padding, from column `width` on."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    wide[:, width:] = -torch.inf
+    return wide
+
+
+def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors split into blocks of a few rows: on a CPU 2 MiB of fp32 logits, which fit a cache; elsewhere 256 MiB,
+    which are worth a kernel's launch."""
+    rows = block_rows(logits.shape[-1], logits.device.type)
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
+
+
+def block_rows(width: int, device: str) -> int:
+    """Rows of a block of logits of this width."""
+    return max(1, (2**19 if device == "cpu" else 2**26) // width)

@@ -1,0 +1,39 @@
+"""Gradients of matrices that the product itself adds to the buffer of gradients: 12 bytes less to read and write for
+each weight and micro-batch, and no hook."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from pangu.models.language_model import LanguageModel
+from pangu.zero.gradients import GradientSum
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    """Add [m, k] x [k, n] to a sum in fp32, or begin the sum, whatever it holds. The kernel is torch's for CUDA;
+    `tests/gpu` has what a device must show, none has run it."""
+    torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
+
+
+class WeightProducts:
+    """Adds products to the sums of a rank's gradients."""
+
+    def __init__(self, gradients: GradientSum, model: LanguageModel) -> None:
+        self._gradients = gradients
+        # autograd has the gradient of their lookup: the last one where the head is tied
+        self._looked_up = set() if model.embedding is None else set(model.embedding.parameters())
+        self._done: Counter[Tensor] = Counter()
+        """Parts of gradients that backward is at."""
+
+    def add(self, weight: Tensor, left: Tensor, right: Tensor, parts: int) -> None:
+        """Add left x right to the gradient of a matrix, which comes in so many parts in each backward."""
+        total, begins = self._gradients.sum_of(weight)
+        add_product(total, left, right, begins)
+        self._done[weight] += 1
+        if self._done[weight] == parts:
+            del self._done[weight]
+            if weight not in self._looked_up:
+                self._gradients.complete(weight)

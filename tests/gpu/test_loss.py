@@ -1,0 +1,56 @@
+"""The loss and the sums of weight gradients on an accelerator: the numbers of a CPU, without passes of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor import metrics
+from torch.utils._triton import has_triton
+
+from pangu.collectives.regions import TensorRegion
+from pangu.layers.loss import VocabParallelLoss
+from pangu.topology.launch import Launch, choose_device
+from pangu.zero.gradients import products_add
+from pangu.zero.weight_products import add_product
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    """Sums of 1,000 exponentials in another order."""
+    source, vocab, results = torch.Generator().manual_seed(0), 1000, []
+    logits, labels = 5 * torch.randn(96, 1024, generator=source), torch.randint(vocab, (96,), generator=source)
+    metrics.reset()
+    for device in (torch.device("cpu"), choose_device("auto", Launch())):
+        x = logits.to(device, dtype).requires_grad_()
+        losses = VocabParallelLoss.apply(x * 1.0, labels.to(device), TensorRegion(), vocab)
+        losses.sum().backward()
+        assert x.grad is not None
+        results.append((losses.detach().cpu(), x.grad.cpu()))
+    (here, slope), (there, other_slope) = results
+    torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(slope, other_slope)
+    assert not slope[:, vocab:].any()
+    assert not other_slope[:, vocab:].any()
+    if has_triton():
+        assert metrics.generated_kernel_count == 2  # one pass forward, one backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_is_added_to_a_view_in_fp32(dtype: torch.dtype) -> None:
+    device = choose_device("auto", Launch())
+    if not products_add(device):
+        pytest.skip("no such kernel for this device")
+    buffer = torch.full((8 + 64 * 48,), torch.nan, device=device)
+    total = buffer[8:].view(64, 48)
+    left, right = torch.randn(32, 64, device=device, dtype=dtype), torch.randn(32, 48, device=device, dtype=dtype)
+    expected = left.double().t() @ right.double()
+    add_product(total, left.t(), right, True)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-3)
+    add_product(total, left.t(), right, False)
+    torch.testing.assert_close(total.double(), 2 * expected, rtol=1e-3, atol=1e-3)
+    assert buffer[:8].isnan().all()  # nothing else is touched
