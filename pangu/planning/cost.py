@@ -283,7 +283,7 @@ def step_time(
     link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
     link += cluster.message_us * 1e-6
     whole, longest = pipeline_seconds(pipeline, chunks, link)
-    busiest = [chunk for number, chunk in enumerate(chunks) if pipeline.of(number) == longest]
+    busiest = [chunk for stage, chunk in zip(pipeline.stage_of, chunks, strict=True) if stage == longest]
     m = pipeline.micro_batches
     tensor = m * sum(chunk.tensor for chunk in busiest)
     replicas = m * sum(chunk.replicas for chunk in busiest)

@@ -178,8 +178,8 @@ def assemble(
     made = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in kinds}
     chunks = [made[count, number == 0, number == len(layers) - 1] for number, count in enumerate(layers)]
     stages: list[list[Counter[str]]] = [[] for _ in range(plan.pipeline)]
-    for number, chunk in enumerate(chunks):
-        stages[plan.steps.of(number)].append(chunk)
+    for stage, chunk in zip(plan.steps.stage_of, chunks, strict=True):
+        stages[stage].append(chunk)
     steps: dict[tuple[int, ...], StepWork] = {}
     for own in stages:
         key = tuple(map(id, own))

@@ -42,10 +42,11 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     """What each stage needs at its peak."""
     modules = workload.modules
     # most chunks are one object (see `layout_work.assemble`)
-    sums = {id(chunk): _Chunk.of(chunk, modules) for chunk in workload.chunks}
+    distinct = {id(chunk): chunk for chunk in workload.chunks}
+    sums = {number: _Chunk.of(chunk, modules) for number, chunk in distinct.items()}
     chunks: list[list[_Chunk]] = [[] for _ in workload.steps]
-    for number, chunk in enumerate(workload.chunks):
-        chunks[pipeline.of(number)].append(sums[id(chunk)])
+    for stage, chunk in zip(pipeline.stage_of, workload.chunks, strict=True):
+        chunks[stage].append(sums[id(chunk)])
     messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
     for step, own, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):

@@ -35,11 +35,16 @@ class Pipeline(NamedTuple):
     virtual: int
     micro_batches: int
 
-    def of(self, chunk: int) -> int:
-        """Stage of a chunk."""
-        turn, place = divmod(chunk, self.stages)
-        backwards = turn % 2 and self.schedule in SCHEDULES and SCHEDULES[self.schedule].v_shape
-        return self.stages - 1 - place if backwards else place
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """Stage of each chunk, in model order."""
+        return _stage_of(self.schedule in SCHEDULES and SCHEDULES[self.schedule].v_shape, self.stages, self.virtual)
+
+
+@lru_cache(maxsize=1000)
+def _stage_of(v_shape: bool, stages: int, virtual: int) -> tuple[int, ...]:
+    down = tuple(range(stages))
+    return down + down[::-1] if v_shape else down * virtual
 
 
 def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float) -> tuple[float, int]:
@@ -50,8 +55,8 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float) -
     """
     p, v, m = pipeline.stages, pipeline.virtual, pipeline.micro_batches
     stages = [0.0] * p
-    for number, chunk in enumerate(chunks):
-        stages[pipeline.of(number)] += chunk.total
+    for stage, chunk in zip(pipeline.stage_of, chunks, strict=True):
+        stages[stage] += chunk.total
     longest = max(range(p), key=stages.__getitem__)
     waiting = 2 * link * v if p > 1 else 0.0
     if pipeline.schedule in ("1f1b", "gpipe") or p == 1:
@@ -128,11 +133,11 @@ def _dependencies(pipeline: Pipeline) -> list[tuple[int, int, int]]:
 
 def _sources(order: Order, pipeline: Pipeline) -> Iterator[Step | None]:
     """Of each step of a stage the step of another stage whose output it needs."""
-    last = pipeline.stages * pipeline.virtual - 1
+    last, stage_of = pipeline.stages * pipeline.virtual - 1, pipeline.stage_of
     for kind, chunk, micro in order:
         source = chunk - 1 if kind is Kind.FORWARD else chunk + 1
         alone = kind is Kind.BACKWARD_WEIGHT or not 0 <= source <= last
-        yield None if alone or pipeline.of(source) == pipeline.of(chunk) else (kind, source, micro)
+        yield None if alone or stage_of[source] == stage_of[chunk] else (kind, source, micro)
 
 
 @lru_cache

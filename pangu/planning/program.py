@@ -84,8 +84,8 @@ class Program:
         update = Update(moved / each, launches, working / each)
         workload = assemble(self.shape, self.system, plan, modules, update, twice)
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
-        for chunk, counts in enumerate(workload.chunks):
-            kinds[plan.steps.of(chunk)].update(counts)
+        for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):
+            kinds[stage].update(counts)
         message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
         stored: dict[tuple[int, int], StepWork] = {}  # most stages are alike
         steps = []

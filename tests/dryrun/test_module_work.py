@@ -90,7 +90,7 @@ def sent(workload: Workload, plan: Plan, stage: int) -> Counter[tuple[str, str]]
     """Bytes that a stage sends in a step besides messages, by axis and collective."""
     total = Counter({(one.axis, one.kind): one.bytes * one.calls for one in workload.steps[stage].collectives})
     for number, chunk in enumerate(workload.chunks):
-        for kind, count in chunk.items() if plan.steps.of(number) == stage else ():
+        for kind, count in chunk.items() if plan.steps.stage_of[number] == stage else ():
             module = workload.modules[kind]
             for work in (module.forward, module.backward_input, module.backward_weight, module.recompute):
                 for one in work.collectives:
