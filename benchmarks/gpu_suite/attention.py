@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_suite.setting import Setting
+from pangu.config.attention import ABILITIES
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.layers.kernel_timing import AttentionShape, attention_trial
-from pangu.layers.kernels import KERNELS
 from pangu.layers.masks import AttentionMask
 from tools.calibrate import Clock
 
@@ -111,7 +111,7 @@ def trials(
         shape = AttentionShape(
             case.rows, case.heads, case.heads, case.sequence, case.size, case.documents, window=None, biased=False
         )
-        for kernel in KERNELS:
+        for kernel in ABILITIES:
             yield f"trainer's {kernel}", partial(attention_trial, kernel, shape, dtype, device)
 
 

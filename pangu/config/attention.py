@@ -19,6 +19,8 @@ class Abilities:
     """Formats of `precision.compute`; None: all."""
     head_sizes: tuple[int, int] | None = None
     """Smallest and largest width of a head; None: all."""
+    head_multiple: int = 1
+    """What the width of a head is a multiple of."""
     dropout: bool = True
     """Drops probabilities."""
     positions: tuple[str, ...] = ("learned", "rope", "alibi", "relative")
@@ -30,6 +32,7 @@ class Abilities:
 ABILITIES = {
     "reference": Abilities(scores=True),
     "sdpa": Abilities(),
+    "flash": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope")),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
     "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),
     "flash_attn": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi")),
@@ -54,6 +57,10 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
     if can.head_sizes is not None and not can.head_sizes[0] <= model.head_size <= can.head_sizes[1]:
         low, high = can.head_sizes
         yield problem(f"takes heads of {low} to {high} columns, and {model.head_size_key} = {model.head_size}")
+    if model.head_size % can.head_multiple:
+        yield problem(
+            f"takes heads of a multiple of {can.head_multiple} columns, and {model.head_size_key} = {model.head_size}"
+        )
     if model.attention_dropout > 0 and not can.dropout:
         rule = f"cannot drop probabilities (model.attention_dropout = {model.attention_dropout:g})"
         yield problem(rule, "model.attention_dropout=0 works")

@@ -17,7 +17,7 @@ from pangu.config.data import PackingConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. All tensors are [batch, sequence]."""
+    """One micro-batch. All tensors but `bounds` are [batch, sequence]."""
 
     tokens: Tensor
     """int64."""
@@ -32,6 +32,9 @@ class Batch:
     cached tokens + these] where a KV cache holds the tokens before them."""
     samples: tuple[int, ...]
     """Global sample indices of the rows."""
+    bounds: Tensor | None = None
+    """Where each of `documents` begins in the flattened micro-batch, then where the last one ends, over and over: int32
+    [2^n + 1]. None: not known."""
 
     def to(self, device: torch.device, beside: AbstractContextManager[object] | None = None) -> Batch:
         """The same on a device. The host does not wait for the copies, which are queued within `beside`, if it is
@@ -62,6 +65,7 @@ def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: Pack
         positions=torch.from_numpy(positions),
         documents=None if documents is None else torch.from_numpy(documents),
         samples=tuple(indices),
+        bounds=torch.from_numpy(_bounds(ends)) if packing.reset_mask else None,
     )
 
 
@@ -75,3 +79,13 @@ def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
     begins = np.zeros(ends.shape, dtype=np.int64)
     begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
     return places - np.maximum.accumulate(begins, axis=1)
+
+
+def _bounds(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """`Batch.bounds`, filled up with empty documents: a kernel meets few shapes, and no host waits for their number."""
+    begins = np.ones(ends.shape, dtype=bool)
+    begins[:, 1:] = ends[:, :-1]
+    starts = np.flatnonzero(begins)
+    bounds = np.full(2 ** (len(starts) - 1).bit_length() + 1, ends.size, dtype=np.int32)
+    bounds[: len(starts)] = starts
+    return bounds

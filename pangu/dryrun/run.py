@@ -21,7 +21,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
-from pangu.layers import initial
+from pangu.layers import gpu_kernels, initial
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.actions import COMPUTE, Action
 from pangu.pipeline.schedule import Schedule
@@ -155,6 +155,8 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(initial, "draw", lambda *_: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention))
+        stack.enter_context(patch.object(gpu_kernels, "flash_attention", _flash_attention))
+        stack.enter_context(patch.object(gpu_kernels, "has_flash", lambda device: True))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
@@ -192,6 +194,15 @@ def _attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
+) -> Tensor:
+    """The same over whole rows, which is the most that documents can cost: of theirs nobody knows the lengths."""
+    rows = (part.view(-1, longest, *part.shape[-2:]).transpose(1, 2) for part in (query, key, value))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
 
 
 @contextmanager

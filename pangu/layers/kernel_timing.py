@@ -10,7 +10,7 @@ import torch
 from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.fp32_matmul import random
-from pangu.layers.kernels import KERNELS, QKV, MaskAndBias
+from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 
@@ -56,10 +56,11 @@ def attention_trial(
     widths = [count * size for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     (joined,) = random(device, dtype, (length, shape.rows, sum(widths)))
     heads = QKV(*(split_heads(part, size) for part in joined.requires_grad_().split(widths, -1)))
-    documents = None
+    documents = bounds = None
     if shape.documents:
         documents = torch.zeros(shape.rows, length, dtype=torch.int64, device=device)
         documents[:, length // 2 :] = 1
+        bounds = torch.arange(0, 2 * shape.rows + 1, device=device, dtype=torch.int32) * length // 2
     bias = None
     if shape.biased:
         (distances,) = random(device, torch.promote_types(dtype, torch.float32), (length, shape.heads))
@@ -67,7 +68,8 @@ def attention_trial(
 
         bias = Bias(distances)
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    compute = KERNELS[kernel](MaskAndBias(AttentionMask(documents, shape.window), bias, length, dtype, device))
+    mask = AttentionMask(documents, shape.window, bounds)
+    compute = kernel_named(kernel)(MaskAndBias(mask, bias, length, dtype, device))
 
     def once() -> object:
         output, _ = core(heads, compute, None)

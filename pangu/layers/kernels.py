@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pangu.config.attention import obstacles
-from pangu.config.errors import ConfigError, Problem
+from pangu.config.errors import ConfigError
 from pangu.config.model import ModelConfig
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.masks import AttentionMask
@@ -123,92 +118,42 @@ class Sdpa:
         return output, None
 
 
-class Flex:
-    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids. Without dropout, and on a
-    CPU without backward."""
+def kernel_named(name: str) -> type[Kernel]:
+    """By a value of `model.attention`; `pangu.config.attention` says what each can do."""
+    own: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
+    if name in own:
+        return own[name]
+    from pangu.layers.gpu_kernels import GPU_KERNELS
 
-    def __init__(self, terms: MaskAndBias) -> None:
-        mask, length = terms.mask, terms.length
-        rows = None if mask.documents is None else mask.documents.shape[0]
-        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
-        self.score = None if terms.bias is None else terms.bias.score_mod
-        self.compute = _flex(compiled=terms.device.type != "cpu")
-
-    def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.compute(*qkv, self.score, self.blocks, enable_gqa=qkv.is_grouped), None
-
-
-@functools.cache
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """FlexAttention; only its compiled form is a fused kernel, which on a CPU needs a C++ compiler."""
-    if compiled:
-        return torch.compile(flex_attention)
-    return flex_attention
-
-
-class FlashAttn:
-    """The package flash-attn (Dao 2023), 2.4 or later; documents become sequences of different lengths."""
-
-    def __init__(self, terms: MaskAndBias) -> None:
-        self.package = _flash_attn()
-        self.segments = terms.mask.segments()
-        # keys to the left and to the right of a query; -1: all
-        self.window = (-1, -1) if terms.mask.window is None else (terms.mask.window - 1, 0)
-        self.slopes = None if terms.bias is None else terms.bias.slopes
-
-    def __call__(
-        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        options = {
-            "dropout_p": dropout.in_kernel(keys),
-            "causal": True,
-            "window_size": self.window,
-            "alibi_slopes": self.slopes,
-        }
-        # the package wants [batch, sequence, heads, head size]
-        parts = [part.transpose(1, 2) for part in qkv]
-        if self.segments is None:
-            return self.package.flash_attn_func(*parts, **options).transpose(1, 2), None
-        bounds, longest = self.segments
-        flat = (part.flatten(0, 1) for part in parts)
-        result = self.package.flash_attn_varlen_func(*flat, bounds, bounds, longest, longest, **options)
-        return result.view(parts[0].shape).transpose(1, 2), None
-
-
-def _flash_attn() -> ModuleType:
-    try:
-        return importlib.import_module("flash_attn")
-    except ImportError as error:
-        rule = f"the package flash-attn cannot be imported ({error})"
-        works = "installing flash-attn 2.4 or later helps, or model.attention=auto works"
-        raise ConfigError([Problem("model.attention", "flash_attn", rule, works)]) from error
-
-
-KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa, "flex": Flex, "flash_attn": FlashAttn}
-"""By the values of `model.attention`; `pangu.config.attention` says what each can do."""
+    return GPU_KERNELS[name]
 
 
 def over_cache(kernel: type[Kernel]) -> type[Kernel]:
-    """The kernel for queries whose keys lie in a cache: `sdpa` in place of one that needs as many queries as keys."""
+    """The kernel for queries whose keys lie in a cache, and for documents whose bounds nobody knows: `sdpa` in place of
+    one that needs bounds, or as many queries as keys."""
     return kernel if kernel is Reference else Sdpa
 
 
-def attention_kernels(model: ModelConfig, precision: str, device: torch.device) -> list[str]:
+def attention_kernels(model: ModelConfig, precision: str, device: torch.device, documents: bool = False) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
     They give the same result to rounding, but each draws different dropout masks: with dropout the only candidate is,
-    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one. Raises UserError if the
-    requested kernel cannot train this model on this device."""
+    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one. `documents`: tokens
+    attend within theirs. Raises UserError if the requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if problems:
             raise ConfigError(problems)
-        if model.attention == "flash_attn":
-            _flash_attn()
+        if kernel_named(model.attention) not in (Reference, Sdpa):
+            from pangu.layers.gpu_kernels import require
+
+            require(model.attention, device)
         return [model.attention]
     order = ["sdpa", "reference"]
-    if model.attention_dropout > 0 and device.type == "cpu":
+    if device.type != "cpu":
+        from pangu.layers.gpu_kernels import candidates
+
+        order = candidates(device, masked=documents or model.window is not None)
+    elif model.attention_dropout > 0:
         order = ["reference"]
     able = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
     return able[:1] if model.attention_dropout > 0 else able

@@ -17,6 +17,9 @@ class AttentionMask:
     """int64 [batch, sequence], the document of each token, a run of neighbours; None: one document."""
     window: int | None = None
     """Keys in the window (Beltagy et al. 2020, section 3.1, to one side); None: all."""
+    bounds: Tensor | None = None
+    """int32, bounds of the documents in the flattened batch, from 0 to batch x sequence; a document may be empty, none
+    spans two rows. None: one document, or not known."""
 
     @property
     def is_plain_causal(self) -> bool:
@@ -42,14 +45,3 @@ class AttentionMask:
         batch = torch.arange(rows, device=device)[:, None, None, None]
         places = torch.arange(length, device=device)
         return self.rule()(batch, None, places[first:, None], places).expand(rows, 1, length - first, length)
-
-    def segments(self) -> tuple[Tensor, int] | None:
-        """Bounds of the documents in the flattened batch, int32 [documents + 1] from 0 to batch x sequence, and the
-        length of the longest; none spans two rows. None: one document."""
-        if self.documents is None:
-            return None
-        begins = torch.ones_like(self.documents, dtype=torch.bool)
-        begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        end = begins.new_ones(1)
-        bounds = torch.cat([begins.flatten(), end]).nonzero()[:, 0].int()
-        return bounds, int(bounds.diff().max())

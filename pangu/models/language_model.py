@@ -12,7 +12,7 @@ from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import KERNELS, MaskAndBias, over_cache
+from pangu.layers.kernels import MaskAndBias, kernel_named, over_cache
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
             self.head = Head(build, config.vocab, options.loss_chunk)
             if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
-        self.kernel = KERNELS[options.kernel]
+        self.kernel = kernel_named(options.kernel)
         self.recomputed_layers = options.recompute
         self.offload = options.offload
 
@@ -166,8 +166,9 @@ class LanguageModel(nn.Module):
             self.hooks.after("position_bias", positions)
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions) if keys is not None and drops else None
-        mask = AttentionMask(documents, config.window)
-        make_kernel = over_cache(self.kernel) if first else self.kernel
+        mask = AttentionMask(documents, config.window, batch.bounds)
+        unbounded = documents is not None and batch.bounds is None
+        make_kernel = over_cache(self.kernel) if first or unbounded else self.kernel
         kernel = make_kernel(MaskAndBias(mask, bias, length, dtype, device, first))
         if config.positions == "rope":
             from pangu.layers.rotary import RotaryEmbedding

@@ -47,7 +47,7 @@ class Choices:
     """How a run is computed; nothing of it changes what is computed beyond rounding."""
 
     attention: str
-    """Kernel, a key of `KERNELS`."""
+    """Kernel, a key of `ABILITIES`."""
     products: str
     """Precision of fp32 matmuls, in the words of `torch.set_float32_matmul_precision`."""
     gather: str
@@ -71,13 +71,14 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     together and get the same. `recorded`: what the checkpoint that the run continues from holds of the choices; None: a
     new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
+    documents = config.data.packing.reset_mask
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
     processors, of_ranks = zip(*gather_objects((processor_name(device), precisions), mesh.group("world")), strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
     collectives = _collectives(config, mesh) if mesh.groups else []
     gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
     candidates = {
-        "attention": _affordable(config.model, attention_kernels(config.model, compute, device)),
+        "attention": _affordable(config.model, attention_kernels(config.model, compute, device, documents)),
         "products": _common(of_ranks, ""),
         "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
         "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),

@@ -79,7 +79,8 @@ class Trainer:
         self.choices = None if choices is None else asdict(choices)
         """What `auto` stood for, as checkpoints hold it."""
         if choices is None:
-            kernel = attention_kernels(config.model, config.precision.compute, mesh.device)[0]
+            documents = config.data.packing.reset_mask
+            kernel = attention_kernels(config.model, config.precision.compute, mesh.device, documents)[0]
         else:
             kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
         self.mesh = mesh

@@ -95,6 +95,10 @@ def problems(*overrides: str, world: int = 1) -> str:
             "model.attention = flash_attn: has no kernel for precision.compute = fp32; precision=bf16 or fp16 works",
         ),
         (
+            ["model.attention=flash", "precision=bf16", "model.hidden=36", "model.heads=3"],
+            "model.attention = flash: takes heads of a multiple of 8 columns, and model.hidden / model.heads = 12",
+        ),
+        (
             ["model.attention=flash_attn", "precision=bf16", "model.positions=relative"],
             "model.attention = flash_attn: cannot add the bias of model.positions = relative to its scores",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_against_the_rules(
     indices = list(range(7, 7 + len(samples)))
     batch = make_batch(np.array(samples), indices, PackingConfig(eod, pad, reset_mask, reset_positions))
     assert batch.samples == tuple(indices)
-    assert (batch.documents is not None) == reset_mask
+    assert (batch.documents is not None) == (batch.bounds is not None) == reset_mask
     for row, sample in enumerate(samples):
         inputs, size = sample[:-1], len(sample) - 1
         mask, positions = mask_and_positions(inputs, eod)
@@ -55,6 +57,18 @@ def test_against_the_rules(
             documents = batch.documents[row].tolist()
             same = [[c <= r and documents[r] == documents[c] for c in range(size)] for r in range(size)]
             assert same == mask
+    if batch.documents is not None and batch.bounds is not None:
+        begins = [i for i, (_, place) in enumerate(runs(batch.documents.tolist())) if place == 0]
+        filled = batch.bounds.tolist()
+        assert filled[: len(begins)] == begins
+        assert set(filled[len(begins) :]) == {batch.tokens.numel()}
+        assert math.log2(len(filled) - 1).is_integer()
+        assert batch.bounds.dtype == torch.int32
+
+
+def runs(documents: list[list[int]]) -> list[tuple[int, int]]:
+    """Document and place in it, of every token of every row."""
+    return [(row[i], row[:i].count(row[i])) for row in documents for i in range(len(row))]
 
 
 def test_example_of_two_documents() -> None:
@@ -62,6 +76,8 @@ def test_example_of_two_documents() -> None:
     batch = make_batch(np.array([[5, 5, 9, 5, 6, 9]]), [0], PackingConfig(9, 6, True, True))
     assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1]]
+    assert batch.bounds is not None
+    assert batch.bounds.tolist() == [0, 3, 5]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1]]
     assert batch.weights.tolist() == [[1, 1, 1, 1, 0]]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from pangu.config.errors import UserError
+from pangu.layers import gpu_kernels
 from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, attention_kernels
+from pangu.layers.kernels import QKV, MaskAndBias, attention_kernels, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 from tests.models.helpers import variant
@@ -25,6 +28,7 @@ from tests.models.helpers import variant
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTH, HEADS = 12, 6
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+BOUNDS = torch.tensor([0, 5, 12, 24, 24], dtype=torch.int32)
 CASES = list(
     itertools.product([None, DOCUMENTS], [None, 1, 4], ["none", "alibi", "relative"], [HEADS, HEADS // 2])
 )  # documents, window, bias, key heads
@@ -45,7 +49,7 @@ def bias_of(kind: str, dtype: torch.dtype) -> Bias | None:
 
 def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> Tensor:
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    return core(given, KERNELS[kernel](MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
+    return core(given, kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
 
 
 def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
@@ -57,7 +61,8 @@ def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
     if kind == "relative":
         assert bias is not None
         inputs.append(bias.by_distance.requires_grad_())
-    output = attend(kernel, given, AttentionMask(documents, window), bias)
+    bounds = None if documents is None else BOUNDS
+    output = attend(kernel, given, AttentionMask(documents, window, bounds), bias)
     return [output, *torch.autograd.grad(output.pow(2).sum(), inputs)]
 
 
@@ -120,7 +125,7 @@ class FakeFlashAttn(ModuleType):
         assert cu_seqlens_q.dtype == torch.int32
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
         lengths = cu_seqlens_q.diff().tolist()
-        assert max_seqlen_q == max_seqlen_k == max(lengths)
+        assert max_seqlen_q == max_seqlen_k >= max(lengths)
         rows = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
         return torch.cat([self.flash_attn_func(*(part[None] for part in row), **options)[0] for row in rows])
 
@@ -133,6 +138,126 @@ def test_flash_attn_is_called_as_its_documentation_says(case: tuple[Any, ...], m
         torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
 
 
+class FlashOperator:
+    """torch's operator in plain lines, for a CPU: autograd's formula, which calls its backward, is torch's own.
+    [tokens or batch, sequence, heads, size]. What it drops is a function of its generator's state."""
+
+    def __init__(self, library: Library) -> None:
+        library.impl("_flash_attention_forward", self.forward, "CPU")
+        library.impl("_flash_attention_backward", self.backward, "CPU")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        **window: int,
+    ) -> tuple[Tensor, ...]:
+        assert max_q == max_k == LENGTH
+        assert (cum_seq_q is None) == (query.dim() == 4)
+        state = torch.tensor([torch.initial_seed() % 2**62, 0])
+        output = self.attend(query, key, value, cum_seq_q, dropout_p, is_causal, state, **window)
+        return output, output.new_zeros(1), state, output.new_zeros(1), output.new_zeros(0)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        **window: int,
+    ) -> tuple[Tensor, ...]:
+        def output(*parts: Tensor) -> Tensor:
+            return self.attend(*parts, cum_seq_q, dropout_p, is_causal, rng_state, **window)
+
+        gradients: tuple[Tensor, ...] = torch.func.vjp(output, query, key, value)[1](grad_out)
+        return gradients
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor | None,
+        dropout: float,
+        causal: bool,
+        state: Tensor,
+        window_size_left: int,
+        window_size_right: int,
+        scale: None = None,
+    ) -> Tensor:
+        # as torch.nn.attention.varlen says what is causal
+        assert causal == ((window_size_left, window_size_right) == (-1, 0))
+        if bounds is None:
+            sequences = list(zip(query, key, value, strict=True))
+        else:
+            lengths = bounds.diff().tolist()
+            sequences = list(zip(*(part.split(lengths) for part in (query, key, value)), strict=True))
+        source = torch.Generator().manual_seed(int(state[0]))
+        outputs = []
+        for q, k, v in sequences:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+            distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+            seen = (distance >= 0) & (distance <= (window_size_left if window_size_left >= 0 else LENGTH))
+            probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+            kept = torch.rand(scores.shape, generator=source) >= dropout
+            outputs.append(torch.einsum("hqk,khd->qhd", probabilities * kept / (1 - dropout), v))
+        return torch.stack(outputs) if bounds is None else torch.cat(outputs)
+
+
+@pytest.fixture
+def flash_operator() -> Iterator[FlashOperator]:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        yield FlashOperator(library)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == "none"], ids=str)
+def test_flash_equals_reference(case: tuple[Any, ...], flash_operator: FlashOperator) -> None:
+    """fp64. That torch's kernel does what the operator's stand-in does is shown in tests/gpu."""
+    for mine, theirs in zip(results("flash", case), results("reference", case), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
+
+
+def test_flash_drops_the_same_again(flash_operator: FlashOperator) -> None:
+    """Over documents: autograd's gradients are those of what its forward has dropped, which a recompute drops again."""
+    given = QKV(*(part.requires_grad_() for part in heads(HEADS, torch.float64)))
+    kernel = kernel_named("flash")(
+        MaskAndBias(AttentionMask(DOCUMENTS, None, BOUNDS), None, LENGTH, torch.float64, CPU)
+    )
+    keys = DropoutKeys(1, 2, (3, 4)).on(torch.zeros(2, LENGTH))
+    runs = []
+    for recompute in (False, True):
+        torch.rand(17)
+        output, _ = AttentionCore(Builder(PlacementTable()), 0.5, recompute)(given, kernel, keys)
+        runs.append([output, *torch.autograd.grad(output.pow(2).sum(), given)])
+    for first, again in zip(*runs, strict=True):
+        assert torch.equal(first, again)
+    # by hand: linear in the values, with the transpose of the same probabilities in backward
+    ones = torch.ones_like(runs[0][0])
+    output, _ = AttentionCore(Builder(PlacementTable()), 0.5)(given, kernel, keys)
+    (gradient,) = torch.autograd.grad(output, given.value, ones)
+    torch.testing.assert_close((gradient * given.value).sum(), output.sum())
+    assert not torch.allclose(output, attend("flash", given, AttentionMask(DOCUMENTS, None, BOUNDS), None))
+
+
 def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
     """He et al. 2021: the layer's own scores plus those below; the bias is not added up from layer to layer."""
     given = heads(HEADS, torch.float64)
@@ -141,7 +266,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
     assert bias is not None
     core = AttentionCore(Builder(PlacementTable()), 0.0, residual_scores=True)
     output, scores = core(
-        given, KERNELS["reference"](MaskAndBias(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
+        given, kernel_named("reference")(MaskAndBias(AttentionMask(), bias, LENGTH, below.dtype, CPU)), None, below
     )
     expected = torch.einsum("bhqd,bhkd->bhqk", given.query, given.key) / 4 + below
     torch.testing.assert_close(scores, expected)
@@ -153,7 +278,7 @@ def test_scores_are_added_and_passed_on_before_bias_and_mask() -> None:
 def test_the_fused_kernel_draws_the_same_mask_again() -> None:
     given = heads(HEADS, torch.float32)
     core = AttentionCore(Builder(PlacementTable()), 0.5)
-    kernel = KERNELS["sdpa"](MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
+    kernel = kernel_named("sdpa")(MaskAndBias(AttentionMask(), None, LENGTH, torch.float32, CPU))
     tokens = torch.zeros(2, LENGTH)
     keys = DropoutKeys(1, 2, (3, 4)).on(tokens)
     first, _ = core(given, kernel, keys)
@@ -171,17 +296,32 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
     assert attention_kernels(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == ["sdpa"]
 
 
-def test_where_probabilities_are_dropped_there_is_no_choice() -> None:
+@pytest.mark.parametrize("flash", [True, False])
+def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: flash and device.type == "cuda")
+    others = ["sdpa", "reference"]
+    large = {"hidden": 64, "heads": 2}
+    for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
+        assert attention_kernels(model, "bf16", CUDA, documents) == ["flash", *others] if flash else others
+        assert attention_kernels(model, "bf16", CPU, documents) == others
+        assert attention_kernels(model, "fp32", CUDA, documents) == others
+    assert attention_kernels(variant(**large, positions="alibi"), "bf16", CUDA, True) == others
+
+
+def test_where_probabilities_are_dropped_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels draw different masks, so their results are not equal. On a CPU the layout must not change them."""
-    drops = variant(attention_dropout=0.1)
-    assert attention_kernels(drops, "bf16", CPU) == ["reference"]
+    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: True)
+    drops = variant(attention_dropout=0.1, hidden=64, heads=2)
+    assert attention_kernels(drops, "bf16", CPU) == attention_kernels(drops, "bf16", CPU, True) == ["reference"]
     assert attention_kernels(drops, "bf16", CUDA) == ["sdpa"]
+    assert attention_kernels(drops, "bf16", CUDA, documents=True) == ["flash"]
 
 
 @pytest.mark.parametrize(
     ("changes", "precision", "device", "expected"),
     [
         ({"attention": "flex"}, "fp32", CPU, "flex: trains on cuda only, and this run's device is cpu"),
+        ({"attention": "flash"}, "bf16", CUDA, "flash: needs a GPU of compute capability 8.0 or later"),
         ({"attention": "flash_attn"}, "bf16", CPU, "flash_attn: trains on cuda only, and this run's device is cpu"),
         ({"attention": "flash_attn"}, "bf16", CUDA, "flash_attn: the package flash-attn cannot be imported"),
     ],
@@ -190,6 +330,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(
     changes: dict[str, object], precision: str, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed, wherever this runs
+    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: False)
     with pytest.raises(UserError) as caught:
         attention_kernels(variant(hidden=64, **changes), precision, device)
     assert str(caught.value).startswith("1 problem")

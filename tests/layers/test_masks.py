@@ -29,13 +29,3 @@ def test_window_and_documents_of_two_rows() -> None:
     allowed = AttentionMask(torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1]]), window=2).dense(4, CPU)[:, 0]
     assert allowed[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
     assert allowed[1].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-
-
-def test_documents_as_segments_end_with_their_row() -> None:
-    segments = AttentionMask(torch.tensor([[0, 0, 0, 1], [1, 1, 2, 2]])).segments()
-    assert segments is not None
-    bounds, longest = segments
-    assert bounds.dtype == torch.int32
-    assert bounds.tolist() == [0, 3, 4, 6, 8]
-    assert longest == 3
-    assert AttentionMask(window=2).segments() is None
