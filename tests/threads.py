@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -222,6 +223,44 @@ class ThreadGroup(dist.ProcessGroup):
         return message
 
 
+def _same(name: str) -> Callable[..., Any]:
+    """A method that is the wrapped store's. One of C++ itself would not be called."""
+
+    def call(self: _Store, *arguments: Any) -> Any:
+        return getattr(self.store, name)(*arguments)
+
+    return call
+
+
+class _Store(dist.Store):
+    """A store of one rank. While it waits for a key, others compute: who waits holds the turn, or is waited for by the
+    thread that does."""
+
+    def __init__(self, store: dist.Store, world: _World) -> None:
+        super().__init__()
+        self.store, self.world = store, world
+
+    set, get, multi_get, add, check = map(_same, ("set", "get", "multi_get", "add", "check"))
+    deleteKey = _same("delete_key")  # noqa: N815
+    set_timeout = _same("set_timeout")
+
+    def clone(self) -> _Store:
+        return self
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT_SECONDS)) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        self.world.turn.release()
+        try:
+            while not self.world.failed.is_set():
+                with suppress(dist.DistStoreError):
+                    return self.store.wait(keys, timedelta(seconds=PATIENCE_SECONDS))
+                if time.monotonic() > deadline:
+                    raise dist.DistStoreError(f"wait timeout: {keys}")
+        finally:
+            self.world.turn.acquire()
+        raise RuntimeError("another rank failed or did not come to a meeting")
+
+
 class Ranks:
     """`run` as `spawn.Pool` has it, with threads."""
 
@@ -236,12 +275,13 @@ class Ranks:
         """
         if world == 1:
             return [function(0, 1, *arguments, **keywords)]
-        shared, store = _World(), dist.HashStore()
+        shared, common = _World(), dist.HashStore()
 
         answers: list[tuple[bool, Any]] = [(False, "")] * world
 
         def rank_of(rank: int) -> None:
             _current.world = shared
+            store = _Store(common, shared)  # C++ keeps no Python object alive
             shared.turn.acquire()
             try:
                 dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)

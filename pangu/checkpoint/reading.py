@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice, list_checkpoints
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
+from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
 from pangu.config.build import build
 from pangu.config.data import DataConfig
@@ -89,14 +90,16 @@ def _common(part: Slice, piece: Mapping[str, Any]) -> list[tuple[int, int]] | No
 def damage(path: Path, mesh: Mesh) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; each reads its share of the files. Raises
     NewerFormatError on all ranks."""
-    newer = None
-    try:
-        lines = find_damage(path, read_index(path), mesh.rank, mesh.layout.world)
-    except NewerFormatError as error:
-        lines, newer = [], str(error)
-    except UserError as error:
-        lines = [str(error)]
-    answers = gather_objects((lines, newer), mesh.group("world"))
+
+    def look() -> tuple[list[str], str | None]:
+        try:
+            return find_damage(path, read_index(path), mesh.rank, mesh.layout.world), None
+        except NewerFormatError as error:
+            return [], str(error)
+        except UserError as error:
+            return [str(error)], None
+
+    answers = [answer for answer in agree(mesh, look, here=True) if answer is not None]
     for _, newer in answers:
         if newer is not None:
             raise NewerFormatError(newer)

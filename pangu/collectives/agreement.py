@@ -1,4 +1,8 @@
-"""Errors over ranks: all processes learn what one fails at, so that none waits for one that gave up."""
+"""Errors over ranks: all processes learn what one fails at, so that none waits for one that gave up.
+
+Processes meet through the run's store, in no collective: what hosts do (reading, hashing, writing) may take long, which
+no device has to wait for, and a thread beside training may meet as well.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
-import torch
+import torch.distributed as dist
 
-from pangu.collectives.reduce import gather_objects, largest
-from pangu.config.errors import LocalError, UserError
+from pangu.config.errors import STORE_SECONDS, LocalError, UserError
 from pangu.topology.mesh import Mesh, is_silence
 
 T = TypeVar("T")
+A = TypeVar("A")
 
-INTERVAL_SECONDS = 1.0
+INTERVAL_SECONDS = 10.0
 """Seconds between the heartbeats of processes at long work; less if `parallel.timeout_s` is short."""
 
 
@@ -34,7 +39,9 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not is_silence(error):
             raise
-        place, silent = where(), mesh.silent_ranks()
+        from pangu.collectives.meeting import silent_ranks
+
+        place, silent = where(), silent_ranks(mesh)
         others = f"rank {', '.join(map(str, silent))}" if silent else "another process"
         raise LocalError(
             f"rank {mesh.rank}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
@@ -44,32 +51,28 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
 
 def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
     """Run `action` on the processes where `here` is true; all return when all have finished, with the results of all
-    ranks in order (None where it did not run). A UserError on any rank is raised on every one."""
-    result, message = None, None
-    if here:
-        try:
-            result = action()
-        except UserError as error:
-            message = str(error)
-    answers = gather_objects((result, message), mesh.group("world"))
-    messages = [text for _, text in answers if text is not None]
-    if messages:
-        raise UserError(messages[0])
-    return [value for value, _ in answers]
+    ranks in order (None where it did not run). A UserError on any rank is raised on every one. Raises RuntimeError if
+    one does not answer within `parallel.timeout_s`, see `name_silent_ranks`."""
+    message, results = _meet(
+        mesh,
+        _outcome(action) if here else (None, None),
+        lambda outcomes: (_first_message(outcomes), [result for result, _ in outcomes]),
+    )
+    if message is not None:
+        raise UserError(message)
+    return results
 
 
 def agree_on_long_work(
     mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, here: bool
 ) -> list[T | None]:
     """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
-    in a thread, so that processes can exchange heartbeats.
+    in a thread, so that processes can exchange heartbeats. The results, which may be large, are returned on the first
+    process only, an empty list elsewhere.
 
-    `mesh`: of a group that nothing else uses meanwhile, see `Mesh.background`; `doing`: the work in words, e.g.
-    "writing"; `action` gets a function to call whenever it has made progress. Raises StuckError on every process,
-    naming the ranks whose action makes no progress in time, and RuntimeError if one does not answer, see
-    `name_silent_ranks`.
+    `doing`: the work in words, e.g. "writing"; `action` gets a function to call whenever it has made progress. Raises
+    StuckError on every process, naming the ranks whose action makes no progress in time.
     """
-    world = mesh.group("world")
     progress_s = time.monotonic()
 
     def note_progress() -> None:
@@ -80,9 +83,9 @@ def agree_on_long_work(
     if here:
         arguments = (work, lambda: action(note_progress))
         Thread(target=complete, args=arguments, name="long work", daemon=True).start()
-    # All come to a small collective about once a second, those that have no work or are done with it too. So nobody
-    # waits for another longer than that, and `parallel.timeout_s` still tells a process that is gone from one at work:
-    #   no answer at all            the collective fails           the process is gone or stopped
+    # All meet every few seconds, those that have no work or are done with it too. So nobody waits for another longer
+    # than that, and `parallel.timeout_s` still tells a process that is gone from one at work:
+    #   no answer at all            the meeting fails              the process is gone or stopped
     #   an answer, no progress      StuckError, on all             the disk or the network hangs
     #   an answer and progress      another round                  however long the work takes
     busy = True
@@ -91,14 +94,54 @@ def agree_on_long_work(
             wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
         running = here and not work.done()
         stuck = running and time.monotonic() - progress_s > mesh.timeout_s
-        busy, any_stuck = map(bool, largest(torch.tensor([running, stuck], dtype=torch.int32), world).tolist())
-        if any_stuck:
-            ranks = [str(rank) for rank, is_stuck in enumerate(gather_objects(stuck, world)) if is_stuck]
+        busy, stuck_ranks = _meet(
+            mesh,
+            (running, stuck),
+            lambda flags: (any(busy for busy, _ in flags), [rank for rank, (_, stuck) in enumerate(flags) if stuck]),
+        )
+        if stuck_ranks:
             raise StuckError(
-                f"rank {', '.join(ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "
+                f"rank {', '.join(map(str, stuck_ranks))}: {doing} does not get on for more than {mesh.timeout_s:g} s "
                 "(parallel.timeout_s); look at the disk and the network there"
             )
-    return agree(mesh, work.result, here=here)
+    results: list[T | None] = []
+
+    def keep(outcomes: list[tuple[T | None, str | None]]) -> str | None:
+        results.extend(result for result, _ in outcomes)
+        return _first_message(outcomes)
+
+    message = _meet(mesh, _outcome(work.result) if here else (None, None), keep)
+    if message is not None:
+        raise UserError(message)
+    return results
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What an action returns, or the message of the UserError that it raises."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _first_message(outcomes: list[tuple[T | None, str | None]]) -> str | None:
+    return next((message for _, message in outcomes if message is not None), None)
+
+
+def _meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
+    """All processes come with a value; what `answer` makes of them, in rank order, on the first one, is returned on
+    all. Raises RuntimeError, see `is_silence`, if one does not come within `parallel.timeout_s`."""
+    if mesh.layout.world == 1:
+        return answer([value])
+    from pangu.collectives.meeting import meet
+
+    meeting: Future[A] = Future()
+    # a process that is stopped lets the others wait for its store for ever
+    Thread(target=complete, args=(meeting, partial(meet, mesh, value, answer)), name="meeting", daemon=True).start()
+    try:
+        return meeting.result(mesh.timeout_s + STORE_SECONDS)
+    except TimeoutError as error:
+        raise dist.DistStoreError("the store does not answer") from error
 
 
 def complete(future: Future[T], action: Callable[[], T]) -> None:

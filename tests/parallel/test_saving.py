@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -16,10 +15,10 @@ import torch.distributed as dist
 
 from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
+from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, agree_on_long_work, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import LocalError
-from pangu.topology import mesh as mesh_module
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.saving import Saver
@@ -70,23 +69,6 @@ def test_a_rank_that_hangs_during_a_save_is_named(pool: Pool, asynchronous: bool
         assert said.startswith(f"rank 1: writing {path} does not get on for more than {TIMEOUT:g} s")
 
 
-def long_work(rank: int, world: int) -> list[int | None]:
-    """Work of one of two ranks that takes longer than the others would wait for a message, and gets on."""
-
-    def action(got_on: Callable[[], None]) -> int:
-        for _ in range(6):
-            time.sleep(TIMEOUT / 4)
-            got_on()
-        return 7
-
-    mesh = Mesh.connect(Layout(data=2), torch.device("cpu"), TIMEOUT).background()
-    return agree_on_long_work(mesh, "working", action, here=rank == 1)
-
-
-def test_work_that_gets_on_may_take_long(pool: Pool) -> None:
-    assert pool.run(2, long_work) == [[None, 7]] * 2
-
-
 def stopped(rank: int, world: int, keeps: bool) -> str:
     """What the second of two ranks says when the first one is stopped, as a debugger does, or hangs with its node.
 
@@ -109,7 +91,8 @@ def stopped(rank: int, world: int, keeps: bool) -> str:
         return ""
     try:
         with (
-            patch.multiple(mesh_module, SILENCE_SECONDS=0.2, STORE_SECONDS=1.0),
+            patch.object(agreement, "STORE_SECONDS", 1.0),
+            patch.multiple(meeting, SILENCE_SECONDS=0.2, STORE_SECONDS=1.0),
             pytest.raises(LocalError) as raised,
             name_silent_ranks(mesh, lambda: "saving"),
         ):

@@ -19,7 +19,7 @@ from pangu.training.validation import trust_ratios
 from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys, whole
 from tests.parallel.test_zero import MODEL
-from tests.threads import Ranks, replaced_here
+from tests.threads import Ranks
 
 
 def trainer_of(layout: Layout, *overrides: str) -> Trainer:
@@ -130,8 +130,7 @@ def save(rank: int, world: int, layout: Layout, folder: str, steps: int, *overri
     """Some steps and a checkpoint, then one more step."""
     trainer = trainer_of(layout, f"train.output={folder}", "checkpoint.asynchronous=false", *overrides)
     train(trainer, range(steps))
-    # the group of background saves is one of gloo's, which needs processes
-    with replaced_here(Mesh, background=lambda mesh: mesh), Saver(trainer.config, trainer) as saver:
+    with Saver(trainer.config, trainer) as saver:
         saver.save(steps * trainer.config.batch.global_size, {})
     return two_states(trainer, steps)
 

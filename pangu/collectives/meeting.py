@@ -1,0 +1,82 @@
+"""What processes of a run know of each other without a collective, by the store: answers of all, and who is silent."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, Queue
+from threading import Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS
+from pangu.topology.mesh import Mesh
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
+    """What `answer` makes, on the first process, of the values of all, in rank order. Each process sets a key; the
+    first one reads them all and sets one answer, for which the others wait. It goes on when all have read it, since the
+    store may end with this process. Messages for each process: five; no key is left but the number of meetings. Raises
+    DistStoreError if a process does not come in time."""
+    store, rank, world = mesh.store, mesh.rank, mesh.layout.world
+    assert store is not None
+    limit = timedelta(seconds=mesh.timeout_s)
+    meeting = store.add(f"meetings-{rank}", 1)
+    keys = [f"meeting-{meeting}-{rank}" for rank in range(world)]
+    answered, count, read = (f"meeting-{meeting}-{name}" for name in ("answer", "count", "read"))
+    if rank == 0:
+        store.wait(keys[1:], limit)
+        result = answer([value, *map(pickle.loads, store.multi_get(keys[1:]))])
+        store.set(answered, pickle.dumps(result))  # type: ignore[arg-type]  # which are bytes in truth
+        store.wait([read], limit)
+        for key in (answered, count, read):
+            store.delete_key(key)
+        return result
+    store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
+    store.wait([answered], limit)
+    result = pickle.loads(store.get(answered))
+    store.delete_key(keys[rank])
+    if store.add(count, 1) == world - 1:
+        store.set(read, "")
+    return result
+
+
+def silent_ranks(mesh: Mesh) -> list[int]:
+    """After a timeout: the ranks that do not report one soon after, because they are stuck or gone. Empty if
+    unknown."""
+    if mesh.store is None:
+        return []
+    store = mesh.store
+    answers: Queue[list[int] | None] = Queue()
+
+    def ask() -> None:
+        try:
+            store.set(f"misses-{mesh.rank}", "")
+            time.sleep(SILENCE_SECONDS)
+            silent = absent(store, [f"misses-{rank}" for rank in range(mesh.layout.world)])
+            answers.put([int(key.removeprefix("misses-")) for key in silent])
+        except RuntimeError:
+            answers.put(None)
+
+    # a process that is stopped lets the others wait for its store for ever
+    Thread(target=ask, name="silent ranks", daemon=True).start()
+    with suppress(Empty):
+        silent = answers.get(timeout=SILENCE_SECONDS + STORE_SECONDS)
+        if silent is not None:
+            return silent
+    return [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
+
+
+def absent(store: dist.Store, keys: list[str]) -> list[str]:
+    """Keys that are not set, in few questions where most are."""
+    if store.check(keys):
+        return []
+    half = len(keys) // 2
+    return keys if half == 0 else absent(store, keys[:half]) + absent(store, keys[half:])

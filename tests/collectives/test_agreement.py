@@ -1,0 +1,143 @@
+"""Processes meet through the store: what all hear, who is named, and what is left behind. Ranks are threads here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.collectives import agreement, meeting
+from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, name_silent_ranks
+from pangu.config.errors import LocalError, UserError
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+
+WORLD = 64
+
+
+def on_ranks(function: Callable[[Mesh], Any], world: int, timeout_s: float, store: dist.Store) -> list[Any]:
+    """What `function` returns, or the UserError that it raises, on each of as many threads."""
+
+    def told(rank: int) -> Any:
+        try:
+            return function(Mesh(Layout(data=world), rank, torch.device("cpu"), timeout_s=timeout_s, store=store))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(told, range(world)))
+
+
+def test_all_hear_the_results_of_all_and_no_key_is_left() -> None:
+    store = dist.HashStore()
+
+    def twice(mesh: Mesh) -> Any:
+        return agree(mesh, lambda: mesh.rank, here=mesh.rank % 2 == 1), agree(mesh, lambda: 7, here=mesh.is_first)
+
+    odd = [rank if rank % 2 else None for rank in range(WORLD)]
+    assert on_ranks(twice, WORLD, 20.0, store) == [(odd, [7] + [None] * (WORLD - 1))] * WORLD
+    assert store.num_keys() == WORLD  # the number of rounds of each
+
+
+def test_the_error_of_one_is_that_of_all() -> None:
+    def fail() -> None:
+        raise UserError("no file")
+
+    told = on_ranks(lambda mesh: agree(mesh, fail, here=mesh.rank == 40), WORLD, 20.0, dist.HashStore())
+    assert [str(error) for error in told] == ["no file"] * WORLD
+
+
+def test_work_that_makes_progress_may_take_long() -> None:
+    """One rank takes longer than the others would wait for it; meanwhile the foreground meets as well."""
+
+    def action(note_progress: Callable[[], None]) -> int:
+        for _ in range(8):
+            time.sleep(0.25)
+            note_progress()
+        return 7
+
+    def both(mesh: Mesh) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            work = thread.submit(agree_on_long_work, mesh.background(), "working", action, here=mesh.rank == 1)
+            return agree(mesh, work.done, here=True), work.result()
+
+    (done, results), *others = on_ranks(both, 4, 1.0, dist.HashStore())
+    assert done == [False] * 4  # this meeting did not wait for the work
+    assert results == [None, 7, None, None]
+    assert [rest for _, rest in others] == [[]] * 3
+
+
+def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
+    released = Event()
+
+    def action(_: Callable[[], None]) -> None:
+        released.wait(20.0)
+
+    told = on_ranks(
+        lambda mesh: agree_on_long_work(mesh, "writing FILE", action, here=mesh.rank == 5),
+        8,
+        0.5,
+        dist.HashStore(),
+    )
+    released.set()
+    assert {(type(error), str(error)) for error in told} == {
+        (
+            StuckError,
+            "rank 5: writing FILE does not get on for more than 0.5 s (parallel.timeout_s); look at the disk and "
+            "the network there",
+        )
+    }
+
+
+@pytest.mark.parametrize("absent", [0, 5])
+def test_ranks_that_do_not_come_are_named(absent: int) -> None:
+    def come(mesh: Mesh) -> None:
+        with name_silent_ranks(mesh, lambda: "saving"):
+            if mesh.rank not in (absent, 6):
+                agree(mesh, lambda: None, here=True)
+
+    with patch.multiple(meeting, SILENCE_SECONDS=0.2):
+        told = on_ranks(come, 8, 0.5, dist.HashStore())
+    for rank, error in enumerate(told):
+        if rank in (absent, 6):
+            assert error is None
+        else:
+            assert isinstance(error, LocalError)
+            assert str(error).startswith(
+                f"rank {rank}, saving: rank {absent}, 6 did not answer within parallel.timeout_s"
+            )
+
+
+class _Stopped(dist.Store):
+    """A store whose process is stopped: it does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.ended.wait(20.0)
+        return 0
+
+    def set(self, key: str, value: str) -> None:
+        self.ended.wait(20.0)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    store = _Stopped()
+    mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), timeout_s=0.2, store=store, keeper=0)
+    with (
+        patch.multiple(agreement, STORE_SECONDS=0.1),
+        patch.multiple(meeting, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
+        pytest.raises(LocalError, match=r"^rank 1, saving: rank 0 did not answer .*the store does not answer"),
+        name_silent_ranks(mesh, lambda: "saving"),
+    ):
+        agree(mesh, lambda: None, here=True)
+    store.ended.set()
