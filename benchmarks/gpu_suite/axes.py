@@ -51,7 +51,7 @@ def mesh_with_groups(values: dict[str, Any], device: torch.device) -> Iterator[M
     try:
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         axes = (*AXES, "shard", "gather", "copies", "ends")
-        groups = {"world": dist.group.WORLD, **{axis: mesh.new_group([0]) for axis in axes}}
+        groups = {"world": dist.group.WORLD, **{axis: mesh.new_group([0], axis) for axis in axes}}
         algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         yield replace(mesh, groups=groups, algorithms=algorithms)
     finally:

@@ -60,7 +60,7 @@ class Channels:
         self._stage, self._device = mesh.at.pipeline, mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
         directions = dict.fromkeys((kind, target > source) for kind, source, target in channels)
-        self._groups = {direction: mesh.new_group(ranks) for direction in directions}
+        self._groups = {direction: mesh.new_group(ranks, "messages") for direction in directions}
         # NCCL makes a pair's communicator at its first message, which both sides then wait for: once now, in an order
         # that all stages agree on
         for kind, source, target in channels:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from queue import Empty, Queue
-from threading import Thread
 
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LocalError
+from pangu.config.errors import LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
 from pangu.topology.orphan import end_with_launcher
 
@@ -44,7 +40,7 @@ class Mesh:
     """Axis of `Layout.peers` -> the group of this rank along it, if there are several ranks; `world`: all ranks."""
     timeout_s: float = 600.0
     store: dist.Store | None = None
-    """Where the processes met."""
+    """Where the processes met, and still do outside collectives; None: there is only one."""
     keeper: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
     algorithms: Algorithms = field(default_factory=Algorithms)
@@ -56,7 +52,6 @@ class Mesh:
         end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device)
-        store = None
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
             timeout = timedelta(seconds=timeout_s)
@@ -81,6 +76,7 @@ class Mesh:
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         groups = {"world": dist.group.WORLD}
+        store = dist.distributed_c10d._get_default_store()
         mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, algorithms)
         for axis in (*AXES, "shard", "gather", "copies", "ends"):
             ranks = layout.peers(mesh.rank, axis)
@@ -88,51 +84,34 @@ class Mesh:
                 # torch names a group by its ranks and by how many groups this process has: every process must make as
                 # many, those that are not in this one a group of one rank
                 is_member = mesh.rank in ranks
-                group = mesh.new_group(ranks if is_member else [mesh.rank])
+                group = mesh.new_group(ranks if is_member else [mesh.rank], axis)
                 if is_member:
                     mesh.groups[axis] = group
+        if dist.get_backend() == "nccl":
+            from pangu.topology.nccl import connect_groups
+
+            connect_groups(mesh.groups, device)
         return mesh
 
     def background(self) -> Mesh:
-        """The same mesh for a thread beside training: its `world` is a separate gloo group, since collectives of two
-        threads on one group would meet in any order. It has no other groups."""
-        if self.layout.world == 1:
+        """The same mesh for a thread beside training. It has no groups, since collectives of two threads on one group
+        would meet in any order, and a connection of its own to the store, in which it meets the others' threads."""
+        if self.store is None:
             return self
-        return replace(
-            self, groups={"world": dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))}
-        )
+        return replace(self, groups={}, store=dist.PrefixStore("background", self.store.clone()))  # type: ignore[attr-defined]
 
-    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A further group of global ranks; all of them must create it, in the same order as their other groups."""
-        timeout = timedelta(seconds=self.timeout_s)
+    def new_group(self, ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
+        """A further group of global ranks, along an axis of theirs or for `messages` between stages; all of them must
+        create it, in the same order as their other groups."""
+        timeout, options = timedelta(seconds=self.timeout_s), None
+        if dist.get_backend() == "nccl":
+            from pangu.topology.nccl import group_options
+
+            options = group_options(axis, timeout)
         # only the members meet: with the default every process of the run would have to take part in making each group
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
         assert group is not None
         return group
-
-    def silent_ranks(self) -> list[int]:
-        """After a timeout: the ranks that do not report one soon after, because they are stuck or gone. Empty if
-        unknown."""
-        if self.store is None:
-            return []
-        store = self.store
-        answers: Queue[list[int] | None] = Queue()
-
-        def ask() -> None:
-            try:
-                store.set(f"misses-{self.rank}", "")
-                time.sleep(SILENCE_SECONDS)
-                answers.put([rank for rank in range(self.layout.world) if not store.check([f"misses-{rank}"])])
-            except RuntimeError:
-                answers.put(None)
-
-        # a process that is stopped lets the others wait for its store for ever
-        Thread(target=ask, name="silent ranks", daemon=True).start()
-        with suppress(Empty):
-            silent = answers.get(timeout=SILENCE_SECONDS + STORE_SECONDS)
-            if silent is not None:
-                return silent
-        return [] if self.keeper in (None, self.rank) else [self.keeper]
 
     @property
     def at(self) -> Coordinates:

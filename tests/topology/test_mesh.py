@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from pangu.config.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.topology.nccl import record_collectives
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -36,3 +41,47 @@ def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypat
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: None)
     with pytest.raises(LocalError, match=r"rank 1 has Layout\(tensor=2.* another one Layout\(tensor=1, .*data=2"):
         Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=5.0)
+
+
+class _Options(SimpleNamespace):
+    """As NCCL's, which this build of torch may lack."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
+
+
+def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced is NCCL: what it would be asked for is recorded, by the group's ranks."""
+    made: dict[tuple[int, ...], Any] = {}
+    sent: list[object] = []
+
+    def new_group(ranks: list[int], timeout: object, pg_options: Any, use_local_synchronization: bool) -> object:
+        made[tuple(ranks)] = pg_options
+        return tuple(ranks)
+
+    calls = {"new_group": new_group, "get_backend": lambda: "nccl", "get_rank": lambda: 0}
+    calls |= {"is_initialized": lambda: True, "all_reduce": lambda tensor, group: sent.append(group)}
+    for name, call in calls.items():
+        monkeypatch.setattr(dist, name, call)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(Options=_Options), raising=False)
+    monkeypatch.setattr(dist, "group", Mock(WORLD="world"))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    mesh = Mesh.connect(Layout(tensor=2, pipeline=2, data=4, zero=1, zero_group=2), torch.device("cpu"))
+    tensor, replicas, shards, copies, stages = (0, 1), (0, 2, 4, 6), (0, 2), (0, 4), (0, 8)
+    assert sent == ["world", tensor, replicas, shards, shards, copies]  # stages send in theirs where they share weights
+    assert {ranks for ranks, options in made.items() if options.is_high_priority_stream} == {tensor}
+    assert {options.config.max_ctas for options in made.values()} == {None}
+    mesh.new_group(stages, "messages")
+    assert made[stages].is_high_priority_stream
+    assert made[stages].config.max_ctas == 4
+    assert {options._timeout.total_seconds() for options in made.values()} == {600.0}
+
+
+def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Path) -> None:
+    """And that a user's own choice stays."""
+    environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    record_collectives(tmp_path, environment)
+    assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == environment["TORCH_FR_DUMP_TEMP_FILE"]
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/collectives-"

@@ -1,0 +1,47 @@
+"""What NCCL is told. None of this has been timed: only devices can show what priorities and blocks are worth."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+URGENT = ("tensor", "messages")
+"""Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
+MESSAGE_CTAS = 4
+"""Blocks of a device, at most, that a message between stages takes from what computes beside it."""
+WARMED = ("world", "tensor", "data", "shard", "gather", "copies")
+"""Groups that every run sends in which has them."""
+RECORDED_COLLECTIVES = 2000
+"""The last ones of each process: some steps' worth, a few hundred KiB."""
+
+
+def group_options(axis: str, timeout: timedelta) -> Any:
+    """For a group along an axis of `Layout.peers`, or one of `messages` between stages."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=axis in URGENT)
+    options._timeout = timeout  # or torch warns that the group's is another
+    if axis == "messages":
+        options.config.max_ctas = MESSAGE_CTAS
+    return options
+
+
+def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
+    """Let groups connect now, in one order everywhere. Otherwise each does at its first collective, within a step."""
+    for axis in WARMED:
+        if axis in groups:
+            dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
+
+
+def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let every process remember its last collectives, and write them to `folder`/collectives-RANK, which torch's
+    flight-recorder tools read, when one does not end in time. What the user has set stays. Before groups are made."""
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the latter before torch 2.10
+        environment.setdefault(name, str(RECORDED_COLLECTIVES))
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        environment.setdefault(name, str(folder.absolute() / "collectives-"))
