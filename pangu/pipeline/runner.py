@@ -99,14 +99,16 @@ class Runner:
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
     events: list[Event] | None = None
     """Filled with the actions and their times, if it is a list."""
+    action: Action | None = field(default=None, init=False)
+    """What is carried out, for messages."""
+    began: float = field(default=0.0, init=False)
+    """When it began to compute."""
     _live: dict[Key, _Live] = field(default_factory=dict, init=False, repr=False)
     _made: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict, init=False, repr=False)
     """Outputs and input gradients not yet sent or used: kind, chunk that made it, micro-batch."""
     _arriving: dict[tuple[str, int, int], tuple[Action, Transfer]] = field(default_factory=dict, init=False, repr=False)
     """By the chunk that will use it."""
     _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
-    _began: float = field(default=0.0, init=False, repr=False)
-    """When the current action began to compute."""
 
     @classmethod
     def on(
@@ -153,7 +155,7 @@ class Runner:
             return result if scale is None else result * scale
 
         for action in schedule.actions[self.stage]:
-            self._began = self.now()
+            self.action, self.began = action, self.now()
             match action.kind:
                 case Kind.FORWARD:
                     micro = _key(action)[1]
@@ -171,7 +173,7 @@ class Runner:
             if self.events is not None:
                 from pangu.pipeline.timeline import Event
 
-                self.events.append(Event(self.stage, action, self._began, self.now()))
+                self.events.append(Event(self.stage, action, self.began, self.now()))
             self._free_sent()
         while self._leaving:
             self._wait(*self._leaving.pop(0))
@@ -254,7 +256,7 @@ class Runner:
             return self._made.pop((kind, neighbour, micro))
         tensors = self._wait(*self._arriving.pop((kind, chunk, micro)))
         self._free_sent()
-        self._began = self.now()  # waiting is not work
+        self.began = self.now()  # waiting is not work
         return tensors
 
     def _free_sent(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,12 @@ def run(values: Mapping[str, Any]) -> None:
         from pangu.training.preflight import raise_open_files
 
         raise_open_files(launch.world)
-    mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     output = Path(config.train.output)
+    if launch.world > 1 and device.type == "cuda":
+        from pangu.topology.nccl import record_collectives
+
+        record_collectives(output)
+    mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
     try:
         with ExitStack() as stack:
             stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
@@ -137,11 +142,21 @@ def _train(
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
         started = time.perf_counter()
-        loop.run()
+        with _watched(loop, output):
+            loop.run()
         if loop.stopped:
             _stop(loop, signals)
         else:
             _finish(loop, prompts, time.perf_counter() - started)
+
+
+def _watched(loop: Loop, output: Path) -> AbstractContextManager[object]:
+    """Where several processes may wait for one another: says who is stuck where."""
+    if loop.trainer.mesh.store is None:
+        return nullcontext()
+    from pangu.training.watchdog import Watchdog, place_of
+
+    return Watchdog(loop.trainer.mesh, output, partial(place_of, loop.trainer))
 
 
 def _log_states(config: RunConfig, trainer: Trainer) -> None:

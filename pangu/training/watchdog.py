@@ -1,0 +1,127 @@
+"""Who is stuck where, said before a run that hangs is ended: a backend of devices ends the process without a word."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from pangu.collectives.meeting import absent
+from pangu.config.errors import printable
+from pangu.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from pangu.training.step import Trainer
+
+BEAT_SECONDS = 5.0
+"""Between two messages of a process to the store; less if `parallel.timeout_s` is short."""
+PATIENCE = 0.75
+"""Part of `parallel.timeout_s` for which a process may be in one place: what is said comes before the end."""
+NAMED_RANKS = 8
+"""Ranks that a line names."""
+
+
+class Place(NamedTuple):
+    """Where a process is in its run. Another one is progress."""
+
+    step: int
+    words: str
+    began: float = 0.0
+    """When the action that is carried out began; any clock."""
+
+
+def place_of(trainer: Trainer) -> Place:
+    runner, words = trainer.runner, f"step {trainer.step + 1}, {trainer.doing}"
+    if trainer.doing == "forward and backward" and runner.action is not None:
+        words += f", {runner.action}"
+    return Place(trainer.step, words, runner.began)
+
+
+class Watchdog:
+    """A thread beside training. It tells the other processes every few seconds where this one is. When that has not
+    changed for most of `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run
+    folder, and the first process says where all are, those first that are furthest behind. Nothing else: what makes no
+    progress may still come.
+
+    A context manager. Training itself does nothing for it: the thread looks.
+    """
+
+    def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place]) -> None:
+        self._mesh, self._folder, self._place = mesh.background(), folder, place
+        self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
+        self._ended = Event()
+
+    def __enter__(self) -> Self:
+        Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        store = self._mesh.store
+        assert store is not None
+        beats, place, since_s, told = 0, self._place(), time.monotonic(), False
+        while not self._ended.wait(self._interval_s):
+            beats += 1
+            if (now := self._place()) != place:
+                place, since_s, told = now, time.monotonic(), False
+            still_s = time.monotonic() - since_s
+            try:
+                store.set(f"beat-{self._mesh.rank}", json.dumps([beats, still_s, place.step, place.words]))
+                if still_s > PATIENCE * self._mesh.timeout_s and not told:
+                    told = True
+                    self._write_stacks()
+                    if self._mesh.is_first:
+                        print(printable(f"\n{self._all_places()}"), file=sys.stderr, flush=True)
+            except RuntimeError:
+                return  # the store is gone, and with it the run
+
+    def _write_stacks(self) -> None:
+        path = self._folder / "stacks" / f"rank-{self._mesh.rank}.txt"
+        with suppress(OSError):  # what is said next counts more
+            path.parent.mkdir(exist_ok=True)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file)
+
+    def _all_places(self) -> str:
+        """Where all processes are: those first whose threads are silent between two looks, because they are stopped or
+        gone, then those that are steps behind, then those that are longest in one place."""
+        before = self._beats()
+        self._ended.wait(5 * self._interval_s)
+        ranks: dict[tuple[int, str], list[int]] = {}
+        longest: dict[tuple[int, str], float] = {}
+        for rank, (beat, still_s, step, words) in self._beats().items():
+            is_silent = before.get(rank, [0])[0] == beat and rank != self._mesh.rank
+            place = (-1, "silent, stopped or gone") if is_silent else (step, words)
+            ranks.setdefault(place, []).append(rank)
+            longest[place] = max(longest.get(place, 0.0), still_s)
+        places = sorted(ranks, key=lambda place: (place[0], -longest[place]))
+        limit_s = self._mesh.timeout_s
+        return "\n".join(
+            [
+                f"rank {self._mesh.rank}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
+                f"stacks are in {self._folder / 'stacks'}; where the ranks are, what others wait for first:",
+                *(f"  rank {_shown(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
+            ]
+        )
+
+    def _beats(self) -> dict[int, list[Any]]:
+        """Of the ranks that have begun: number of the message, seconds in one place, step, words."""
+        store, keys = self._mesh.store, [f"beat-{rank}" for rank in range(self._mesh.layout.world)]
+        assert store is not None
+        missing = set(absent(store, keys))
+        begun = [rank for rank, key in enumerate(keys) if key not in missing]
+        return dict(zip(begun, map(json.loads, store.multi_get([keys[rank] for rank in begun])), strict=True))
+
+
+def _shown(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"{', '.join(map(str, ranks[:NAMED_RANKS]))}{more}"

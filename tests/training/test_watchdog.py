@@ -1,0 +1,71 @@
+"""A run that hangs says who is stuck where, before it is ended. Ranks are threads, and the collective an event."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training import watchdog
+from pangu.training.watchdog import Place, Watchdog
+
+TIMEOUT = 2.0
+
+
+def mesh(rank: int, world: int, store: dist.Store) -> Mesh:
+    return Mesh(Layout(data=world), rank, torch.device("cpu"), timeout_s=TIMEOUT, store=store)
+
+
+def all_reduce_that_never_ends(released: Event) -> None:
+    released.wait(20.0)
+
+
+def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 2 reads data for ever, rank 3 is gone after a while, and ten others wait in a collective of the step."""
+    store, world, released, began = dist.HashStore(), 12, Event(), time.monotonic()
+
+    def place(rank: int) -> Place:
+        late = rank != 2 and time.monotonic() - began > 0.5
+        return Place(6, "step 7, adding up gradients" if late else "step 7, counting target tokens")
+
+    Thread(target=all_reduce_that_never_ends, args=(released,)).start()
+    watchdogs = [Watchdog(mesh(rank, world, store), tmp_path, partial(place, rank)) for rank in range(world)]
+    with ExitStack() as stack:
+        stack.callback(released.set)
+        for one in watchdogs:
+            stack.enter_context(one)
+        time.sleep(0.8)
+        watchdogs[3].__exit__(None, None, None)
+        said = ""
+        while "step 7" not in said and time.monotonic() - began < 20.0:
+            said += capfd.readouterr().err
+            time.sleep(0.05)
+    first, *lines = said.strip().splitlines()
+    assert first.startswith(f"rank 0: no progress for 1.5 s (parallel.timeout_s = 2); stacks are in {tmp_path}/stacks")
+    words = [line.rpartition(", for ")[0].strip() for line in lines]
+    assert words == [
+        "rank 3: silent, stopped or gone",
+        "rank 2: step 7, counting target tokens",
+        "rank 0, 1, 4, 5, 6, 7, 8, 9 and 2 more: step 7, adding up gradients",
+    ]
+    assert "all_reduce_that_never_ends" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+
+
+def test_a_run_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with (
+        patch.object(watchdog, "PATIENCE", 0.25),
+        Watchdog(mesh(0, 2, dist.HashStore()), tmp_path, lambda: Place(0, "step 1", (time.monotonic() - began) // 0.3)),
+    ):
+        time.sleep(1.2)
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
