@@ -6,13 +6,12 @@ no device has to wait for, and a thread beside training may meet as well.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -21,9 +20,6 @@ from pangu.topology.mesh import Mesh, is_silence
 
 T = TypeVar("T")
 A = TypeVar("A")
-
-INTERVAL_SECONDS = 10.0
-"""Seconds between the heartbeats of processes at long work; less if `parallel.timeout_s` is short."""
 
 
 class StuckError(UserError):
@@ -53,70 +49,17 @@ def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
     """Run `action` on the processes where `here` is true; all return when all have finished, with the results of all
     ranks in order (None where it did not run). A UserError on any rank is raised on every one. Raises RuntimeError if
     one does not answer within `parallel.timeout_s`, see `name_silent_ranks`."""
-    message, results = _meet(
+    message, results = meet_all(
         mesh,
-        _outcome(action) if here else (None, None),
-        lambda outcomes: (_first_message(outcomes), [result for result, _ in outcomes]),
+        outcome(action) if here else (None, None),
+        lambda outcomes: (first_message(outcomes), [result for result, _ in outcomes]),
     )
     if message is not None:
         raise UserError(message)
     return results
 
 
-def agree_on_long_work(
-    mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, here: bool
-) -> list[T | None]:
-    """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
-    in a thread, so that processes can exchange heartbeats. The results, which may be large, are returned on the first
-    process only, an empty list elsewhere.
-
-    `doing`: the work in words, e.g. "writing"; `action` gets a function to call whenever it has made progress. Raises
-    StuckError on every process, naming the ranks whose action makes no progress in time.
-    """
-    progress_s = time.monotonic()
-
-    def note_progress() -> None:
-        nonlocal progress_s
-        progress_s = time.monotonic()
-
-    work: Future[Any] = Future()
-    if here:
-        arguments = (work, lambda: action(note_progress))
-        Thread(target=complete, args=arguments, name="long work", daemon=True).start()
-    # All meet every few seconds, those that have no work or are done with it too. So nobody waits for another longer
-    # than that, and `parallel.timeout_s` still tells a process that is gone from one at work:
-    #   no answer at all            the meeting fails              the process is gone or stopped
-    #   an answer, no progress      StuckError, on all             the disk or the network hangs
-    #   an answer and progress      another round                  however long the work takes
-    busy = True
-    while busy:
-        if here:
-            wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
-        running = here and not work.done()
-        stuck = running and time.monotonic() - progress_s > mesh.timeout_s
-        busy, stuck_ranks = _meet(
-            mesh,
-            (running, stuck),
-            lambda flags: (any(busy for busy, _ in flags), [rank for rank, (_, stuck) in enumerate(flags) if stuck]),
-        )
-        if stuck_ranks:
-            raise StuckError(
-                f"rank {', '.join(map(str, stuck_ranks))}: {doing} does not get on for more than {mesh.timeout_s:g} s "
-                "(parallel.timeout_s); look at the disk and the network there"
-            )
-    results: list[T | None] = []
-
-    def keep(outcomes: list[tuple[T | None, str | None]]) -> str | None:
-        results.extend(result for result, _ in outcomes)
-        return _first_message(outcomes)
-
-    message = _meet(mesh, _outcome(work.result) if here else (None, None), keep)
-    if message is not None:
-        raise UserError(message)
-    return results
-
-
-def _outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
     """What an action returns, or the message of the UserError that it raises."""
     try:
         return action(), None
@@ -124,11 +67,11 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, str(error)
 
 
-def _first_message(outcomes: list[tuple[T | None, str | None]]) -> str | None:
+def first_message(outcomes: list[tuple[T | None, str | None]]) -> str | None:
     return next((message for _, message in outcomes if message is not None), None)
 
 
-def _meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
+def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     """All processes come with a value; what `answer` makes of them, in rank order, on the first one, is returned on
     all. Raises RuntimeError, see `is_silence`, if one does not come within `parallel.timeout_s`."""
     if mesh.layout.world == 1:

@@ -28,7 +28,7 @@ from pangu.checkpoint.files import (
     write_slices,
 )
 from pangu.checkpoint.run_folder import identity
-from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, complete
+from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
 from pangu.config.files import flush
 from pangu.config.schema import RunConfig
@@ -157,6 +157,8 @@ class Saver:
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint together with the other ranks: start, each rank's slices, commit, prune."""
+        from pangu.collectives.long_work import agree_on_long_work
+
         mesh, keep, first = self._mesh, self._config.checkpoint, self._mesh.is_first
 
         def write(note_progress: Callable[[], None]) -> Written:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pangu.collectives import agreement, meeting
-from pangu.collectives.agreement import StuckError, agree, agree_on_long_work, name_silent_ranks
+from pangu.collectives.agreement import StuckError, agree, name_silent_ranks
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.config.errors import LocalError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

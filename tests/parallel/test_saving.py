@@ -16,7 +16,8 @@ import torch.distributed as dist
 from pangu.checkpoint import files
 from pangu.checkpoint.files import list_checkpoints
 from pangu.collectives import agreement, meeting
-from pangu.collectives.agreement import StuckError, agree_on_long_work, name_silent_ranks
+from pangu.collectives.agreement import StuckError, name_silent_ranks
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import LocalError
 from pangu.topology.layout import Layout
