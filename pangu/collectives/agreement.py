@@ -80,9 +80,12 @@ def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
 
     meeting: Future[A] = Future()
     # a process that is stopped lets the others wait for its store for ever
-    Thread(target=complete, args=(meeting, partial(meet, mesh, value, answer)), name="meeting", daemon=True).start()
+    thread = Thread(target=complete, args=(meeting, partial(meet, mesh, value, answer)), name="meeting", daemon=True)
+    thread.start()
     try:
-        return meeting.result(mesh.timeout_s + STORE_SECONDS)
+        result = meeting.result(mesh.timeout_s + STORE_SECONDS)
+        thread.join()  # Python ends with an abort if a thread is in the store then
+        return result
     except TimeoutError as error:
         raise dist.DistStoreError("the store does not answer") from error
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pangu.collectives.meeting import absent
-from pangu.config.errors import printable
+from pangu.config.errors import STORE_SECONDS, printable
 from pangu.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -57,13 +57,15 @@ class Watchdog:
         self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
         self._ended = Event()
+        self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         self._ended.set()
+        self._thread.join(STORE_SECONDS)  # Python ends with an abort if a thread is in the store then
 
     def _watch(self) -> None:
         store = self._mesh.store

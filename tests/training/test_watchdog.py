@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -69,3 +70,26 @@ def test_a_run_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFi
         time.sleep(1.2)
     assert capfd.readouterr().err == ""
     assert list(tmp_path.iterdir()) == []
+
+
+class _Slow(dist.Store):
+    """A store that takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Event()
+
+    def clone(self) -> _Slow:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.set()
+        time.sleep(0.3)
+
+
+def test_no_thread_is_in_the_store_when_the_run_has_ended(tmp_path: Path) -> None:
+    """Python ends with an abort if one is."""
+    store = _Slow()
+    with Watchdog(mesh(0, 2, store), tmp_path, lambda: Place(0, "step 1")):
+        store.asked.wait(10.0)
+    assert "watchdog" not in {thread.name for thread in threading.enumerate()}
