@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,15 +36,17 @@ class Batch:
     """Where each of `documents` begins in the flattened micro-batch, then where the last one ends, over and over: int32
     [2^n + 1]. None: not known."""
 
-    def to(self, device: torch.device, beside: AbstractContextManager[object] | None = None) -> Batch:
-        """The same on a device. The host does not wait for the copies, which are queued within `beside`, if it is
-        given: their memory belongs to the stream that is the current one outside of it."""
+    def to(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]] | None = None) -> Batch:
+        """The same on a device. The host does not wait for the copies, which are queued within what `beside` returns,
+        if it is given: their memory belongs to the stream that is the current one outside of it."""
         if self.tokens.device.type == device.type:
             return self
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         pinned = {name: torch.empty_like(tensor, pin_memory=True).copy_(tensor) for name, tensor in tensors.items()}
         moved: dict[str, Any] = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
-        with beside or nullcontext():
+        # Only now: the memory may be what another thread has just freed, which its stream has not done with. The copies
+        # must wait for all that was queued before.
+        with nullcontext() if beside is None else beside():
             for name, tensor in pinned.items():
                 moved[name].copy_(tensor, non_blocking=True)
         return replace(self, **moved)

@@ -56,6 +56,7 @@ class Loader:
     def micro_batches(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
         if self._ahead is None or self._ahead[0] != consumed:
+            self._abandon()
             self._read(consumed)
         assert self._ahead is not None
         batches, arrival = self._ahead[1].result()
@@ -64,7 +65,14 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Let computation wait for copies that nobody asked for: it may be given their memory."""
+        reading, self._ahead = None if self._ahead is None else self._ahead[1], None
+        if reading is not None and not reading.cancel() and reading.exception() is None:
+            self._copies.wait(reading.result()[1])
 
     def _read(self, consumed: int) -> None:
         self._ahead = (consumed, self._thread.submit(self._load, consumed))
@@ -75,7 +83,7 @@ class Loader:
             make_batch(np.stack([self._stream[index] for index in indices]), indices, self._packing)
             for indices in step_samples(consumed, *self._sizes)
         ]
-        moved = [batch.to(self._device, self._copies.after_computation()) for batch in batches]
+        moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
         return moved, self._copies.record()
 
     def __enter__(self) -> Self:

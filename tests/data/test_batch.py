@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -90,3 +91,23 @@ def test_types_and_device(reset: bool) -> None:
     assert batch.weights.dtype == torch.float32
     assert batch.samples == (0, 1)
     assert batch.to(torch.device("cpu")) is batch
+
+
+def test_copies_wait_for_what_used_their_memory_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been freed by another thread until it is allocated, while a kernel still reads it."""
+    order: list[str] = []
+    empty_like = torch.empty_like
+
+    def allocate(like: torch.Tensor, device: object = "cpu", pin_memory: bool = False) -> torch.Tensor:
+        order.append(str(device))
+        return empty_like(like, device=torch.device(str(device)))
+
+    def beside() -> nullcontext[None]:
+        order.append("copies wait")
+        return nullcontext()
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    batch = make_batch(np.ones((2, 5), np.int64), (0, 1), PackingConfig(None, None, True, True))
+    assert batch.to(torch.device("meta"), beside).labels.device.type == "meta"
+    assert order.count("meta") >= 5
+    assert order.index("copies wait") == len(order) - 1

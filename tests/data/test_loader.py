@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pangu.config.data import PackingConfig
 from pangu.data.loader import Loader, step_samples
+from pangu.topology.copy_stream import CopyStream
 
 PACKING = PackingConfig(eod=None, pad=None, reset_mask=False, reset_positions=False)
 
@@ -102,3 +103,21 @@ def test_close_ends_the_thread() -> None:
     assert {thread.ident for thread in threading.enumerate()} != before
     loader.close()
     assert {thread.ident for thread in threading.enumerate()} <= before
+
+
+def test_no_copy_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches that nobody asks for: what computes next may be given their memory."""
+    queued: list[int] = []
+    waited: list[int] = []
+
+    def record(_: CopyStream) -> int:
+        queued.append(len(queued))
+        return queued[-1]
+
+    monkeypatch.setattr(CopyStream, "record", record)
+    monkeypatch.setattr(CopyStream, "wait", staticmethod(waited.append))
+    with Loader(Recorded(broken=20), PACKING, 4, 2, 0, 1) as loader:
+        for consumed in (0, 4, 12, 0, 16, 0):  # in order, a jump, back; what follows 16 cannot be read
+            loader.micro_batches(consumed)
+        loader.micro_batches(4)
+    assert waited == queued
