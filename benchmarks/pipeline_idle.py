@@ -20,7 +20,8 @@ from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.pipeline import OURS
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
 from pangu.pipeline.simulate import bubble_by_formula, simulate
-from pangu.training.profile import durations_of, record_step
+from pangu.topology.recording import stop
+from pangu.training.profile import Profile, durations_of
 
 STAGES = 4
 LAYERS = 12
@@ -42,7 +43,11 @@ def idle(schedule: str, virtual: int, arguments: argparse.Namespace) -> list[tup
     )
     batches = micro_batches(samples(8192, arguments.micro_batches), 1)
     trainer.train_step(batches)
-    timelines = [record_step(trainer, batches) for _ in range(arguments.repeats)]
+    timelines = []
+    for _ in range(arguments.repeats):
+        Profile.begin(trainer.mesh)
+        trainer.forward_backward(batches)
+        timelines.append(Profile.of(trainer, stop(trainer.mesh.recorder)).timeline)
     return [(line.bubble, simulate(line.schedule, durations_of(line)).bubble) for line in timelines]
 
 

@@ -137,9 +137,10 @@ def test_the_package_stays_small() -> None:
     dropout as a hash, in one operation; 150 a step that waits for nothing, what the host knew at once being decided on
     the device and heard of later; 200 gradients that products add up, and the loss in one pass forward and one
     backward; 150 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
-    through the store, and naming who is stuck where on devices too."""
+    through the store, and naming who is stuck where on devices too;
+    400 a profile whose parts add up to the step, on every rank."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 18_550
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 18_950
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -174,7 +175,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_550, "run": 10_300}
+MOST_LINES = {"trainer": 5_600, "run": 10_400}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. The
 trainer's last 50 are sums of gradients that begin without zeros and take products."""
 

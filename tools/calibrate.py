@@ -46,6 +46,7 @@ from pangu.planning.workload import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup
 from pangu.training.autotune import choose
 from pangu.training.step import Trainer
 
@@ -299,14 +300,15 @@ def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> 
 def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, list[Callable[[], object]]]:
     """The collectives of layers and replicas on a buffer, each by the algorithms that autotuning chooses from."""
     shard = torch.zeros_like(buffer[: buffer.numel() // size])
-    scatters = Repeated("scatter", group, buffer.numel(), buffer.dtype).algorithms
-    gathers = Repeated("gather", group, buffer.numel(), buffer.dtype).algorithms
+    along = AxisGroup(group, "data")
+    scatters = Repeated("scatter", along, buffer.numel(), buffer.dtype).algorithms
+    gathers = Repeated("gather", along, buffer.numel(), buffer.dtype).algorithms
 
     def gather(algorithm: str) -> object:
-        return start_all_gather(buffer, shard, group, Algorithms(gather=algorithm)).wait()
+        return start_all_gather(buffer, shard, along, Algorithms(gather=algorithm)).wait()
 
     def scatter(algorithm: str) -> object:
-        return start_reduce_scatter(shard, buffer, group, Algorithms(scatter=algorithm)).wait()
+        return start_reduce_scatter(shard, buffer, along, Algorithms(scatter=algorithm)).wait()
 
     return {
         "all_reduce": [lambda: dist.all_reduce(buffer, group=group)],

@@ -121,7 +121,7 @@ def measure(setting: Setting) -> None:
     with mesh_with_groups(setting.values("tiny"), device) as mesh:
         for axis in mesh.groups:
             with setting.row(f"collectives over {axis}") as figures:
-                figures["backend"] = dist.get_backend(mesh.group(axis))
+                figures["backend"] = dist.get_backend(mesh.groups[axis])
                 expected = torch.arange(1024.0, device=device)
                 figures["done"] = []
                 for name, action in collectives(mesh, axis).items():

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(tensor: Tensor, group: AxisGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` in place and return it."""
     if group is not None:
-        dist.all_reduce(tensor, op=op, group=group)
+        with group.recorder.meeting(group.axis):
+            dist.all_reduce(tensor, op=op, group=group.process_group)
     return tensor
 
 
@@ -32,38 +34,40 @@ class Completion:
     wait: Callable[[], Any] = lambda: None
 
 
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Handle:
+def start_all_reduce(tensor: Tensor, group: AxisGroup | None) -> Handle:
     """Begin to sum `tensor` in place."""
-    return Completion() if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+    if group is None:
+        return Completion()
+    return _watched(group, dist.all_reduce(tensor, group=group.process_group, async_op=True))
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
+def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
     """Begin to all-gather the flat shards `part`, which may be a view of `whole`. gloo's all-gather goes round a ring;
     an exchange takes one step and a copy of the shard for each rank."""
     if group is None:
         return Completion()
     if algorithms.gather == "exchange":
-        copies = part.expand(dist.get_world_size(group), -1).contiguous()
-        return dist.all_to_all_single(whole, copies.view(-1), group=group, async_op=True)
-    return _named("all_gather_single", "all_gather_into_tensor")(whole, part, group=group, async_op=True)
+        copies = part.expand(group.size, -1).contiguous()
+        return _watched(group, dist.all_to_all_single(whole, copies.view(-1), group=group.process_group, async_op=True))
+    gather = _named("all_gather_single", "all_gather_into_tensor")
+    return _watched(group, gather(whole, part, group=group.process_group, async_op=True))
 
 
-def start_reduce_scatter(
-    part: Tensor, whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms
-) -> Handle:
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
     """Begin to sum the flat `whole` over the ranks; this rank's share goes to `part`, which may be a view of it. gloo's
     reduce-scatter reduces everything everywhere. An exchange adds up in the order of the ranks, which gives the same
     sum wherever an element stands in a message."""
     if group is None:
         return Completion()
     if algorithms.scatter == "own":
-        return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, group=group, async_op=True)
+        scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        return _watched(group, scatter(part, whole, group=group.process_group, async_op=True))
     received = torch.empty_like(whole)
-    exchange = dist.all_to_all_single(received, whole, group=group, async_op=True)
+    exchange = _watched(group, dist.all_to_all_single(received, whole, group=group.process_group, async_op=True))
 
     def add() -> None:
         exchange.wait()
-        first, *others = received.chunk(dist.get_world_size(group))
+        first, *others = received.chunk(group.size)
         for other in others:
             first.add_(other)
         part.copy_(first)
@@ -71,11 +75,11 @@ def start_reduce_scatter(
     return Completion(add)
 
 
-def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, algorithms: Algorithms) -> Handle:
+def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
     """As `start_all_reduce`, with the sums of `start_reduce_scatter` bit for bit. The ranks must divide the length."""
-    if group is None or algorithms.scatter == "own" or dist.get_world_size(group) == 2:  # a + b = b + a
+    if group is None or algorithms.scatter == "own" or group.size == 2:  # a + b = b + a
         return start_all_reduce(whole, group)
-    part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
+    part = torch.empty_like(whole.chunk(group.size)[0])
     scattered = start_reduce_scatter(part, whole, group, algorithms)
 
     def join() -> None:
@@ -85,17 +89,22 @@ def start_ordered_all_reduce(whole: Tensor, group: dist.ProcessGroup | None, alg
     return Completion(join)
 
 
+def _watched(group: AxisGroup, work: dist.Work) -> Handle:
+    """What was begun, watched where steps are recorded."""
+    return group.recorder.watched(group.axis, work)
+
+
 def _named(name: str, before: str) -> Callable[..., dist.Work]:
     """A function of torch.distributed by its name from torch 2.13 on, or by the name before."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_objects(value: Any, group: AxisGroup | None) -> list[Any]:
     """`value` of every rank, in rank order. For small messages between phases, never inside a step."""
     if group is None:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
     return values
 
 
@@ -105,6 +114,6 @@ def largest_of(values: Sequence[float], mesh: Mesh) -> list[float]:
     return largest(torch.tensor(values, dtype=torch.float64, device=mesh.device), mesh.group("world")).tolist()
 
 
-def largest(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def largest(tensor: Tensor, group: AxisGroup | None) -> Tensor:
     """Elementwise maximum over `group`, in place."""
     return all_reduce(tensor, group, dist.ReduceOp.MAX)

@@ -18,13 +18,14 @@ from torch.autograd import Function
 from pangu.collectives.reduce import Handle, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import TensorRank
+from pangu.topology.recorder import AxisGroup
 
 
 @dataclass(frozen=True)
 class TensorRegion(TensorRank):
     """A tensor-parallel group and this rank's place in it."""
 
-    group: dist.ProcessGroup | None = None
+    group: AxisGroup | None = None
     chunks: int = 1
     """Chunks of a matmul, which hide the communication of one behind the computation of another; fewer where the
     sequence is shorter."""
@@ -120,8 +121,8 @@ def leave(x: Tensor, region: TensorRegion) -> Tensor:
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:
     """[..., width / size] -> [..., width]. Not differentiable: for results."""
-    if region.size == 1:
+    if region.group is None:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(region.size)]
-    dist.all_gather(parts, x.contiguous(), group=region.group)
+    dist.all_gather(parts, x.contiguous(), group=region.group.process_group)
     return torch.cat(parts, -1)

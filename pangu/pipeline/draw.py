@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from pangu.config.errors import writing
-from pangu.config.files import write_atomically
 from pangu.metrics.plots import write_figure
-from pangu.pipeline.actions import COMPUTE, SENDS, Action, Kind
+from pangu.pipeline.actions import SENDS, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.simulate import Gap, bubble_by_formula
 from pangu.pipeline.simulate import gaps as gaps_of
@@ -222,27 +219,3 @@ def _draw_legend(figure: Figure, timeline: Timeline, gaps: Sequence[Gap]) -> Non
 def _tint(colour: tuple[float, float, float], strength: float) -> tuple[float, float, float]:
     red, green, blue = (1 - strength * (1 - part) for part in colour)
     return red, green, blue
-
-
-def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the timeline (in seconds) in Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing: a track
-    per stage (X: a span); above it messages and gaps (b and e: begin and end), which overlap. Raises UserError if the
-    file cannot be written."""
-    records: list[dict[str, object]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-        for stage in range(timeline.schedule.stages)
-    ]
-    for number, event in enumerate(timeline.events):
-        action = event.action
-        args = {"chunk": action.chunk, "micro": action.micro, "peer": action.peer}
-        micro = "" if action.micro is None else f" {action.micro}"
-        start, duration = (event.start - timeline.start) * 1e6, (event.stop - event.start) * 1e6
-        record = {"name": f"{action.kind}{micro}", "cat": str(action.kind), "pid": 0, "tid": event.stage, "args": args}
-        if action.kind in COMPUTE:
-            records.append({**record, "ph": "X", "ts": start, "dur": duration})
-        else:
-            records.append({**record, "ph": "b", "id": number, "ts": start})
-            records.append({**record, "ph": "e", "id": number, "ts": start + duration})
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}).encode())

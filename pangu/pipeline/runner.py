@@ -24,11 +24,11 @@ from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import hidden_state_shapes
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
+from pangu.topology.recorder import Recorder
 
 if TYPE_CHECKING:
     from pangu.collectives.point_to_point import Channels, Transfer
     from pangu.layers.weight_gradient_store import WeightGradientStore
-    from pangu.pipeline.timeline import Event
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
@@ -97,8 +97,8 @@ class Runner:
     region: TensorRank
     store: WeightGradientStore | None = None
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
-    events: list[Event] | None = None
-    """Filled with the actions and their times, if it is a list."""
+    recorder: Recorder = field(default_factory=Recorder)
+    """Of actions, and of the times that messages are waited for."""
     action: Action | None = field(default=None, init=False)
     """What is carried out, for messages."""
     began: float = field(default=0.0, init=False)
@@ -121,7 +121,7 @@ class Runner:
             from pangu.collectives.point_to_point import Channels
 
             channels = Channels(mesh, schedule.channels)
-        return cls(model, parts, mesh.at.pipeline, name, channels, **fields)
+        return cls(model, parts, mesh.at.pipeline, name, channels, recorder=mesh.recorder, **fields)
 
     def run(
         self,
@@ -155,25 +155,22 @@ class Runner:
             return result if scale is None else result * scale
 
         for action in schedule.actions[self.stage]:
-            self.action, self.began = action, self.now()
-            match action.kind:
-                case Kind.FORWARD:
-                    micro = _key(action)[1]
-                    self._forward(action, batches[micro], keys[micro] if keys else None, root, cache)
-                case Kind.BACKWARD | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
-                    self._backward(action)
-                case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
-                    self._send(action)
-                case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
-                    self._receive(action, batches)
-                case Kind.UNSHARD:
-                    self.hooks.unshard(action.chunk)
-                case Kind.RESHARD:
-                    self.hooks.reshard(action.chunk)
-            if self.events is not None:
-                from pangu.pipeline.timeline import Event
-
-                self.events.append(Event(self.stage, action, self.began, self.now()))
+            self.action, self.began = action, time.perf_counter()
+            with self.recorder.span(action):
+                match action.kind:
+                    case Kind.FORWARD:
+                        micro = _key(action)[1]
+                        self._forward(action, batches[micro], keys[micro] if keys else None, root, cache)
+                    case Kind.BACKWARD | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
+                        self._backward(action)
+                    case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
+                        self._send(action)
+                    case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
+                        self._receive(action, batches)
+                    case Kind.UNSHARD:
+                        self.hooks.unshard(action.chunk)
+                    case Kind.RESHARD:
+                        self.hooks.reshard(action.chunk)
             self._free_sent()
         while self._leaving:
             self._wait(*self._leaving.pop(0))
@@ -190,12 +187,6 @@ class Runner:
         """`run` a schedule of forwards only, without dropout and backward."""
         assert cache is None or len(batches) == 1
         return self.run(schedule, batches, end, cache=cache)
-
-    def now(self) -> float:
-        """Seconds; if events are recorded, once all work queued on the device is done."""
-        if self.events is not None and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
     def _forward(
         self,
@@ -256,7 +247,7 @@ class Runner:
             return self._made.pop((kind, neighbour, micro))
         tensors = self._wait(*self._arriving.pop((kind, chunk, micro)))
         self._free_sent()
-        self.began = self.now()  # waiting is not work
+        self.began = time.perf_counter()  # waiting is not work
         return tensors
 
     def _free_sent(self) -> None:
@@ -282,7 +273,7 @@ class Runner:
             self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 
     def _wait(self, action: Action, transfer: Transfer) -> Sequence[Tensor]:
-        with self._meeting(action):
+        with self._meeting(action), self.recorder.span(action):
             return transfer.wait()
 
     @contextmanager

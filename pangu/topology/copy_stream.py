@@ -54,6 +54,10 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
+    def precede(self) -> None:
+        """Computation queued from now on waits for it; the host does not."""
+        CopyStream.wait(self._event)
+
     def seconds_since(self, earlier: Moment) -> float:
         """Both must have been waited for."""
         return self._time - earlier._time if self._event is None else earlier._event.elapsed_time(self._event) / 1000

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pangu.config.errors import LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
 from pangu.topology.orphan import end_with_launcher
+from pangu.topology.recorder import AxisGroup, Recorder
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -44,6 +45,8 @@ class Mesh:
     keeper: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
     algorithms: Algorithms = field(default_factory=Algorithms)
+    recorder: Recorder = field(default_factory=Recorder)
+    """Of this rank's steps."""
 
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
@@ -122,8 +125,9 @@ class Mesh:
         """True on the one process that prints and writes for all."""
         return self.rank == 0
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        return self.groups.get(axis)
+    def group(self, axis: str) -> AxisGroup | None:
+        group = self.groups.get(axis)
+        return None if group is None else AxisGroup(group, axis, self.recorder)
 
     def close(self) -> None:
         if self.groups:

@@ -29,11 +29,14 @@ from pangu.training.saving import Saver
 from pangu.training.step import PendingResult, StepResult, Trainer
 
 if TYPE_CHECKING:
-    from pangu.pipeline.timeline import Timeline
     from pangu.planning.forecast import Forecast
+    from pangu.training.profile import Profile
     from pangu.training.validation import Benchmarks, Validation
 
 log = logging.getLogger("pangu")
+
+PROFILED = 10
+"""Which of the steps of a process is profiled; its last one, if it makes fewer."""
 
 
 class Loop:
@@ -79,8 +82,10 @@ class Loop:
         """Why the run ended before its last step, if it did."""
         self.record: StepRecord | None = None
         """The figures of the last step that was made."""
-        self.timeline: Timeline | None = None
-        """The recorded step, if `profile` asks for one."""
+        self.profile: Profile | None = None
+        """Of a step, if `profile` asks for one."""
+        self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
+        trainer.mesh.recorder.watches = config.profile
 
     def run(self) -> None:
         """Make the remaining steps; validate, evaluate, record and save as they fall due."""
@@ -93,7 +98,7 @@ class Loop:
             self._open_writers()
             saver = stack.enter_context(Saver(config, trainer))
             while trainer.step < config.train.steps and self.stopped is None:
-                with name_silent_ranks(mesh, partial(self._place, trainer.step + 1)):
+                with name_silent_ranks(mesh, partial(self._place, trainer.step + 1)), self._profiled(saver):
                     self._make_step(loader, saver)
             self._note("saving")
             with name_silent_ranks(mesh, partial(self._place, trainer.step)):
@@ -110,10 +115,15 @@ class Loop:
         self._note("training")
         if self._step_began is None:
             self._step_began, self._interlude_s = Moment(trainer.mesh.device), 0.0
-        stragglers = self._forward_backward(loader.micro_batches(self.samples))
+        recorder = trainer.mesh.recorder
+        with recorder.span("loading"):
+            batches = loader.micro_batches(self.samples)
+        with recorder.span("update"):
+            stragglers = self._forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
-        self._pending = trainer.update(self.signals.flags(self._step_s, saver.has_failed)), stragglers
+        with recorder.span("update"):
+            self._pending = trainer.update(self.signals.flags(self._step_s, saver.has_failed)), stragglers
         self.samples += self.config.batch.global_size
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
@@ -157,19 +167,35 @@ class Loop:
                 self._save(saver)
 
     def _forward_backward(self, batches: Sequence[Batch]) -> dict[int, float] | None:
-        """That of a step, whose actions are recorded where the configuration asks for that; returns the stragglers."""
+        """That of a step; returns the stragglers, where they are looked for."""
         trainer, slow_every = self.trainer, self.config.faults.slow_every
-        if self.config.profile and trainer.step == self.config.train.steps - 1:
-            from pangu.training.profile import record_step
-
-            self.timeline = record_step(trainer, batches)
-        elif slow_every and (trainer.step + 1) % slow_every == 0:
+        if slow_every and (trainer.step + 1) % slow_every == 0 and trainer.mesh.recorder.tape is None:
             from pangu.training.profile import find_stragglers
 
             return find_stragglers(trainer, batches, self.config.faults.slow_factor) or None
-        else:
-            trainer.forward_backward(batches)
+        trainer.forward_backward(batches)
         return None
+
+    @contextmanager
+    def _profiled(self, saver: Saver) -> Iterator[None]:
+        """Record what is done within the block, if that is the step to be profiled."""
+        trainer, config = self.trainer, self.config
+        if not config.profile or trainer.step != self._profiled_after:
+            yield
+            return
+        from pangu.topology.recording import stop
+        from pangu.training.profile import Profile
+
+        Profile.begin(trainer.mesh)
+        yield
+        recording = stop(trainer.mesh.recorder)
+        if self._pending is not None and not self._look(saver, at_once=True):
+            return
+        with self._interlude("profiling"):
+            self.profile = Profile.of(trainer, recording)
+            if trainer.mesh.is_first:
+                self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")
+                log.info(self.profile.table(None if self.forecast is None else vars(self.forecast.time)))
 
     def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
         """Measure what is due, and put together all figures of the step that was made."""
@@ -221,7 +247,8 @@ class Loop:
         """Do something that is no part of a step and does not count in its time."""
         self._note(doing)
         interlude_s, began = self._interlude_s, time.perf_counter()
-        yield
+        with self.trainer.mesh.recorder.span("interlude"):
+            yield
         self._interlude_s = interlude_s + time.perf_counter() - began  # once, where one is within another
 
     def _goes_back(self, result: StepResult, saver: Saver) -> bool:

@@ -1,37 +1,256 @@
-"""Steps whose actions are recorded: a picture of what each stage did when, and the search for slow ranks."""
+"""A recorded step: where its time goes on each rank, a trace of it and a picture; and the search for slow ranks."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median_low
+from typing import Any, NamedTuple
 
 import torch
 
-from pangu.collectives.reduce import all_reduce, gather_objects
+from pangu.collectives.reduce import all_reduce, gather_objects, largest
+from pangu.config.errors import writing
+from pangu.config.files import write_atomically
 from pangu.data.batch import Batch
-from pangu.pipeline.actions import COMPUTE, Durations, Kind
+from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, Kind
+from pangu.pipeline.check import Message, message_of
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.timeline import Timeline
+from pangu.pipeline.timeline import Event, Timeline
+from pangu.planning.search_report import TERMS
+from pangu.topology.mesh import Mesh
+from pangu.topology.recording import Recording, Span, start, stop
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
 
+INTERLUDE = "interlude"
+"""A span that is no part of the step."""
+PARTS = (*TERMS, "loading", "logging")
+"""What a step's time is spent on: the terms of a forecast, of which those of communication are waiting for the messages
+themselves and `bubble` is waiting for a rank that has not come yet; waiting for batches; all that surrounds a step."""
+WORDS = ("update", "loading", "logging", INTERLUDE)
+"""What spans are for that are no action and wait for no collective."""
+TERM_OF = {"ends": "pipeline", "shard": "data", "gather": "data", "copies": "data", "world": "update"}
+"""Axis -> the part that its messages count in, where that has another name."""
+TRACED = 64
+"""The first ranks, whose spans are sent to the others, with those of the first pipeline."""
 
-def record_step(trainer: Trainer, micro_batches: Sequence[Batch]) -> Timeline:
-    """`trainer.forward_backward`, and on every rank what the stages of its pipeline did, in seconds from a common
-    start."""
-    runner, group = trainer.runner, trainer.mesh.group("pipeline")
-    # clocks of different machines differ: the stages begin together, and each counts from there
-    all_reduce(torch.zeros((), device=trainer.mesh.device), group)
-    runner.events = []
-    began = runner.now()
-    trainer.forward_backward(micro_batches)
-    events = [event._replace(start=event.start - began, stop=event.stop - began) for event in runner.events]
-    runner.events = None
-    of_all_stages = tuple(event for stage in gather_objects(events, group) for event in stage)
-    return Timeline(trainer.stages.schedule, of_all_stages)
+
+class RankProfile(NamedTuple):
+    """In seconds."""
+
+    parts: dict[str, float]
+    """By PARTS; their sum is the time of the step."""
+    exposed: dict[str, float]
+    """Axis -> time that computation waited for its messages, all ranks having come."""
+    hidden: dict[str, float]
+    """Axis -> time that its collectives took, all ranks having come, before they were waited for. Of messages between
+    stages, and of what begins in one step and ends in another, it is not known."""
+    recording: Recording | None
+    """Of the ranks that are traced."""
+
+
+def breakdown(recording: Recording, came: Mapping[str, Sequence[float]], sent: Mapping[Message, float]) -> RankProfile:
+    """Every moment of a rank's step as a part of it.
+
+    Args:
+        recording: in it the last span of a message is that of waiting for it.
+        came: axis -> when the last rank came to each collective of `recording`.
+        sent: when each message between stages left.
+    """
+    own = [span.stop - span.start for span in recording.spans]
+    for span in recording.spans:
+        if span.parent is not None:
+            own[span.parent] -= span.stop - span.start
+    profile = RankProfile(dict.fromkeys(PARTS, 0.0), {}, {}, recording)
+    for place in counted(recording.spans):
+        span, seconds = recording.spans[place], own[place]
+        axis, begins = axis_of(span), span.start
+        if span.message is not None:
+            begins, (_, ended) = came[span.what][span.message], recording.messages[span.what][span.message]
+            hidden = max(0.0, min(ended, span.start) - begins)
+            profile.hidden[span.what] = profile.hidden.get(span.what, 0.0) + hidden
+        elif waits(span, recording.spans):
+            begins = sent.get(message_of(span.what), span.start)
+        waited = min(max(0.0, begins - span.start), seconds)
+        profile.parts["bubble"] += waited
+        profile.parts[part_of(span)] += seconds - waited
+        if axis is not None:
+            profile.exposed[axis] = profile.exposed.get(axis, 0.0) + seconds - waited
+    return profile
+
+
+def counted(spans: Sequence[Span]) -> Iterator[int]:
+    """Places of those that are no part of an interlude."""
+    left_out: set[int] = set()
+    for place, span in enumerate(spans):
+        if span.what == INTERLUDE or span.parent in left_out:
+            left_out.add(place)
+        else:
+            yield place
+
+
+def axis_of(span: Span) -> str | None:
+    """The axis whose messages it waits for, or posts."""
+    if isinstance(span.what, Action):
+        return "pipeline" if span.what.kind in MESSAGES else None
+    return None if span.what in WORDS else str(span.what)
+
+
+def part_of(span: Span) -> str:
+    """The one of PARTS that it counts in, once all ranks have come."""
+    axis = axis_of(span)
+    if axis is not None:
+        return TERM_OF.get(axis, axis)
+    if isinstance(span.what, Action):
+        return "compute" if span.what.kind in COMPUTE else "data"
+    return str(span.what)
+
+
+def waits(span: Span, spans: Sequence[Span]) -> bool:
+    """Whether it is the time in which another action waits for a message between stages."""
+    return isinstance(span.what, Action) and span.parent is not None and isinstance(spans[span.parent].what, Action)
+
+
+def events_of(stage: int, spans: Sequence[Span]) -> list[Event]:
+    """The actions of a stage, without the time that a forward or backward waits for its message."""
+    events: dict[Action, Event] = {}
+    places: dict[int, Action] = {}
+    for place in counted(spans):
+        span = spans[place]
+        if waits(span, spans):
+            assert span.parent is not None
+            action = places[span.parent]
+            events[action] = events[action]._replace(start=span.stop)
+        elif isinstance(span.what, Action) and span.what not in events:  # a send may be waited for at the end
+            places[place] = span.what
+            events[span.what] = Event(stage, span.what, span.start, span.stop)
+    return list(events.values())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recorded step of all ranks."""
+
+    step: int
+    ranks: list[RankProfile]
+    timeline: Timeline
+    """Of the first pipeline."""
+
+    @staticmethod
+    def begin(mesh: Mesh) -> None:
+        """Record from now on what this rank does."""
+        # clocks of different machines differ: all ranks begin together, and each counts from there
+        all_reduce(torch.zeros((), device=mesh.device), mesh.group("world"))
+        start(mesh.recorder, "logging", mesh.device)
+
+    @classmethod
+    def of(cls, trainer: Trainer, recording: Recording) -> Profile:
+        """Tell all ranks of this one's recording, as all do."""
+        mesh = trainer.mesh
+        came = {axis: [when for when, _ in messages] for axis, messages in recording.messages.items()}
+        for axis in mesh.groups:  # in the order in which all ranks have them
+            if axis in came:
+                own = torch.tensor(came[axis], dtype=torch.float64, device=mesh.device)
+                came[axis] = largest(own, mesh.group(axis)).tolist()
+        sends = [
+            (message_of(span.what), span.start)
+            for span in (recording.spans[place] for place in counted(recording.spans))
+            if isinstance(span.what, Action) and span.what.kind in SENDS
+        ]
+        of_stages = gather_objects(dict(reversed(sends)), mesh.group("pipeline"))  # the first span of a send is its own
+        rank = breakdown(recording, came, {message: when for sent in of_stages for message, when in sent.items()})
+        first_pipeline = mesh.layout.peers(0, "pipeline")
+        if mesh.rank >= TRACED and mesh.rank not in first_pipeline:
+            rank = rank._replace(recording=None)
+        ranks: list[RankProfile] = gather_objects(rank, mesh.group("world"))
+        stages = [ranks[first].recording for first in first_pipeline]
+        events = [events_of(stage, one.spans) for stage, one in enumerate(stages) if one is not None]
+        timeline = Timeline(trainer.stages.schedule, tuple(event for stage in events for event in stage))
+        return cls(trainer.step, ranks, timeline)
+
+    def table(self, expected: Mapping[str, float] | None) -> str:
+        """Lines for the log: mean and worst rank of each part, and what a forecast expected of it."""
+        worst = self._worst()
+        rows = {"mean": self._mean("parts"), "worst": {part: seconds for part, (_, seconds) in worst.items()}}
+        if expected is not None:
+            rows["expected"] = dict(expected)
+        hidden: dict[str, float] = {}
+        for axis, seconds in self._mean("hidden").items():
+            hidden[TERM_OF.get(axis, axis)] = hidden.get(TERM_OF.get(axis, axis), 0.0) + seconds
+        rows["hidden"] = hidden
+        lines = [f"{'profiled':<12} step {self.step} on {len(self.ranks)} ranks, in seconds"]
+        lines.append(" " * 12 + "".join(f"{part:>10}" for part in (*PARTS, "sum")))
+        for name, row in rows.items():
+            cells = [f"{row[part]:>10.4f}" if part in row else f"{'-':>10}" for part in PARTS]
+            total = f"{sum(row.values()):>10.4f}" if name in ("mean", "expected") else ""
+            lines.append(f"{name:<12}" + "".join(cells) + total)
+            if name == "worst":
+                lines.append(f"{'  is rank':<12}" + "".join(f"{worst[part][0]:>10}" for part in PARTS))
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For summary.json."""
+        mean = self._mean("parts")
+        return {
+            "step": self.step,
+            "step_time_s": sum(mean.values()),
+            "terms_s": mean,
+            "worst": {part: {"rank": rank, "seconds": seconds} for part, (rank, seconds) in self._worst().items()},
+            "exposed_s": self._mean("exposed"),
+            "hidden_s": self._mean("hidden"),
+            "ranks": [rank.parts for rank in self.ranks],
+        }
+
+    def _worst(self) -> dict[str, tuple[int, float]]:
+        """Part -> the rank that spends most on it, and how much."""
+        ranks = range(len(self.ranks))
+        return {
+            part: max(((rank, self.ranks[rank].parts[part]) for rank in ranks), key=lambda pair: pair[1])
+            for part in PARTS
+        }
+
+    def _mean(self, field: str) -> dict[str, float]:
+        values: list[dict[str, float]] = [getattr(rank, field) for rank in self.ranks]
+        names = dict.fromkeys(name for of_rank in values for name in of_rank)
+        return {name: fmean(of_rank.get(name, 0.0) for of_rank in values) for name in names}
+
+    def write_trace(self, path: Path) -> None:
+        """Write Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process per rank, with a track
+        of what it does (X: a span) and one of the collectives of each axis (b and e: begin and end), which overlap.
+        Raises UserError if the file cannot be written."""
+        records = [record for rank, one in enumerate(self.ranks) for record in _records(rank, one.recording)]
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}).encode())
+
+
+def _records(rank: int, recording: Recording | None) -> Iterator[dict[str, Any]]:
+    """A rank's part of a trace, in microseconds."""
+    if recording is None:
+        return
+    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+    until: dict[tuple[str, int], float] = {}
+    for span in recording.spans:
+        name, args, what = str(span.what), {}, span.what
+        if isinstance(what, Action):
+            args = {"chunk": what.chunk, "micro": what.micro, "peer": what.peer}
+            name = str(what.kind) if what.micro is None else f"{what.kind} {what.micro}"
+        if span.message is not None:
+            until[span.what, span.message] = span.stop
+        if axis_of(span) is not None:
+            name = f"wait: {name}"
+        times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
+        yield {"name": name, "cat": name.split()[0], "ph": "X", "pid": rank, "tid": 0, **times, "args": args}
+    for axis, messages in recording.messages.items():
+        for number, (came, ended) in enumerate(messages):
+            record = {"name": axis, "cat": axis, "pid": rank, "tid": 0, "id": f"{rank}-{axis}-{number}"}
+            yield {**record, "ph": "b", "ts": came * 1e6}
+            yield {**record, "ph": "e", "ts": max(came, min(ended, until.get((axis, number), came))) * 1e6}
 
 
 def durations_of(timeline: Timeline) -> Durations:
@@ -49,11 +268,10 @@ def durations_of(timeline: Timeline) -> Durations:
 
 
 def draw_profile(timeline: Timeline, folder: Path) -> None:
-    """Write pipeline_measured.svg, .png and .json (a trace for ui.perfetto.dev) and say what was idle."""
-    from pangu.pipeline.draw import draw, write_trace  # and matplotlib with it, which only this function needs
+    """Write pipeline_measured.svg and .png, and say what was idle."""
+    from pangu.pipeline.draw import draw  # and matplotlib with it, which only this function needs
 
     draw(timeline, folder / "pipeline_measured", "measured", measured=True)
-    write_trace(timeline, folder / "pipeline_measured.json")
     expected = simulate(timeline.schedule, durations_of(timeline))
     log.info(
         "profile: stages were idle %.1f %% of the step's forwards and backwards; the simulator says %.1f %% for the "
@@ -64,20 +282,21 @@ def draw_profile(timeline: Timeline, folder: Path) -> None:
 
 
 def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: float) -> dict[int, float]:
-    """`trainer.forward_backward`, and the stragglers, which are named in the log.
+    """`trainer.forward_backward`; returns the stragglers, which are named in the log.
 
     Compared is the time that forwards and backwards take, waiting for other stages not included, per FLOP of the layers
-    that a rank has. As in a profiled step, an accelerator finishes each action before the next is begun.
+    that a rank has.
     """
-    runner, schedule = trainer.runner, trainer.stages.schedule
-    runner.events = []
+    mesh, schedule = trainer.mesh, trainer.stages.schedule
+    start(mesh.recorder, "update", mesh.device)
     trainer.forward_backward(micro_batches)
-    events = [event for event in runner.events if event.action.kind in COMPUTE]
-    runner.events = None
+    recording = stop(mesh.recorder)
     durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))
-    flops = sum(durations[event.action.kind][event.action.chunk] for event in events)
-    seconds = sum(event.stop - event.start for event in events)
-    stragglers = above_median(gather_objects(seconds / flops, trainer.mesh.group("world")), factor)
+    actions = [span.what for span in recording.spans if isinstance(span.what, Action) and span.what.kind in COMPUTE]
+    flops = sum(durations[action.kind][action.chunk] for action in actions)
+    none_waited_for = {axis: [came for came, _ in messages] for axis, messages in recording.messages.items()}
+    seconds = breakdown(recording, none_waited_for, {}).parts["compute"]
+    stragglers = above_median(gather_objects(seconds / flops, mesh.group("world")), factor)
     for rank, times in stragglers.items():
         log.warning("step %d: rank %d computes %.1f times as long as the median rank", trainer.step + 1, rank, times)
     return stragglers

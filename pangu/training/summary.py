@@ -43,6 +43,7 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
         "seconds": seconds,
         "peak_memory_gib": peak_memory_gib(loop.trainer.mesh.device),
         "forecast": loop.forecast and loop.forecast.as_dict(),
+        "profile": loop.profile and loop.profile.as_dict(),
         "checkpoint": str(loop.checkpoint) if loop.checkpoint else None,
         "samples": texts,
     }
@@ -68,10 +69,10 @@ def draw_pictures(loop: Loop) -> None:
 
             stages = loop.trainer.stages
             draw(simulate(stages.schedule, stages.durations), output / "plots" / "pipeline", "simulated")
-        if loop.timeline is not None:
+        if loop.profile is not None:
             from pangu.training.profile import draw_profile
 
-            draw_profile(loop.timeline, output / "plots")
+            draw_profile(loop.profile.timeline, output / "plots")
         plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
 
 
@@ -91,7 +92,7 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
         "loss curve": "plots/loss.png",
         "pipeline": "plots/pipeline.svg",
         "as measured": "plots/pipeline_measured.svg",
-        "its trace": "plots/pipeline_measured.json",
+        "a step's trace": "plots/profile.json",
         "every step": "metrics.jsonl",
         "summary": "summary.json",
         "configuration": "config.yaml",

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -16,6 +15,7 @@ from pangu.collectives.reduce import Completion, Handle, start_all_gather
 from pangu.models.language_model import ModuleHooks
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Algorithms
+from pangu.topology.recorder import AxisGroup
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order
 
@@ -51,7 +51,7 @@ class Unsharder(ModuleHooks):
         self,
         uses: Mapping[int, Mapping[str, Sequence[FlatParameter]]],
         trained: Collection[str],
-        group: dist.ProcessGroup | None,
+        group: AxisGroup | None,
         stream: CopyStream,
         overlap: bool,
         algorithms: Algorithms,

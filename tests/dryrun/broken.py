@@ -1,11 +1,13 @@
 """Steps with a fault each, in a process with the fake device: what is broken -> what the auditor says of it; and
 what it says of those with copies while they are whole."""
 
-from pangu.dryrun.device import load_device
+from pangu.dryrun.device import StreamEntry, load_device
 
 FAKE = load_device()  # before torch is imported
 
 import json  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Iterable  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
@@ -16,9 +18,14 @@ import torch.distributed as dist  # noqa: E402
 
 from pangu.collectives import point_to_point, reduce, regions  # noqa: E402
 from pangu.data.batch import Batch  # noqa: E402
+from pangu.dryrun.races import RaceDetector  # noqa: E402
 from pangu.dryrun.run import dry_run  # noqa: E402
 from pangu.layers import offload  # noqa: E402
 from pangu.planning.layouts import choose_layout  # noqa: E402
+from pangu.topology.recorder import AxisGroup  # noqa: E402
+from pangu.topology.recording import stop  # noqa: E402
+from pangu.training.profile import Profile  # noqa: E402
+from pangu.training.step import Trainer  # noqa: E402
 from pangu.zero import gradients, norms, unshard  # noqa: E402
 from tests.dryrun.layouts import values  # noqa: E402
 
@@ -54,7 +61,8 @@ def half_moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def on_the_host(gradients: Any, loss: Any, flags: Any, mesh: Any) -> torch.Tensor:
-    reduce.all_reduce(torch.zeros(2), dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    reduce.all_reduce(torch.zeros(2), AxisGroup(dist.group.WORLD, "world"))
     return torch.ones(2, dtype=torch.float64, device=mesh.device)
 
 
@@ -68,7 +76,7 @@ def pageable(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, tokens=batch.tokens.to(device, non_blocking=True))
 
 
-MOVE = Batch.to
+MOVE, STEP, FOLLOW = Batch.to, Trainer.train_step, RaceDetector.follow
 BROKEN = {
     "gather before use": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=3"),
     "gather of what was updated": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=1"),
@@ -78,10 +86,44 @@ BROKEN = {
 }
 
 
+RECORDED = ("parallel.data=2 parallel.zero=3", "parallel.tensor=2 parallel.sequence=true", "parallel.pipeline=2")
+
+
 def report(layout: str) -> Any:
     assert not isinstance(FAKE, str), FAKE
     chosen = choose_layout(values(f"batch.global_size=2 {layout}"), 1)
     return dry_run(chosen, 0, torch.device("cuda", 0), FAKE)
+
+
+def recorded(trainer: Trainer, batches: list[Batch]) -> None:
+    """A step that is recorded as a profiled one is."""
+    recorder, mesh = trainer.mesh.recorder, trainer.mesh
+    recorder.watches = True
+    Profile.begin(mesh)
+    with recorder.span("update"):
+        STEP(trainer, batches)
+    stop(recorder)
+    torch.ones((), device=mesh.device).neg_()  # audits look at streams when they see an operation
+
+
+def cost_of_recording(layout: str) -> dict[str, int]:
+    """What a recorded step breaks of the rules, and how much more often the host waits in it than in another one."""
+    waits: Counter[str] = Counter()
+
+    def follow(detector: RaceDetector, entries: Iterable[StreamEntry]) -> None:
+        entries = list(entries)
+        waits["for streams and events"] += sum(entry.kind >= 2 for entry in entries)
+        FOLLOW(detector, entries)
+
+    def count(layout: str) -> Counter[str]:
+        waits.clear()
+        found = report(layout)
+        return waits + Counter({**found.host_syncs, **found.races, **found.findings})
+
+    with patch.object(RaceDetector, "follow", follow):
+        plain = count(layout)
+        with patch.object(Trainer, "train_step", recorded):
+            return dict(count(layout) - plain)
 
 
 def main() -> None:
@@ -113,7 +155,8 @@ def main() -> None:
         found["a number that is waited for"] = report("").host_syncs
     with patch.object(Batch, "to", lambda *given: MOVE(pageable(*given), given[1])):
         found["a copy of pageable memory"] = report("").blocking_copies
-    print(json.dumps([found, whole]))
+    recording = {layout: cost_of_recording(layout) for layout in RECORDED}
+    print(json.dumps([found, whole, recording]))
 
 
 if __name__ == "__main__":

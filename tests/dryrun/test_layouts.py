@@ -73,10 +73,13 @@ def test_a_missing_wait_is_found() -> None:
     command = [sys.executable, "-m", "tests.dryrun.broken"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=repository(), check=False)
     assert done.returncode == 0, done.stderr
-    found, whole = json.loads(done.stdout)
+    found, whole, recording = json.loads(done.stdout)
     assert len(found) >= 15
     assert all(found.values()), found
     assert not any(whole.values()), whole
+    # a recorded step waits once, when its times are read
+    assert len(recording) == 3
+    assert all(cost == {"for streams and events": 1} for cost in recording.values()), recording
 
 
 def test_a_stage_of_the_largest_preset_on_2048_devices(process: SharedWorker) -> None:

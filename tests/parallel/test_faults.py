@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from pangu.collectives.point_to_point import Transfer
 from pangu.pipeline.actions import Action
 from pangu.pipeline.runner import Runner
 from pangu.topology.layout import Layout
+from pangu.topology.recording import Tape
 from pangu.training.faults import not_finite
 from pangu.training.profile import find_stragglers
 from pangu.training.step import Trainer
@@ -74,6 +76,18 @@ def test_the_rank_and_its_tensors_are_named(ranks: Ranks, layout: Layout, culpri
         assert answer == [[], list(NAMES) if rank == culprit else [], []]
 
 
+class At(NamedTuple):
+    """A moment of a clock of ours."""
+
+    seconds: float
+
+    def wait(self) -> None:
+        """Over at once."""
+
+    def seconds_since(self, earlier: At) -> float:
+        return self.seconds - earlier.seconds
+
+
 def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float]:
     """The slow ranks of a step by a clock of its own: chunks take as long as their FLOPs say, 3 times as long on one
     rank, and every message that is waited for takes 10 times as long as a step."""
@@ -86,13 +100,17 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
 
         def call(self: Runner, action: Action, *more: Any) -> Any:
             result = original(self, action, *more)
-            waits = method == "_wait"
-            clock[0] += 1e12 if waits else expected[action.kind][action.chunk] * (3 if rank == culprit else 1)
+            clock[0] += expected[action.kind][action.chunk] * (3 if rank == culprit else 1)
             return result
 
         return replaced_here(Runner, **{method: call})
 
-    with replaced_here(Runner, now=lambda self: clock[0]), taking("_forward"), taking("_backward"), taking("_wait"):
+    def wait(self: Transfer) -> Any:
+        clock[0] += 1e12
+        return original_wait(self)
+
+    original_wait, now = Transfer.wait, replaced_here(Tape, _now=lambda self: At(clock[0]))
+    with now, taking("_forward"), taking("_backward"), replaced_here(Transfer, wait=wait):
         return find_stragglers(trainer, batches, 2.0)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pangu.collectives.regions import TensorRegion, enter, leave
 from pangu.topology.layout import Layout
+from pangu.topology.recorder import AxisGroup
 from tests.parallel.harness import OVERRIDES, one_process, train_layout
 from tests.threads import Ranks
 
@@ -52,7 +53,8 @@ def conjugates(rank: int, world: int, sequence: bool) -> None:
     """<f(x), y> = <x, fᵀ(y)>: backward is the adjoint of forward, for what enters and what leaves a region."""
     import torch.distributed as dist
 
-    region = TensorRegion(rank, world, sequence, dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    region = TensorRegion(rank, world, sequence, AxisGroup(dist.group.WORLD, "tensor"))
     source = torch.Generator().manual_seed(rank)
     rows = 4
     local = torch.randn(rows if sequence else rows * world, 3, dtype=torch.float64, generator=source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pangu.config.errors import UserError
 from pangu.pipeline.actions import Durations
-from pangu.pipeline.draw import MARKERS, draw, write_trace
+from pangu.pipeline.draw import MARKERS, draw
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import gaps, simulate
 from pangu.pipeline.timeline import Timeline
@@ -122,22 +121,3 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"part of the path is a file|a file of that name is in the way"):
         draw(timeline("gpipe", 1, 1, 1), tmp_path / "file" / "pipeline", "simulated")
-
-
-def test_a_trace_has_every_event(tmp_path: Path) -> None:
-    drawn = timeline("interleaved", 2, 2, 3)
-    write_trace(drawn, tmp_path / "plots" / "trace.json")
-    records = json.loads((tmp_path / "plots" / "trace.json").read_text())["traceEvents"]
-    spans = [record for record in records if record["ph"] == "X"]
-    found = [(span["tid"], span["cat"], span["args"]["micro"], span["ts"], span["dur"]) for span in spans]
-    computing = [event for events in drawn.computing for event in events]
-    assert sorted(found) == sorted(
-        (stage, str(action.kind), action.micro, start * 1e6, (stop - start) * 1e6)
-        for stage, action, start, stop in computing
-    )
-    begun = {record["id"]: record["ts"] for record in records if record["ph"] == "b"}
-    ended = {record["id"]: record["ts"] for record in records if record["ph"] == "e"}
-    assert begun.keys() == ended.keys()
-    assert len(begun) == len(drawn.events) - len(spans) > 0
-    assert all(ended[number] - begun[number] == pytest.approx(0.05e6) for number in begun)
-    assert [record["args"]["name"] for record in records if record["ph"] == "M"] == ["stage 0", "stage 1"]

@@ -24,6 +24,7 @@ from pangu.layers.fp32_matmul import matmul_precisions
 from pangu.metrics.devices import processor_name
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup
 from pangu.training import autotune
 from pangu.training import run as running
 from pangu.training.autotune import Choices, Timer, choose, save_choices, warn_of_slow_format
@@ -111,9 +112,10 @@ def ranks_choose(rank: int, world: int, *overrides: str) -> tuple[dict[str, Any]
         {"sdpa": 1.0, "flex": 5.0, "reference": 2.0, "exchange": 1.0, "own": 3.0},
         {"sdpa": 9.0, "flex": 4.0, "reference": 2.5, "exchange": 4.0, "own": 2.0},
     ]
-    return asdict(choose(given, mesh, timer=table(own[rank]))), Collective(
-        "gather", mesh.groups["gather"], 2, torch.float32
-    ).algorithms
+    group = mesh.group("gather")
+    assert group is not None
+    algorithms = Collective("gather", group, 2, torch.float32).algorithms
+    return asdict(choose(given, mesh, timer=table(own[rank]))), algorithms
 
 
 def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
@@ -126,8 +128,8 @@ def test_the_slowest_rank_decides_for_all(pool: Pool) -> None:
 
 def both_ways(rank: int, world: int) -> tuple[list[str], bool]:
     """Algorithms to scatter, and whether they give the same bits."""
-    group = dist.group.WORLD
-    assert group is not None
+    assert dist.group.WORLD is not None
+    group = AxisGroup(dist.group.WORLD, "world")
     whole = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank))
     parts, ways = [], Collective("scatter", group, len(whole), whole.dtype).algorithms
     for way in ways:

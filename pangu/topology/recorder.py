@@ -1,0 +1,50 @@
+"""Where a rank tells what it does in a step, for who records it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pangu.topology.recording import Tape, Watched
+
+
+@dataclass
+class Recorder:
+    """Of a rank; it costs nothing while no tape runs."""
+
+    tape: Tape | None = None
+    watches: bool = False
+    """Whether asynchronous collectives are watched whenever they begin: they may be waited for in a later step."""
+
+    def span(self, what: Any) -> AbstractContextManager[object]:
+        """What is done within the block."""
+        return nullcontext() if self.tape is None else self.tape.span(what)
+
+    def meeting(self, axis: str) -> AbstractContextManager[object]:
+        """Within the block, a collective of this axis is begun and waited for."""
+        return nullcontext() if self.tape is None else self.tape.meeting(axis)
+
+    def watched(self, axis: str, work: dist.Work) -> dist.Work | Watched:
+        """A collective of this axis that was just begun."""
+        if not self.watches:
+            return work
+        from pangu.topology.recording import watched
+
+        return watched(self, axis, work)
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks along an axis."""
+
+    process_group: dist.ProcessGroup
+    axis: str
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.process_group)

@@ -1,0 +1,149 @@
+"""Where a recorded step's time goes: the parts add up, and each is what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.collectives.reduce import all_reduce, start_all_reduce
+from pangu.pipeline.actions import Action, Kind
+from pangu.planning.cost import StepTime
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.topology.recording import Recording, Span, stop
+from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
+from tests.parallel.harness import OVERRIDES, small_trainer
+from tests.spawn import Pool
+from tests.threads import Ranks
+
+FORWARD, BACKWARD = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)
+RECEIVE, SEND = Action(Kind.RECV_ACTIVATION, 1, 0, 0), Action(Kind.SEND_GRADIENT, 1, 0, 0)
+BY_HAND = Recording(
+    [
+        Span("logging", None, None, 0, 20),
+        Span("loading", 0, None, 1, 2),
+        Span("update", 0, None, 2, 17),
+        Span(RECEIVE, 2, None, 2, 2.25),
+        Span(FORWARD, 2, None, 3, 10),
+        Span(RECEIVE, 4, None, 3, 6),  # sent at 5
+        Span("tensor", 4, 0, 7, 8),  # the last rank came at 7.5
+        Span(BACKWARD, 2, None, 10, 14),
+        Span("data", 7, 0, 13, 13.5),  # all had come at 11
+        Span("gather", 7, None, 12, 12.5),  # begun in the step before
+        Span(SEND, 2, None, 14, 14.5),
+        Span("world", 2, 0, 15, 16),
+        Span("interlude", 0, None, 18, 19),
+        Span(Action(Kind.FORWARD, 1, 0), 12, None, 18.25, 18.75),
+    ],
+    {"tensor": [(7.0, 8.0)], "data": [(10.5, 12.75)], "world": [(15.0, 16.0)]},
+)
+
+
+def test_every_moment_is_a_part_of_the_step() -> None:
+    came = {"tensor": [7.5], "data": [11.0], "world": [15.75]}
+    rank = breakdown(BY_HAND, came, {(Kind.RECV_ACTIVATION, 1, 0): 5.0})
+    assert rank.parts == {
+        "compute": 3 + 3,
+        "tensor": 0.5,
+        "pipeline": 0.25 + 1 + 0.5,
+        "bubble": 2 + 0.5 + 0.75,
+        "data": 0.5 + 0.5,
+        "update": 2.25 + 0.25,
+        "loading": 1,
+        "logging": 1 + 3 - 1,
+    }
+    assert sum(rank.parts.values()) == 20 - 1
+    assert rank.exposed == {"pipeline": 1.75, "tensor": 0.5, "data": 0.5, "gather": 0.5, "world": 0.25}
+    assert rank.hidden == {"tensor": 0.0, "data": 12.75 - 11, "world": 0.0}
+
+
+def test_an_action_begins_when_its_message_is_there() -> None:
+    times = {event.action: (event.start, event.stop) for event in events_of(1, BY_HAND.spans)}
+    assert times == {RECEIVE: (2, 2.25), FORWARD: (6, 10), BACKWARD: (10, 14), SEND: (14, 14.5)}
+
+
+def test_parts_have_the_names_of_a_forecast() -> None:
+    assert (*(field.name for field in fields(StepTime)), "loading", "logging") == PARTS
+
+
+def profiled(rank: int, world: int, layout: Layout) -> tuple[Profile, float]:
+    """A profiled step, and its time on this rank."""
+    trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1")
+    recorder = trainer.mesh.recorder
+    recorder.watches = True
+    trainer.train_step(batches)
+    Profile.begin(trainer.mesh)
+    with recorder.span("update"):
+        trainer.train_step(batches)
+    profile = Profile.of(trainer, stop(recorder))
+    own = profile.ranks[rank].recording
+    assert own is not None
+    return profile, own.spans[0].stop
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        (Layout(), ""),
+        (Layout(data=2, zero=1), "data gather shard world"),
+        (Layout(data=2, zero=3), "data gather shard world"),
+        (Layout(tensor=2, sequence=True), "tensor world"),
+        (Layout(pipeline=2, data=2), "pipeline data ends world"),
+    ],
+    ids=str,
+)
+def test_parts_add_up_to_the_step(ranks: Ranks, layout: Layout, axes: str, tmp_path: Path) -> None:
+    answers = ranks.run(layout.world, profiled, layout)
+    profile = answers[0][0]
+    for rank, (own, seconds) in zip(profile.ranks, answers, strict=True):
+        assert sum(rank.parts.values()) == pytest.approx(seconds, rel=1e-9)
+        assert min(rank.parts.values()) > -1e-9
+        assert rank.parts["compute"] > 0
+        assert rank.exposed.keys() == set(axes.split())
+        assert [other.parts for other in own.ranks] == [other.parts for other in profile.ranks]
+    assert {event.stage for event in profile.timeline.events} == set(range(layout.pipeline))
+    profile.write_trace(tmp_path / "plots" / "profile.json")
+    records = json.loads((tmp_path / "plots" / "profile.json").read_text())["traceEvents"]
+    assert {record["pid"] for record in records} == set(range(layout.world))
+    spans = [sum(record["ph"] == "X" and record["pid"] == rank for record in records) for rank in range(layout.world)]
+    assert spans == [len(rank.recording.spans) for rank in profile.ranks if rank.recording is not None]
+    begun, ended = ({record["id"]: record["ts"] for record in records if record["ph"] == phase} for phase in "be")
+    assert begun.keys() == ended.keys()
+    assert all(ended[one] >= begun[one] for one in begun)
+
+
+LATE = 0.3
+"""Seconds that one rank comes late, or works beside a collective."""
+
+
+def one_is_late(rank: int, world: int) -> tuple[RankProfile, ...]:
+    """Rank 1 comes late to one collective; both work while another one is under way."""
+    mesh = Mesh.connect(Layout(data=2), torch.device("cpu"))
+    mesh.recorder.watches = True
+    group, values = mesh.group("data"), torch.ones(1000)
+    recordings = []
+    for works_before, works_beside in ((LATE * rank, 0.0), (0.0, LATE)):
+        Profile.begin(mesh)
+        time.sleep(works_before)
+        work = start_all_reduce(values, group)
+        time.sleep(works_beside)
+        work.wait()
+        recordings.append(stop(mesh.recorder))
+    all_reduce(values, group)
+    late = [recordings[0].messages["data"][0][0], recordings[1].messages["data"][0][0]]
+    dist.all_reduce(last := torch.tensor(late, dtype=torch.float64), dist.ReduceOp.MAX)
+    return tuple(breakdown(one, {"data": [came]}, {}) for one, came in zip(recordings, last.tolist(), strict=True))
+
+
+def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is_not_exposed(pool: Pool) -> None:
+    (waiting, beside), (late, _) = pool.run(2, one_is_late)
+    assert waiting.parts["bubble"] > 0.9 * LATE > late.parts["bubble"]
+    assert waiting.parts["data"] < 0.9 * LATE
+    assert late.parts["logging"] >= LATE
+    assert 0 < beside.hidden["data"] < 0.9 * LATE  # what it took, not how long it was left alone
