@@ -6,7 +6,7 @@ is one logical tensor or this rank's shard of one, and `sum_norms` adds the sums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pangu.optim.moments import start_moments
+
+_PIECE, _PIECE_ON_CPU = 2**26, 2**18
+"""Elements that are updated at a time: few launches, and little memory beside the state; what stays in a cache."""
 
 
 class Lamb(torch.optim.Optimizer):
@@ -55,71 +58,99 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The update takes the place of the gradients."""
         loss = None if closure is None else closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         groups = [(group, tensors) for group, tensors in groups if tensors]
-        updates = [self._directions(group, tensors) for group, tensors in groups]
+        for group, tensors in groups:
+            self._update_moments(group, tensors)
+        adapting = [tensor for group, tensors in groups if group["adapt"] for tensor in tensors]
         # a rank without a part of any tensor still meets the others
         if any(group["adapt"] for group in self.param_groups):
-            self._find_ratios(groups, updates)
-        for (group, tensors), update in zip(groups, updates, strict=True):
-            if not update:
-                continue
-            if group["adapt"]:
-                torch._foreach_mul_(update, [self.ratios[tensor] for tensor in tensors])
-            elif self.found_inf is not None:
-                torch._foreach_mul_(update, 1 - self.found_inf)
-            torch._foreach_add_(tensors, update, alpha=-group["lr"])
+            self._find_ratios(adapting)
+        for group, tensors in groups:
+            if not self._is_adam(group):
+                one = tensors[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf
+                update = [tensor.grad for tensor in tensors if tensor.grad is not None]
+                ratios = [self.ratios.get(tensor, one) for tensor in tensors]
+                torch._foreach_addcmul_(tensors, update, ratios, value=-group["lr"])
         return loss
 
-    def _directions(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
-        """Update the moments, and return u of each tensor; none where that is AdamW's, and the weights are updated."""
+    def _is_adam(self, group: dict[str, Any]) -> bool:
+        """Whether torch's fused AdamW does all of a group."""
+        return not group["adapt"] and not self.eps_inside_root
+
+    def _update_moments(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Update the moments, and write u in the place of the gradients; where that is AdamW's, update the weights."""
         # torch's fused AdamW divides the gradient by `grad_scale`, leaves all as it is at `found_inf`, and updates the
         # moments in one pass; with a rate of 0 it does not change the weights (1: an epsilon that divides by no 0)
-        is_adam = not group["adapt"] and not self.eps_inside_root
+        is_adam = self._is_adam(group)
         rate, eps = (group["lr"], group["eps"]) if is_adam else (0.0, 1.0)
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        moments = [self.state[tensor][moment] for moment in ("exp_avg", "exp_avg_sq") for tensor in tensors]
-        wide = [moment.to(tensor.dtype) for moment, tensor in zip(moments, tensors * 2, strict=True)]
-        first, second = wide[: len(tensors)], wide[len(tensors) :]
-        steps = [self.state[tensor]["step"] for tensor in tensors]
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         values: dict[str, Any] = {"lr": rate, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
         values |= {"grad_scale": self.grad_scale, "found_inf": self.found_inf, "amsgrad": False, "maximize": False}
-        adamw(tensors, gradients, first, second, [], steps, fused=True, **values)
-        if wide[0] is not moments[0]:
-            torch._foreach_copy_(moments, wide)
-        return [] if is_adam else self._update_of(group, tensors, first, second)
+        steps = [self.state[tensor]["step"] for tensor in tensors]
+        before = steps[0].clone()  # all tensors made as many
+        torch._foreach_add_(
+            steps, [steps[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf] * len(steps)
+        )
+        for weights, gradients, *moments in self._pieces(tensors):
+            first, second = ([moment.to(weights[0].dtype) for moment in those] for those in moments)
+            made = list(before.repeat(len(weights)).unbind())  # it adds one to each
+            adamw(weights, gradients, first, second, [], made, fused=True, **values)
+            if first[0] is not moments[0][0]:
+                torch._foreach_copy_(moments[0] + moments[1], first + second)
+            if not is_adam:
+                self._write_update(group, steps[0], weights, gradients, first, second)
 
-    def _update_of(
-        self, group: dict[str, Any], tensors: list[Tensor], first: list[Tensor], second: list[Tensor]
-    ) -> list[Tensor]:
-        """u of each tensor, from its moments; finite before the first step too."""
-        step = self.state[tensors[0]]["step"].double().clamp(min=1)
-        corrections = [(1 - beta**step).to(tensors[0].dtype) for beta in group["betas"]]
-        root = torch._foreach_div(second, corrections[1])
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+        """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
+        most = _PIECE_ON_CPU if tensors[0].device.type == "cpu" else _PIECE
+        taken: list[tuple[Tensor, ...]] = []
+        for tensor in tensors:
+            state = self.state[tensor]
+            together = (tensor, tensor.grad, state["exp_avg"], state["exp_avg_sq"])
+            for piece in zip(*(each.view(-1).split(most) for each in together if each is not None), strict=True):
+                if taken and sum(each[0].numel() for each in taken) + piece[0].numel() > most:
+                    yield list(map(list, zip(*taken, strict=True)))
+                    taken = []
+                taken.append(piece)
+        yield list(map(list, zip(*taken, strict=True)))
+
+    def _write_update(
+        self,
+        group: dict[str, Any],
+        step: Tensor,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+    ) -> None:
+        """Write u in the place of the gradients; finite before the first step too."""
+        # u - λw = m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
+        c1, c2 = (1 - beta ** step.double().clamp(min=1) for beta in group["betas"])
+        scale, inside, outside = (
+            each.to(weights[0].dtype) for each in (c1 / c2.sqrt(), c2 * group["eps"], c1 * group["eps"])
+        )
         if self.eps_inside_root:
-            torch._foreach_add_(root, group["eps"])
+            root = torch._foreach_add(second, inside, alpha=1)
             torch._foreach_sqrt_(root)
+            torch._foreach_mul_(root, scale)
         else:
-            torch._foreach_sqrt_(root)
-            torch._foreach_add_(root, group["eps"])
-        update = torch._foreach_div(first, corrections[0])
-        torch._foreach_div_(update, root)
+            root = torch._foreach_sqrt(second)
+            torch._foreach_mul_(root, scale)
+            torch._foreach_add_(root, outside, alpha=1)  # without alpha the host waits for the value
+        torch._foreach_copy_(gradients, first)
+        torch._foreach_div_(gradients, root)
         if group["weight_decay"] != 0:
-            torch._foreach_add_(update, tensors, alpha=group["weight_decay"])
-        return list(update)
+            torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
 
-    def _find_ratios(self, groups: list[tuple[dict[str, Any], list[Tensor]]], updates: list[list[Tensor]]) -> None:
-        """Compute r of the adapting groups, as scalars on the device."""
-        adapting = [
-            (tensors, update) for (group, tensors), update in zip(groups, updates, strict=True) if group["adapt"]
-        ]
-        weights = [tensor for tensors, _ in adapting for tensor in tensors]
-        directions = [tensor for _, update in adapting for tensor in update]
+    def _find_ratios(self, weights: list[Tensor]) -> None:
+        """Compute r of the tensors that adapt, as scalars on the device."""
         norms = torch.zeros(2, 0, device=None if self.found_inf is None else self.found_inf.device)
+        updates = [tensor.grad for tensor in weights if tensor.grad is not None]
         if weights:
-            norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, directions)])
+            norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, updates)])
         weight_norm, update_norm = self.sum_norms(norms.square()).sqrt()
         defined = (weight_norm > 0) & (update_norm > 0)
         ratios = (weight_norm / update_norm.where(defined, 1.0)).where(defined, 1.0)

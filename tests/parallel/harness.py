@@ -82,9 +82,7 @@ def rectangles(shards: list[Shard], values: Mapping[str, Tensor]) -> list[tuple[
 def whole(trainer: Trainer, of_gradients: bool) -> dict[str, Tensor]:
     """Every logical tensor put together from all ranks; what several ranks hold must be equal on all of them."""
     shards = trainer.parameters.trained_shards if of_gradients else trainer.shards
-    # what the optimizer has divided lies on the host, if the optimizer does
-    gradients = {p.placement.name: p.grad if p.host_grad is None else p.host_grad for p in shards}
-    values = gradients if of_gradients else {p.placement.name: p.main for p in shards}
+    values = {p.placement.name: p.grad / trainer.loss_scale.scale if of_gradients else p.main for p in shards}
     together: dict[str, Tensor] = {}
     for held in gather_objects(rectangles(shards, values), trainer.mesh.group("world")):
         for name, shape, offsets, values_held in held:
@@ -125,8 +123,9 @@ def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: 
     size, packing = config.batch.global_size, config.data.packing
     with Loader(RaggedStream(), packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
         for step in range(steps):
-            results.append(trainer.train_step(loader.micro_batches(size * step)))
-            gradients.append(whole(trainer, of_gradients=True))
+            trainer.forward_backward(loader.micro_batches(size * step))
+            gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
+            results.append(trainer.read(trainer.update()))
     held_out = np.stack([RaggedStream()[1000 + i] for i in range(4)])
     batches = [make_batch(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
     found = {
