@@ -7,6 +7,9 @@ from typing import Literal
 
 from pangu.config.bounds import Count, Natural, NotNegative, Positive, Share
 
+UPDATED_AT_ONCE = 2**26
+"""Elements of which LAMB makes tensors beside its state at a time on a device: few launches, and 256 MiB."""
+
 
 @dataclass(frozen=True)
 class LossScaleConfig:

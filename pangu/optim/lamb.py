@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.optim.moments import start_moments
 
-_PIECE, _PIECE_ON_CPU = 2**26, 2**18
-"""Elements that are updated at a time: few launches, and little memory beside the state; what stays in a cache."""
+_IN_CACHE = 2**18
+"""Elements that are updated at a time on a CPU."""
 
 
 class Lamb(torch.optim.Optimizer):
@@ -91,9 +92,8 @@ class Lamb(torch.optim.Optimizer):
         values |= {"grad_scale": self.grad_scale, "found_inf": self.found_inf, "amsgrad": False, "maximize": False}
         steps = [self.state[tensor]["step"] for tensor in tensors]
         before = steps[0].clone()  # all tensors made as many
-        torch._foreach_add_(
-            steps, [steps[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf] * len(steps)
-        )
+        one = steps[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf
+        torch._foreach_add_(steps, [one] * len(steps))
         for weights, gradients, *moments in self._pieces(tensors):
             first, second = ([moment.to(weights[0].dtype) for moment in those] for those in moments)
             made = list(before.repeat(len(weights)).unbind())  # it adds one to each
@@ -105,7 +105,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
-        most = _PIECE_ON_CPU if tensors[0].device.type == "cpu" else _PIECE
+        most = _IN_CACHE if tensors[0].device.type == "cpu" else UPDATED_AT_ONCE
         taken: list[tuple[Tensor, ...]] = []
         for tensor in tensors:
             state = self.state[tensor]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.planning.cost import Layers
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Workload
@@ -132,7 +133,7 @@ class Update(NamedTuple):
     launches: float
     """For each layer."""
     working: float
-    """Most bytes that it takes meanwhile for each of these numbers."""
+    """Most bytes that it takes meanwhile for each number that it updates at a time."""
 
 
 ADAM = Update(34.0, 24.0, 0.0)
@@ -250,5 +251,5 @@ def _step(
     moved = numbers / shards * update.bytes + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = update.launches * (counts["layer"] + counts["recomputed"])
     groups = sum(size > 1 for size in plan.layout[:4])
-    working = update.working * numbers / shards * ("optimizer" not in plan.offload)
+    working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * ("optimizer" not in plan.offload)
     return StepWork(numbers, moved, launches, tuple(sends), host, state, groups, update_working_bytes=working)

@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from pangu.config.errors import UserError
 from pangu.config.files import read_json, write_atomically
+from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.planning.roles import run_jobs
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
@@ -134,13 +135,14 @@ class ModuleCounts:
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
 
-    def update(self, piece: Piece) -> tuple[float, float, float]:
-        """Of a layer without any sharding: bytes that the optimizer's step reads and writes, its launches, and bytes
-        that it works with."""
+    def update(self, piece: Piece, numbers: int) -> tuple[float, float, float]:
+        """Of a layer of so many parameters without any sharding: bytes that the optimizer's step reads and writes for
+        each of them, its launches, and bytes that it works with for each that is updated at a time."""
         self.count([piece])
         update = self._reports[piece._replace(recompute="none")][0]["update"]
-        counted = (update[what] / _LAYERS for what in ("memory_bound_bytes", "launches", "working_bytes"))
-        return cast(tuple[float, float, float], tuple(counted))
+        total = _LAYERS * numbers
+        moved, launches = update["memory_bound_bytes"] / total, update["launches"] / _LAYERS
+        return moved, launches, update["working_bytes"] / min(total, UPDATED_AT_ONCE)
 
 
 def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:

@@ -78,10 +78,9 @@ class Program:
         pieces = _pieces(plan)
         modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
-        moved, launches, working = self._counts.update(pieces["layer"])
         each = modules["layer"].parameters
         twice = _words(self.config.model, plan.tensor)
-        update = Update(moved / each, launches, working / each)
+        update = Update(*self._counts.update(pieces["layer"], int(each)))
         workload = assemble(self.shape, self.system, plan, modules, update, twice)
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
         for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):

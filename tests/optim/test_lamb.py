@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.optim import lamb
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.topology.placement import Placement
+from tests.memory import LiveBytes
 from tests.references.lamb_reference import AdamWReference, LambReference
 
 SHAPES = {"matrix": (7, 5), "row": (1, 300), "bias": (11,), "scalar": (1,), "zero": (4, 4), "large": (64, 33)}
@@ -123,3 +125,24 @@ def test_a_step_divides_gradients_and_does_nothing_where_it_is_told_to(kind: str
         one.step()
         other.step()
     assert all(torch.equal(plain[name], scaled[name]) for name in plain)
+
+
+@pytest.mark.parametrize("moments", [None, torch.bfloat16])
+def test_it_makes_little_beside_its_state(moments: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number in fp32 for each element of a piece, four with moments in bf16 (two are of the piece
+    before); pieces change no element."""
+    results = []
+    for piece in (1000, 2**18):
+        monkeypatch.setattr(lamb, "_IN_CACHE", piece)
+        source = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(size, generator=source) for size in (9999, 500, 400, 7)]
+        optimizer = Lamb(tensors, lr=0.1, moments=moments)
+        for tensor in tensors:
+            tensor.grad = torch.randn(tensor.shape, generator=source)
+        state = [value for each in tensors for value in (each, each.grad, *optimizer.state[each].values())]
+        with LiveBytes(*state) as live:
+            optimizer.step()
+        results.append((live.peak, tensors))
+    (little, ours), (much, whole) = results
+    assert little < (4 if moments is None else 16) * 1000 + 2000 < much
+    assert all(map(torch.equal, ours, whole))
