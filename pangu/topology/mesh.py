@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from pangu.config.errors import LocalError
 from pangu.topology.layout import AXES, Coordinates, Layout
-from pangu.topology.orphan import end_with_launcher
 from pangu.topology.recorder import AxisGroup, Recorder
 
 
@@ -52,6 +51,8 @@ class Mesh:
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
         Raises LocalError if not all processes arrive within `timeout_s`, or another one has another layout."""
+        from pangu.topology.orphan import end_with_launcher
+
         end_with_launcher()
         if layout.world == 1:
             return cls(layout, 0, device)
