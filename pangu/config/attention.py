@@ -32,6 +32,7 @@ class Abilities:
 ABILITIES = {
     "reference": Abilities(scores=True),
     "sdpa": Abilities(),
+    "cudnn": Abilities(("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope")),
     "flash": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope")),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
     "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),

@@ -89,12 +89,12 @@ class ModelConfig:
     final_norm: Literal["before_query", "after_query"]
     """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
-    attention: Literal["auto", "reference", "sdpa", "flash", "flex", "flash_attn"]
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "flex", "flash_attn"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
-    `flash`: torch's flash attention, on GPUs in bf16 and fp16, without position bias, which skips other documents and
-    what is outside of the window; `flex`: torch's FlexAttention, on GPUs, without attention dropout; `flash_attn`: the
-    package flash-attn, on GPUs in bf16 and fp16; `auto`: of the first three the fastest one on this device, timed at
-    the start and named in the log."""
+    `cudnn`: the same by cuDNN; `flash`: torch's flash attention, which skips other documents and what is outside of the
+    window; `flex`: torch's FlexAttention, without attention dropout; `flash_attn`: the package flash-attn; all but the
+    first two on GPUs, `cudnn`, `flash` and `flash_attn` in bf16 and fp16. `auto`: the fastest one on this device, timed
+    at the start and named in the log."""
 
     # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.
     head_dim: Annotated[int, Bounds(least=1, most=2**16)] | None = None

@@ -5,16 +5,28 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pangu.config.errors import ConfigError, Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import QKV, Kernel, MaskAndBias
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
+
+
+class Cudnn(Sdpa):
+    """cuDNN's kernel, whichever torch would take."""
+
+    def __call__(
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return super().__call__(qkv, dropout, keys, below)
 
 
 class Flex:
@@ -104,7 +116,7 @@ def _flash_attn() -> ModuleType:
         raise ConfigError([Problem("model.attention", "flash_attn", rule, works)]) from error
 
 
-GPU_KERNELS: dict[str, type[Kernel]] = {"flash": Flash, "flex": Flex, "flash_attn": FlashAttn}
+GPU_KERNELS: dict[str, type[Kernel]] = {"cudnn": Cudnn, "flash": Flash, "flex": Flex, "flash_attn": FlashAttn}
 
 
 def has_flash(device: torch.device) -> bool:
@@ -122,9 +134,10 @@ def require(kernel: str, device: torch.device) -> None:
         raise ConfigError([Problem("model.attention", kernel, rule, "model.attention=auto works")])
 
 
-def candidates(device: torch.device, masked: bool) -> list[str]:
-    """Those that may be the fastest here, the preferred one first. `masked`: over documents or windows."""
-    kernels = ["sdpa", "reference"]
-    if masked and has_flash(device):
-        kernels.insert(0, "flash")  # for `sdpa` the mask would be a matrix
-    return kernels
+def candidates(device: torch.device, dense: bool) -> list[str]:
+    """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` needs mask or bias as a matrix."""
+    kernels = ["flash", "sdpa", "flex"] if dense else ["sdpa", "flash", "cudnn"]
+    with suppress(ConfigError):
+        require("flash_attn", device)
+        kernels.append("flash_attn")
+    return [kernel for kernel in (*kernels, "reference") if kernel != "flash" or has_flash(device)]

@@ -136,9 +136,9 @@ def over_cache(kernel: type[Kernel]) -> type[Kernel]:
 
 def attention_kernels(model: ModelConfig, precision: str, device: torch.device, documents: bool = False) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding, but each draws different dropout masks: with dropout the only candidate is,
-    on a CPU, the one whose masks do not depend on the layout, on an accelerator the fused one. `documents`: tokens
-    attend within theirs. Raises UserError if the requested kernel cannot train this model on this device."""
+    They give the same result to rounding, but each draws different dropout masks: with dropout the first is taken; on a
+    CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
+    theirs. Raises UserError if the requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if problems:
@@ -152,8 +152,8 @@ def attention_kernels(model: ModelConfig, precision: str, device: torch.device, 
     if device.type != "cpu":
         from pangu.layers.gpu_kernels import candidates
 
-        order = candidates(device, masked=documents or model.window is not None)
+        masked, biased = documents or model.window is not None, model.positions in ("alibi", "relative")
+        order = candidates(device, masked or biased)
     elif model.attention_dropout > 0:
         order = ["reference"]
-    able = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
-    return able[:1] if model.attention_dropout > 0 else able
+    return [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -72,19 +73,23 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
     documents = config.data.packing.reset_mask
+    kernels = attention_kernels(config.model, compute, device, documents)
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
-    processors, of_ranks = zip(*gather_objects((processor_name(device), precisions), mesh.group("world")), strict=True)
+    of_ranks = gather_objects((processor_name(device), kernels, precisions), mesh.group("world"))
+    processors, kernels_of_ranks, precisions_of_ranks = zip(*of_ranks, strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
     collectives = _collectives(config, mesh) if mesh.groups else []
     gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
     candidates = {
-        "attention": _affordable(config.model, attention_kernels(config.model, compute, device, documents)),
-        "products": _common(of_ranks, ""),
+        "attention": _affordable(config.model, _common(kernels_of_ranks, "")),
+        "products": _common(precisions_of_ranks, ""),
         "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
         "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
     }
     previous = recorded if isinstance(recorded, dict) else {}
     recalled = _recall(candidates, previous, device_kinds, compute)
+    if config.model.attention_dropout > 0:  # another kernel would drop others
+        candidates["attention"] = candidates["attention"][:1]
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
@@ -102,7 +107,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
     for key in ("attention", "products", "gather", "scatter"):
         if len(seconds[key]) > 1:
-            milliseconds[key] = {name: round(1000 * time, 3) for name, time in seconds[key].items()}
+            figures = {name: round(1000 * time, 3) for name, time in seconds[key].items() if math.isfinite(time)}
+            milliseconds[key] = figures
     algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
     choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds)
     _log_choices(config, choices, recalled)
@@ -213,7 +219,8 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
 def _time_attention(
     config: RunConfig, mesh: Mesh, kernels: Sequence[str], precisions: Sequence[str], timer: Timer
 ) -> dict[Any, float]:
-    """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice."""
+    """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice, infinite where a
+    kernel cannot run."""
     model, ranks = config.model, mesh.layout.tensor
     pairs = list(itertools.product(kernels, precisions))
     if len(pairs) == 1:
@@ -230,9 +237,23 @@ def _time_attention(
     )
     shape, repeats = whole.cut(work_limit(mesh.device))
     dtype = DTYPES[config.precision.compute]
-    trials = {kernel: attention_trial(kernel, shape, dtype, mesh.device) for kernel in kernels}
-    times = timer({pair: partial(_run_in, pair[1], trials[pair[0]]) for pair in pairs}, mesh.device, ATTENTION_S)
-    return {pair: model.layers * repeats * times[pair] for pair in pairs}
+    trials = {kernel: _attention_trial(kernel, shape, dtype, mesh.device) for kernel in kernels}
+    ready = {(kernel, p): partial(_run_in, p, trial) for kernel, p in pairs if (trial := trials[kernel]) is not None}
+    times = timer(ready, mesh.device, ATTENTION_S)
+    return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
+
+
+def _attention_trial(
+    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object] | None:
+    """None if the kernel cannot run here: what compilers and libraries demand, no table says."""
+    try:
+        trial = attention_trial(kernel, shape, dtype, device)
+        trial()
+    except RuntimeError as error:
+        log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
+        return None
+    return trial
 
 
 def _run_in(precision: str, trial: Callable[[], object]) -> None:

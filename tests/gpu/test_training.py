@@ -63,7 +63,7 @@ def test_16_bit_formats_stay_near_fp32(precision: str, tolerance: float) -> None
 
 KERNELS = [
     *(("flex", "fp32", positions, 1e-4) for positions in ("learned", "alibi", "relative")),
-    ("flash", "bf16", "learned", 0.1),
+    *((kernel, "bf16", "learned", 0.1) for kernel in ("cudnn", "flash")),
     *(("flash_attn", "bf16", positions, 0.1) for positions in ("learned", "alibi")),
 ]
 

@@ -291,7 +291,6 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
     for precision in ("fp32", "bf16"):
         assert attention_kernels(variant(), precision, CPU) == ["sdpa", "reference"]
         assert attention_kernels(variant(positions="alibi"), precision, CPU) == ["sdpa", "reference"]
-        assert attention_kernels(variant(), precision, CUDA) == ["sdpa", "reference"]
         assert attention_kernels(variant(residual_scores=True), precision, CUDA) == ["reference"]
     assert attention_kernels(variant(attention="sdpa", attention_dropout=0.1), "bf16", CPU) == ["sdpa"]
 
@@ -299,22 +298,28 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 @pytest.mark.parametrize("flash", [True, False])
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: flash and device.type == "cuda")
-    others = ["sdpa", "reference"]
+    monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
+    package, mine = (["flash_attn"], ["flash"]) if flash else ([], [])
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        assert attention_kernels(model, "bf16", CUDA, documents) == ["flash", *others] if flash else others
-        assert attention_kernels(model, "bf16", CPU, documents) == others
-        assert attention_kernels(model, "fp32", CUDA, documents) == others
-    assert attention_kernels(variant(**large, positions="alibi"), "bf16", CUDA, True) == others
+        assert attention_kernels(model, "bf16", CUDA, documents) == [*mine, "sdpa", "flex", *package, "reference"]
+        assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
+        assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
+    biased = variant(**large, positions="alibi")
+    assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
+    plain = variant(**large)
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *mine, "cudnn", *package, "reference"]
+    assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "reference"]
 
 
-def test_where_probabilities_are_dropped_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels draw different masks, so their results are not equal. On a CPU the layout must not change them."""
     monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: True)
     drops = variant(attention_dropout=0.1, hidden=64, heads=2)
     assert attention_kernels(drops, "bf16", CPU) == attention_kernels(drops, "bf16", CPU, True) == ["reference"]
-    assert attention_kernels(drops, "bf16", CUDA) == ["sdpa"]
-    assert attention_kernels(drops, "bf16", CUDA, documents=True) == ["flash"]
+    assert attention_kernels(drops, "bf16", CUDA)[0] == "sdpa"
+    assert attention_kernels(drops, "bf16", CUDA, documents=True)[0] == "flash"
+    assert "flex" not in attention_kernels(drops, "bf16", CUDA, documents=True)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,35 @@ def test_what_is_asked_for_is_taken_and_what_leaves_no_choice_is_not_timed() -> 
     assert (drops.attention, drops.products) == ("reference", "medium")
 
 
+def test_a_kernel_that_fails_here_is_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(kernel: str, *_: object) -> Callable[[], object]:
+        if kernel == "sdpa":
+            raise RuntimeError("no available kernel\nand why")
+        return lambda: None
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(autotune, "attention_trial", failing)
+    asked: list[Any] = []
+    found = choose(tiny("precision.fp32_products=highest"), ONE, timer=table({"reference": 9.0}, asked))
+    assert (found.attention, set(found.milliseconds["attention"])) == ("reference", {"reference"})
+    assert asked == [("reference", "highest")]
+    assert "attention    sdpa cannot run here: no available kernel" in [r.getMessage() for r in caplog.records]
+
+
+def test_what_is_dropped_is_not_a_matter_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels draw different masks: the preferred one is taken, a run that is resumed keeps its own."""
+    monkeypatch.setattr(autotune, "attention_kernels", lambda *_: ["flash", "sdpa"])
+    given, timer = (
+        tiny("model.attention_dropout=0.1"),
+        table({"sdpa": 1.0, "flash": 9.0, "medium": 1.0, "highest": 1.0}),
+    )
+    first = choose(given, ONE, timer=timer)
+    assert first.attention == "flash"
+    assert choose(given, ONE, asdict(replace(first, attention="sdpa")), timer).attention == "sdpa"
+
+
 def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:
     asked: list[Any] = []
     for sequence in (16, 1024):
