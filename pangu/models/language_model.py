@@ -184,7 +184,7 @@ class LanguageModel(nn.Module):
     def _kernel_of(
         self, mask: AttentionMask, length: int, dtype: torch.dtype, device: torch.device, first: int
     ) -> Kernel:
-        """The attention kernel with mask and bias, for `MaskAndBias`."""
+        """The attention kernel of a micro-batch. What depends on the length alone is made once."""
         lasts = mask.documents is None and not first and self.config.positions != "relative"
         made_for = length, dtype, device
         if lasts and self._lasting is not None and self._lasting[0] == made_for:

@@ -72,8 +72,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     together and get the same. `recorded`: what the checkpoint that the run continues from holds of the choices; None: a
     new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
-    documents = config.data.packing.reset_mask
-    kernels = attention_kernels(config.model, compute, device, documents)
+    kernels = attention_kernels(config.model, compute, device, config.data.packing.reset_mask)
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
     of_ranks = gather_objects((processor_name(device), kernels, precisions), mesh.group("world"))
     processors, kernels_of_ranks, precisions_of_ranks = zip(*of_ranks, strict=True)
@@ -107,8 +106,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
     for key in ("attention", "products", "gather", "scatter"):
         if len(seconds[key]) > 1:
-            figures = {name: round(1000 * time, 3) for name, time in seconds[key].items() if math.isfinite(time)}
-            milliseconds[key] = figures
+            milliseconds[key] = {k: round(1000 * time, 3) for k, time in seconds[key].items() if math.isfinite(time)}
     algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
     choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds)
     _log_choices(config, choices, recalled)
@@ -237,23 +235,16 @@ def _time_attention(
     )
     shape, repeats = whole.cut(work_limit(mesh.device))
     dtype = DTYPES[config.precision.compute]
-    trials = {kernel: _attention_trial(kernel, shape, dtype, mesh.device) for kernel in kernels}
-    ready = {(kernel, p): partial(_run_in, p, trial) for kernel, p in pairs if (trial := trials[kernel]) is not None}
-    times = timer(ready, mesh.device, ATTENTION_S)
+    trials: dict[Any, Callable[[], object]] = {}
+    for kernel in kernels:
+        try:
+            (trial := attention_trial(kernel, shape, dtype, mesh.device))()
+        except RuntimeError as error:  # what compilers and libraries demand, no table says
+            log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
+        else:
+            trials |= {(kernel, precision): partial(_run_in, precision, trial) for precision in precisions}
+    times = timer(trials, mesh.device, ATTENTION_S) if trials else {}
     return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
-
-
-def _attention_trial(
-    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-) -> Callable[[], object] | None:
-    """None if the kernel cannot run here: what compilers and libraries demand, no table says."""
-    try:
-        trial = attention_trial(kernel, shape, dtype, device)
-        trial()
-    except RuntimeError as error:
-        log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
-        return None
-    return trial
 
 
 def _run_in(precision: str, trial: Callable[[], object]) -> None:

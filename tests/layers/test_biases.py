@@ -27,7 +27,10 @@ def test_slopes_of_head_counts_that_are_no_power_of_two() -> None:
 
 
 def test_alibi_by_hand() -> None:
-    bias = Alibi(Builder(PlacementTable()), 2)(3, torch.float64, CPU)
+    alibi = Alibi(Builder(PlacementTable()), 2)
+    bias = alibi(3, torch.float64, CPU)
+    assert alibi(3, torch.float64, CPU) is bias
+    assert alibi(3, torch.float32, CPU).by_distance.dtype == torch.float32
     steep, flat = 2**-4, 2**-8
     assert bias.by_distance.tolist() == [[0, 0], [-steep, -flat], [-2 * steep, -2 * flat]]
     dense = bias.dense()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
+from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import RotaryEmbedding
 from pangu.models.language_model import ModuleHooks, Options, build_model
 from pangu.models.parameters import ModelPart, parameters_by_module
@@ -223,6 +226,28 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
     expected.backward()
     for name, gradient in logical_gradients(model, table).items():
         torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("changes", [{"window": 3}, {"positions": "alibi"}], ids=str)
+def test_a_mask_that_depends_on_the_length_alone_is_made_once(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, original = [], AttentionMask.dense
+
+    def counted(mask: AttentionMask, length: int, *rest: Any) -> Tensor:
+        made.append(length)
+        return original(mask, length, *rest)
+
+    monkeypatch.setattr(AttentionMask, "dense", counted)
+    config = variant(**changes)
+    model, _ = make(config, "sdpa")
+    whole, cut = batch_of(config, False), batch_of(replace(config, sequence=12), False)
+    losses = [float(whole_loss(model, batch).detach()) for batch in (whole, whole, cut, cut, whole)]
+    assert losses == [losses[0], losses[0], losses[2], losses[2], losses[0]]
+    assert made == [config.sequence, 12, config.sequence]
+    for _ in range(2):
+        whole_loss(model, batch_of(config, True))
+    assert len(made) == 5
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])

@@ -1,6 +1,9 @@
-"""What torch's flash attention drops over documents, on an accelerator: the operator has no CPU kernel."""
+"""What torch's flash attention drops over documents, for which the operator has no CPU kernel; what kernels are chosen
+by."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.gpu_kernels import has_flash
 from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
+from pangu.metrics.timing import time_candidates
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.placement import PlacementTable
 
@@ -44,3 +48,9 @@ def test_what_is_dropped_over_documents() -> None:
     kept = left != 0
     torch.testing.assert_close(left[kept], whole[kept] / 0.7, atol=0.01, rtol=0.02)
     assert kept[whole > 1e-3].float().mean() == pytest.approx(0.7, abs=0.03)
+
+
+def test_a_candidate_is_timed_by_the_device() -> None:
+    """Not by the host, which is busy for longer."""
+    times = time_candidates({"host": lambda: time.sleep(1e-4)}, choose_device("auto", Launch()), 1.0)
+    assert 0 <= times["host"] < 5e-5
