@@ -136,11 +136,11 @@ def test_the_package_stays_small() -> None:
     """What plans (`planning`, `dryrun`) apart. A change that needs more says why where it raises this: 150 lines are
     dropout as a hash, in one operation; 150 a step that waits for nothing, what the host knew at once being decided on
     the device and heard of later; 200 gradients that products add up, and the loss in one pass forward and one
-    backward; 150 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
+    backward; 200 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
     through the store, and naming who is stuck where on devices too;
     400 a profile whose parts add up to the step, on every rank."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 18_950
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_000
 
 
 def public_names(path: Path) -> Iterator[str]:
