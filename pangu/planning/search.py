@@ -36,7 +36,8 @@ MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
-"""Of products, tried for the best layouts."""
+"""Of products, tried for the `CUT` best layouts."""
+CUT = 10
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
@@ -167,7 +168,9 @@ def search(space: Space, top: int = 10) -> Found:
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
-    costed[:top] = sorted(_overlapped(space, bounds, costed[:top]), key=_preference)
+    tried = min(top, CUT)
+    costed[:tried] = _overlapped(space, bounds, costed[:tried])
+    costed.sort(key=_preference)
     return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
 
 
