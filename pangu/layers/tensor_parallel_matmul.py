@@ -93,7 +93,8 @@ def _gather_and_multiply(
     wholes, values = [], []
     for wait in gathers:
         wholes.append(wait())
-        values.append(F.linear(wholes[-1], weight, bias))
+        # flat: for a batch of one, whose strides may be any, torch would multiply each row alone
+        values.append(F.linear(wholes[-1].flatten(0, -2), weight, bias).unflatten(0, wholes[-1].shape[:-1]))
     return wholes, values
 
 
@@ -105,7 +106,8 @@ def _multiply_and_sum(x: Tensor, weight: Tensor, region: TensorRegion) -> list[C
     """
     slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
-    return [start_sum(F.linear(chunk.flatten(0, 1), weight), region) for chunk in chunks]
+    values = (F.linear(chunk.flatten(0, -2), weight).unflatten(0, (-1, *chunk.shape[2:-1])) for chunk in chunks)
+    return [start_sum(value, region) for value in values]
 
 
 def _finish(sums: Sequence[Callable[[], Tensor]]) -> Tensor:

@@ -29,7 +29,7 @@ def test_sharding_without_the_devices_or_the_data() -> None:
         "[1024, 4, 640] -> [128, 4, 5120] MatMul ((dp,mp),(mp,1)) + ReduceScatter to ((dp*mp,1))",
         "layer (each of 40) forward all-gather 2 80.0 MiB 70.0 MiB",
         "layer (each of 40) backward all-gather 4 0.16 GiB 0.14 GiB",
-        "layer (each of 40) recompute reduce-scatter 2 80.0 MiB 70.0 MiB",
+        "layer (each of 40) recompute reduce-scatter 1 40.0 MiB 35.0 MiB",
         "head forward all-reduce 2 48.0 KiB 84.0 KiB",
     ):
         assert line in lines, done.stdout
