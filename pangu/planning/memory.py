@@ -74,7 +74,7 @@ class _Chunk(NamedTuple):
         if "embedding" in working:  # when the rest of the chunk is gone
             embedding = modules["embedding"]
             working["embedding"] -= min(saved - embedding.saved_bytes, deferred - embedding.deferred_bytes)
-        return cls(saved, deferred, max(0.0, *working.values()))
+        return cls(saved, deferred, max([0.0, *working.values()]))
 
 
 def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:

@@ -228,6 +228,9 @@ def test_a_chunk_of_a_published_layout_may_have_no_layer() -> None:
     plan = PLAN._replace(tensor=1, pipeline=2, layers=(0, 48))
     stages = memory_of_stages(describe(GPT_22B, MEGATRON_2021, plan), plan.steps, A100)
     assert 0 < stages[0].total < stages[1].total
+    plan = plan._replace(pipeline=3, layers=(48, 0, 0))
+    stages = memory_of_stages(describe(GPT_22B, MEGATRON_2021, plan), plan.steps, A100)
+    assert stages[1].states == 0 < stages[2].states < stages[0].states
 
 
 def test_every_shipped_cluster_loads() -> None:
