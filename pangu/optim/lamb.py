@@ -51,8 +51,9 @@ class Lamb(torch.optim.Optimizer):
         self.sum_norms = sum_norms
         self.ratios: dict[Tensor, Tensor] = {}
         """r of the last step of every tensor that adapts; 0 if it was skipped."""
-        self.found_inf: Tensor | None = None
-        self.grad_scale: Tensor | None = None
+        device = next((tensor.device for group in self.param_groups for tensor in group["params"]), None)
+        self.found_inf = torch.zeros((), device=device)
+        self.grad_scale = torch.ones((), device=device)
         """As in torch's fused optimizers: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
         fp32, where the tensors are."""
         start_moments(self, moments)
@@ -63,17 +64,17 @@ class Lamb(torch.optim.Optimizer):
         loss = None if closure is None else closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         groups = [(group, tensors) for group, tensors in groups if tensors]
+        applied = 1 - self.found_inf
         for group, tensors in groups:
-            self._update_moments(group, tensors)
+            self._update_moments(group, tensors, applied)
         adapting = [tensor for group, tensors in groups if group["adapt"] for tensor in tensors]
         # a rank without a part of any tensor still meets the others
         if any(group["adapt"] for group in self.param_groups):
-            self._find_ratios(adapting)
+            self._find_ratios(adapting, applied)
         for group, tensors in groups:
             if not self._is_adam(group):
-                one = tensors[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf
                 update = [tensor.grad for tensor in tensors if tensor.grad is not None]
-                ratios = [self.ratios.get(tensor, one) for tensor in tensors]
+                ratios = [self.ratios.get(tensor, applied) for tensor in tensors]
                 torch._foreach_addcmul_(tensors, update, ratios, value=-group["lr"])
         return loss
 
@@ -81,7 +82,7 @@ class Lamb(torch.optim.Optimizer):
         """Whether torch's fused AdamW does all of a group."""
         return not group["adapt"] and not self.eps_inside_root
 
-    def _update_moments(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _update_moments(self, group: dict[str, Any], tensors: list[Tensor], applied: Tensor) -> None:
         """Update the moments, and write u in the place of the gradients; where that is AdamW's, update the weights."""
         # torch's fused AdamW divides the gradient by `grad_scale`, leaves all as it is at `found_inf`, and updates the
         # moments in one pass; with a rate of 0 it does not change the weights (1: an epsilon that divides by no 0)
@@ -91,17 +92,16 @@ class Lamb(torch.optim.Optimizer):
         values: dict[str, Any] = {"lr": rate, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
         values |= {"grad_scale": self.grad_scale, "found_inf": self.found_inf, "amsgrad": False, "maximize": False}
         steps = [self.state[tensor]["step"] for tensor in tensors]
-        before = steps[0].clone()  # all tensors made as many
-        one = steps[0].new_ones(()) if self.found_inf is None else 1 - self.found_inf
-        torch._foreach_add_(steps, [one] * len(steps))
+        corrections = None if is_adam else self._corrections(group, steps[0] + applied, tensors[0].dtype)
         for weights, gradients, *moments in self._pieces(tensors):
             first, second = ([moment.to(weights[0].dtype) for moment in those] for those in moments)
-            made = list(before.repeat(len(weights)).unbind())  # it adds one to each
+            made = list(steps[0].repeat(len(weights)).unbind())  # all tensors made as many; it adds one to each
             adamw(weights, gradients, first, second, [], made, fused=True, **values)
             if first[0] is not moments[0][0]:
                 torch._foreach_copy_(moments[0] + moments[1], first + second)
-            if not is_adam:
-                self._write_update(group, steps[0], weights, gradients, first, second)
+            if corrections is not None:
+                self._write_update(group["weight_decay"], corrections, weights, gradients, first, second)
+        torch._foreach_add_(steps, [applied] * len(steps))
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
@@ -117,37 +117,41 @@ class Lamb(torch.optim.Optimizer):
                 taken.append(piece)
         yield list(map(list, zip(*taken, strict=True)))
 
+    def _corrections(self, group: dict[str, Any], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What bias correction makes of the root's factor and of ε; finite before the first step too."""
+        # m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
+        exponent = step.double().clamp(min=1)
+        c1, c2 = (1 - beta**exponent for beta in group["betas"])
+        eps = (c2 if self.eps_inside_root else c1) * group["eps"]
+        return (c1 / c2.sqrt()).to(dtype), eps.to(dtype)
+
     def _write_update(
         self,
-        group: dict[str, Any],
-        step: Tensor,
+        decay: float,
+        corrections: tuple[Tensor, Tensor],
         weights: list[Tensor],
         gradients: list[Tensor],
         first: list[Tensor],
         second: list[Tensor],
     ) -> None:
-        """Write u in the place of the gradients; finite before the first step too."""
-        # u - λw = m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
-        c1, c2 = (1 - beta ** step.double().clamp(min=1) for beta in group["betas"])
-        scale, inside, outside = (
-            each.to(weights[0].dtype) for each in (c1 / c2.sqrt(), c2 * group["eps"], c1 * group["eps"])
-        )
+        """Write u in the place of the gradients."""
+        scale, eps = corrections
         if self.eps_inside_root:
-            root = torch._foreach_add(second, inside, alpha=1)
+            root = torch._foreach_add(second, eps, alpha=1)
             torch._foreach_sqrt_(root)
             torch._foreach_mul_(root, scale)
         else:
             root = torch._foreach_sqrt(second)
             torch._foreach_mul_(root, scale)
-            torch._foreach_add_(root, outside, alpha=1)  # without alpha the host waits for the value
+            torch._foreach_add_(root, eps, alpha=1)  # without alpha the host waits for the value
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+        if decay != 0:
+            torch._foreach_add_(gradients, weights, alpha=decay)
 
-    def _find_ratios(self, weights: list[Tensor]) -> None:
-        """Compute r of the tensors that adapt, as scalars on the device."""
-        norms = torch.zeros(2, 0, device=None if self.found_inf is None else self.found_inf.device)
+    def _find_ratios(self, weights: list[Tensor], applied: Tensor) -> None:
+        """Compute r of the tensors that adapt, as scalars on the device; times `applied`, which is 0 or 1."""
+        norms = torch.zeros(2, 0, device=applied.device)
         updates = [tensor.grad for tensor in weights if tensor.grad is not None]
         if weights:
             norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, updates)])
@@ -156,6 +160,4 @@ class Lamb(torch.optim.Optimizer):
         ratios = (weight_norm / update_norm.where(defined, 1.0)).where(defined, 1.0)
         if self.max_ratio is not None:
             ratios = ratios.clamp(max=self.max_ratio)
-        if self.found_inf is not None:
-            ratios = ratios * (1 - self.found_inf)
-        self.ratios = dict(zip(weights, ratios.unbind(), strict=True))
+        self.ratios = dict(zip(weights, (ratios * applied).unbind(), strict=True))
