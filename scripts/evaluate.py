@@ -125,9 +125,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     questions = gather_questions(options)
     with connected(options.tensor, options.pipeline, options.device, launch, replicas=True) as mesh:
         # one process looks, as another checkpoint may be written meanwhile
-        (path, *_) = agree(mesh, lambda: newest_checkpoint(options.model), here=mesh.is_first)
+        (path, *_) = agree(mesh, lambda: newest_checkpoint(options.model), runs_here=mesh.is_first)
         assert path is not None
-        (file, *_) = agree(mesh, lambda: _answer_file(options, path), here=mesh.is_first)
+        (file, *_) = agree(mesh, lambda: _answer_file(options, path), runs_here=mesh.is_first)
         model = load_model(path, mesh, options.precision, rows=options.rows)
         if (options.stride or 1) > model.config.sequence:
             window = model.config.sequence
@@ -159,7 +159,7 @@ def _measure(model: LoadedModel, questions: Questions, file: AnswerFile | None, 
     for chunk in ask(model, questions, list(answers)):
         answers |= {answer.id: answer for answer in chunk}
         if file:
-            agree(mesh, partial(file.add, name, chunk), here=mesh.is_first)
+            agree(mesh, partial(file.add, name, chunk), runs_here=mesh.is_first)
         progress.update(bar, completed=len(answers))
     of_items = [answers[item.id] for item in questions.items]
     measures = summary(of_items)

@@ -99,7 +99,7 @@ def damage(path: Path, mesh: Mesh) -> list[str]:
         except UserError as error:
             return [str(error)], None
 
-    answers = [answer for answer in agree(mesh, look, here=True) if answer is not None]
+    answers = [answer for answer in agree(mesh, look, runs_here=True) if answer is not None]
     for _, newer in answers:
         if newer is not None:
             raise NewerFormatError(newer)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from pangu.config.errors import STORE_SECONDS, LocalError, UserError
+from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LocalError, UserError
 from pangu.topology.mesh import Mesh, is_silence
 
 T = TypeVar("T")
@@ -37,7 +37,11 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
             raise
         from pangu.collectives.meeting import silent_ranks
 
-        place, silent = where(), silent_ranks(mesh)
+        place = where()
+        try:
+            silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(silent_ranks, mesh))
+        except RuntimeError:
+            silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
         others = f"rank {', '.join(map(str, silent))}" if silent else "another process"
         raise LocalError(
             f"rank {mesh.rank}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
@@ -45,13 +49,13 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def agree(mesh: Mesh, action: Callable[[], T], *, here: bool) -> list[T | None]:
-    """Run `action` on the processes where `here` is true; all return when all have finished, with the results of all
-    ranks in order (None where it did not run). A UserError on any rank is raised on every one. Raises RuntimeError if
-    one does not answer within `parallel.timeout_s`, see `name_silent_ranks`."""
+def agree(mesh: Mesh, action: Callable[[], T], *, runs_here: bool) -> list[T | None]:
+    """Run `action` on the processes where `runs_here` is true; all return when all have finished, with the results of
+    all ranks in order (None where it did not run). A UserError on any rank is raised on every one. Raises RuntimeError
+    if one does not answer within `parallel.timeout_s`, see `name_silent_ranks`."""
     message, results = meet_all(
         mesh,
-        outcome(action) if here else (None, None),
+        outcome(action) if runs_here else (None, None),
         lambda outcomes: (first_message(outcomes), [result for result, _ in outcomes]),
     )
     if message is not None:
@@ -78,12 +82,17 @@ def meet_all(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
         return answer([value])
     from pangu.collectives.meeting import meet
 
-    meeting: Future[A] = Future()
-    # a process that is stopped lets the others wait for its store for ever
-    thread = Thread(target=complete, args=(meeting, partial(meet, mesh, value, answer)), name="meeting", daemon=True)
+    return answer_of_store(mesh.timeout_s + STORE_SECONDS, partial(meet, mesh, value, answer))
+
+
+def answer_of_store(limit_s: float, action: Callable[[], T]) -> T:
+    """What an action returns that asks the store. Raises RuntimeError, see `is_silence`, if it takes longer than
+    `limit_s`: a process that is stopped lets the others wait for its store for ever."""
+    future: Future[T] = Future()
+    thread = Thread(target=complete, args=(future, action), name="store", daemon=True)
     thread.start()
     try:
-        result = meeting.result(mesh.timeout_s + STORE_SECONDS)
+        result = future.result(limit_s)
         thread.join()  # Python ends with an abort if a thread is in the store then
         return result
     except TimeoutError as error:

@@ -19,7 +19,7 @@ INTERVAL_SECONDS = 10.0
 
 
 def agree_on_long_work(
-    mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, here: bool
+    mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, runs_here: bool
 ) -> list[T | None]:
     """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
     in a thread, so that processes can exchange heartbeats. The results, which may be large, are returned on the first
@@ -35,7 +35,7 @@ def agree_on_long_work(
         progress_s = time.monotonic()
 
     work: Future[Any] = Future()
-    if here:
+    if runs_here:
         arguments = (work, lambda: action(note_progress))
         Thread(target=complete, args=arguments, name="long work", daemon=True).start()
     # All meet every few seconds, those that have no work or are done with it too. So nobody waits for another longer
@@ -45,9 +45,9 @@ def agree_on_long_work(
     #   an answer and progress      another round                  however long the work takes
     busy = True
     while busy:
-        if here:
+        if runs_here:
             wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
-        running = here and not work.done()
+        running = runs_here and not work.done()
         stuck = running and time.monotonic() - progress_s > mesh.timeout_s
         busy, stuck_ranks = meet_all(
             mesh,
@@ -65,7 +65,7 @@ def agree_on_long_work(
         results.extend(result for result, _ in outcomes)
         return first_message(outcomes)
 
-    message = meet_all(mesh, outcome(work.result) if here else (None, None), keep)
+    message = meet_all(mesh, outcome(work.result) if runs_here else (None, None), keep)
     if message is not None:
         raise UserError(message)
     return results

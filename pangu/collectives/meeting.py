@@ -5,15 +5,12 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, Queue
-from threading import Thread
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS
+from pangu.config.errors import SILENCE_SECONDS
 from pangu.topology.mesh import Mesh
 
 T = TypeVar("T")
@@ -49,29 +46,13 @@ def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
 
 
 def silent_ranks(mesh: Mesh) -> list[int]:
-    """After a timeout: the ranks that do not report one soon after, because they are stuck or gone. Empty if
-    unknown."""
+    """After a timeout: the ranks that do not report one soon after, because they are stuck or gone."""
     if mesh.store is None:
         return []
-    store = mesh.store
-    answers: Queue[list[int] | None] = Queue()
-
-    def ask() -> None:
-        try:
-            store.set(f"misses-{mesh.rank}", "")
-            time.sleep(SILENCE_SECONDS)
-            silent = absent(store, [f"misses-{rank}" for rank in range(mesh.layout.world)])
-            answers.put([int(key.removeprefix("misses-")) for key in silent])
-        except RuntimeError:
-            answers.put(None)
-
-    # a process that is stopped lets the others wait for its store for ever
-    Thread(target=ask, name="silent ranks", daemon=True).start()
-    with suppress(Empty):
-        silent = answers.get(timeout=SILENCE_SECONDS + STORE_SECONDS)
-        if silent is not None:
-            return silent
-    return [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
+    mesh.store.set(f"misses-{mesh.rank}", "")
+    time.sleep(SILENCE_SECONDS)
+    silent = absent(mesh.store, [f"misses-{rank}" for rank in range(mesh.layout.world)])
+    return [int(key.removeprefix("misses-")) for key in silent]
 
 
 def absent(store: dist.Store, keys: list[str]) -> list[str]:

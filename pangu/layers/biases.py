@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -50,20 +51,18 @@ class Alibi(nn.Module):
         super().__init__()
         start, stop = build.region.bounds(heads)
         self.slopes = alibi_slopes(heads)[start:stop]
-        self._last: tuple[object, Bias] | None = None
-        """The last bias, after what it depends on."""
+        self._bias = lru_cache(1)(partial(_linear_bias, self.slopes))
 
     def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> Bias:
         """The bias between `length` tokens of a model of format `dtype`."""
-        made_for = length, dtype, device
-        if self._last is not None and self._last[0] == made_for:
-            return self._last[1]
-        wide = torch.promote_types(dtype, torch.float32)
-        slopes = torch.tensor(self.slopes, dtype=wide, device=device)
-        distances = torch.arange(length, dtype=wide, device=device)
-        bias = Bias(-distances[:, None] * slopes, slopes.float())
-        self._last = made_for, bias
-        return bias
+        return self._bias(length, dtype, device)
+
+
+def _linear_bias(slopes: list[float], length: int, dtype: torch.dtype, device: torch.device) -> Bias:
+    wide = torch.promote_types(dtype, torch.float32)
+    of_heads = torch.tensor(slopes, dtype=wide, device=device)
+    distances = torch.arange(length, dtype=wide, device=device)
+    return Bias(-distances[:, None] * of_heads, of_heads.float())
 
 
 def relative_bucket(length: int, buckets: int, furthest: int) -> Tensor:

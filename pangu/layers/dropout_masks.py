@@ -81,22 +81,22 @@ def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, 
     elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
     size = min(max(1, elements // width), len(low))
     mixed, shifted = low.new_empty(2, size, width)
-    kept, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
+    keep_mask, out = x.new_empty(size, width), torch.empty_like(x, memory_format=torch.contiguous_format)
     matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
     for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
         block = slice(len(a))
-        torch.ge(_mix(a, b, columns, (mixed[block], shifted[block])), _bound(probability), out=kept[block])
+        torch.ge(_mix(a, b, columns, (mixed[block], shifted[block])), _bound(probability), out=keep_mask[block])
         if residual is None:
-            torch.mul(part, kept[block], out=result).mul_(scale)
+            torch.mul(part, keep_mask[block], out=result).mul_(scale)
         else:
-            torch.addcmul(beside, part, kept[block], value=scale, out=result)
+            torch.addcmul(beside, part, keep_mask[block], value=scale, out=result)
     return out
 
 
 def _drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
-    kept = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
-    scaled = torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
+    keep_mask = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
+    scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
     return scaled if residual is None else residual + scaled
 
 

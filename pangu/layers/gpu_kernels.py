@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from contextlib import suppress
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from pangu.config.errors import ConfigError, Problem
+from pangu.config.errors import Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
 
@@ -96,7 +94,7 @@ class FlashAttn(Flash):
 
     def __init__(self, terms: MaskAndBias) -> None:
         super().__init__(terms)
-        self.package = _flash_attn()
+        self.package = importlib.import_module("flash_attn")
         self.slopes = None if terms.bias is None else terms.bias.slopes
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, longest: int, dropout: float) -> Tensor:
@@ -105,15 +103,6 @@ class FlashAttn(Flash):
             return self.package.flash_attn_func(query, key, value, **options)
         lengths = (self.bounds, self.bounds, longest, longest)
         return self.package.flash_attn_varlen_func(query, key, value, *lengths, **options)
-
-
-def _flash_attn() -> ModuleType:
-    try:
-        return importlib.import_module("flash_attn")
-    except ImportError as error:
-        rule = f"the package flash-attn cannot be imported ({error})"
-        works = "installing flash-attn 2.4 or later helps, or model.attention=auto works"
-        raise ConfigError([Problem("model.attention", "flash_attn", rule, works)]) from error
 
 
 GPU_KERNELS: dict[str, type[Kernel]] = {"cudnn": Cudnn, "flash": Flash, "flex": Flex, "flash_attn": FlashAttn}
@@ -125,19 +114,21 @@ def has_flash(device: torch.device) -> bool:
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def require(kernel: str, device: torch.device) -> None:
-    """Raises ConfigError if a kernel cannot run here at all."""
-    if kernel == "flash_attn":
-        _flash_attn()
+def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
+    """Why a kernel cannot run here at all."""
     if kernel == "flash" and not has_flash(device):
         rule = "needs a GPU of compute capability 8.0 or later, and a torch that was built with it"
-        raise ConfigError([Problem("model.attention", kernel, rule, "model.attention=auto works")])
+        yield Problem("model.attention", kernel, rule, "model.attention=auto works")
+    if kernel == "flash_attn":
+        try:
+            importlib.import_module("flash_attn")
+        except ImportError as error:
+            rule = f"the package flash-attn cannot be imported ({error})"
+            works = "installing flash-attn 2.4 or later helps, or model.attention=auto works"
+            yield Problem("model.attention", kernel, rule, works)
 
 
 def candidates(device: torch.device, dense: bool) -> list[str]:
     """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` needs mask or bias as a matrix."""
     kernels = ["flash", "sdpa", "flex"] if dense else ["sdpa", "flash", "cudnn"]
-    with suppress(ConfigError):
-        require("flash_attn", device)
-        kernels.append("flash_attn")
-    return [kernel for kernel in (*kernels, "reference") if kernel != "flash" or has_flash(device)]
+    return [kernel for kernel in (*kernels, "flash_attn", "reference") if not any(missing(kernel, device))]

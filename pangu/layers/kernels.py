@@ -118,17 +118,19 @@ class Sdpa:
         return output, None
 
 
+KERNELS: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
+
+
 def kernel_named(name: str) -> type[Kernel]:
     """By a value of `model.attention`; `pangu.config.attention` says what each can do."""
-    own: dict[str, type[Kernel]] = {"reference": Reference, "sdpa": Sdpa}
-    if name in own:
-        return own[name]
+    if name in KERNELS:
+        return KERNELS[name]
     from pangu.layers.gpu_kernels import GPU_KERNELS
 
     return GPU_KERNELS[name]
 
 
-def over_cache(kernel: type[Kernel]) -> type[Kernel]:
+def densely_masked(kernel: type[Kernel]) -> type[Kernel]:
     """The kernel for queries whose keys lie in a cache, and for documents whose bounds nobody knows: `sdpa` in place of
     one that needs bounds, or as many queries as keys."""
     return kernel if kernel is Reference else Sdpa
@@ -141,12 +143,12 @@ def attention_kernels(model: ModelConfig, precision: str, device: torch.device, 
     theirs. Raises UserError if the requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
+        if not problems and model.attention not in KERNELS:
+            from pangu.layers.gpu_kernels import missing
+
+            problems = list(missing(model.attention, device))
         if problems:
             raise ConfigError(problems)
-        if kernel_named(model.attention) not in (Reference, Sdpa):
-            from pangu.layers.gpu_kernels import require
-
-            require(model.attention, device)
         return [model.attention]
     order = ["sdpa", "reference"]
     if device.type != "cpu":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
@@ -13,7 +13,7 @@ from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import Dropout, DropoutKeys
-from pangu.layers.kernels import Kernel, MaskAndBias, kernel_named, over_cache
+from pangu.layers.kernels import Kernel, MaskAndBias, densely_masked, kernel_named
 from pangu.layers.linear import PositionEmbedding, VocabParallelEmbedding, make_norm
 from pangu.layers.loss import Head
 from pangu.layers.masks import AttentionMask
@@ -85,8 +85,7 @@ class LanguageModel(nn.Module):
             if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = kernel_named(options.kernel)
-        self._lasting: tuple[object, Kernel] | None = None
-        """The last kernel that depends on nothing but length, format and device, and these."""
+        self._lasting_kernel = lru_cache(1)(self.kernel)
         self.recomputed_layers = options.recompute
         self.offload = options.offload
 
@@ -162,13 +161,13 @@ class LanguageModel(nn.Module):
         dtype, device = next(self.parameters()).dtype, positions.device
         length = positions.shape[1] if documents is None else documents.shape[1]
         first = length - positions.shape[1]
-        rotary, offload = None, None
+        bias, rotary, offload = None, None, None
         if self.position_bias is not None:
             self.hooks.before("position_bias", positions)
-        mask = AttentionMask(documents, config.window, batch.bounds)
-        kernel = self._kernel_of(mask, length, dtype, device, first)
-        if self.position_bias is not None:
+            bias = self.position_bias(length, dtype, device)
             self.hooks.after("position_bias", positions)
+        mask = AttentionMask(documents, config.window, batch.bounds)
+        kernel = self._kernel_of(MaskAndBias(mask, bias, length, dtype, device, first))
         drops = config.dropout > 0 or config.attention_dropout > 0
         keys = keys.on(positions) if keys is not None and drops else None
         if config.positions == "rope":
@@ -181,21 +180,13 @@ class LanguageModel(nn.Module):
             offload = Offload(device, {address(parameter) for parameter in self.parameters()})
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 
-    def _kernel_of(
-        self, mask: AttentionMask, length: int, dtype: torch.dtype, device: torch.device, first: int
-    ) -> Kernel:
+    def _kernel_of(self, terms: MaskAndBias) -> Kernel:
         """The attention kernel of a micro-batch. What depends on the length alone is made once."""
-        lasts = mask.documents is None and not first and self.config.positions != "relative"
-        made_for = length, dtype, device
-        if lasts and self._lasting is not None and self._lasting[0] == made_for:
-            return self._lasting[1]
-        bias = None if self.position_bias is None else self.position_bias(length, dtype, device)
-        unbounded = mask.documents is not None and mask.bounds is None
-        make = over_cache(self.kernel) if first or unbounded else self.kernel
-        kernel = make(MaskAndBias(mask, bias, length, dtype, device, first))
-        if lasts:
-            self._lasting = made_for, kernel
-        return kernel
+        documents = terms.mask.documents
+        if documents is None and not terms.first and self.config.positions != "relative":
+            return self._lasting_kernel(terms)
+        unbounded = documents is not None and terms.mask.bounds is None
+        return (densely_masked(self.kernel) if terms.first or unbounded else self.kernel)(terms)
 
 
 def build_model(

@@ -26,18 +26,19 @@ def message_of(action: Action) -> Message:
     return action.kind, action.chunk, action.micro
 
 
+def source_of(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> int | None:
+    """The chunk of another stage whose output a forward or backward needs; None if it needs none."""
+    source = chunk - 1 if kind is Kind.FORWARD else chunk + 1
+    alone = kind is Kind.BACKWARD_WEIGHT or not 0 <= source < len(stage_of)
+    return None if alone or stage_of[source] == stage_of[chunk] else source
+
+
 def input_of(action: Action, stage_of: tuple[int, ...]) -> Message | None:
     """The message that a forward or backward waits for; None if it needs none."""
     assert action.micro is not None
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if source_of(action.kind, action.chunk, stage_of) is None:
         return None
-    kind, before = (
-        (Kind.RECV_ACTIVATION, action.chunk - 1)
-        if action.kind is Kind.FORWARD
-        else (Kind.RECV_GRADIENT, action.chunk + 1)
-    )
-    if not 0 <= before < len(stage_of) or stage_of[before] == stage_of[action.chunk]:
-        return None
+    kind = Kind.RECV_ACTIVATION if action.kind is Kind.FORWARD else Kind.RECV_GRADIENT
     return kind, action.chunk, action.micro
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Durations, Kind
-from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of
+from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Durations
+from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of, source_of
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.timeline import Event, Timeline
 
@@ -104,8 +104,9 @@ def _deadlock(schedule: Schedule, nexts: list[int]) -> str:
             action = schedule.actions[stage][index]
             message = input_of(action, schedule.stage_of)
             assert message is not None
-            before = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
-            lines.append(f"stage {stage}: {action}: waits for {message[0]} from stage {schedule.stage_of[before]}")
+            source = source_of(action.kind, action.chunk, schedule.stage_of)
+            assert source is not None
+            lines.append(f"stage {stage}: {action}: waits for {message[0]} from stage {schedule.stage_of[source]}")
     return "stages wait for each other in a circle: " + "; ".join(lines)
 
 

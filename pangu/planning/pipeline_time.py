@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pangu.pipeline.actions import Kind
+from pangu.pipeline.check import source_of
 from pangu.pipeline.orders import SCHEDULES, Order, Step
 
 
@@ -133,11 +134,10 @@ def _dependencies(pipeline: Pipeline) -> list[tuple[int, int, int]]:
 
 def _sources(order: Order, pipeline: Pipeline) -> Iterator[Step | None]:
     """Of each step of a stage the step of another stage whose output it needs."""
-    last, stage_of = pipeline.stages * pipeline.virtual - 1, pipeline.stage_of
+    stage_of = pipeline.stage_of
     for kind, chunk, micro in order:
-        source = chunk - 1 if kind is Kind.FORWARD else chunk + 1
-        alone = kind is Kind.BACKWARD_WEIGHT or not 0 <= source <= last
-        yield None if alone or stage_of[source] == stage_of[chunk] else (kind, source, micro)
+        source = source_of(kind, chunk, stage_of)
+        yield None if source is None else (kind, source, micro)
 
 
 @lru_cache

@@ -134,10 +134,10 @@ def require_shared(output: Path, mesh: Mesh, hosts: Sequence[str]) -> None:
         with writing(output):
             (output / name).touch()
 
-    agree(mesh, make, here=mesh.is_first)
+    agree(mesh, make, runs_here=mesh.is_first)
     try:
         first_of_host = hosts.index(hosts[mesh.rank]) == mesh.rank
-        seen = agree(mesh, lambda: _appears(output / name), here=first_of_host)
+        seen = agree(mesh, lambda: _appears(output / name), runs_here=first_of_host)
     finally:
         if mesh.is_first:
             (output / name).unlink(missing_ok=True)

@@ -64,13 +64,13 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
         state["step"].fill_(trainer.step - trainer.skipped)
         for moment in MOMENTS:
             state[moment].zero_()
-    agree(trainer.mesh, lambda: _require_moments(path, index, config), here=True)
-    agree(trainer.mesh, lambda: load(path, index, list(state_of(trainer))), here=True)
+    agree(trainer.mesh, lambda: _require_moments(path, index, config), runs_here=True)
+    agree(trainer.mesh, lambda: load(path, index, list(state_of(trainer))), runs_here=True)
     trainer.parameters.publish()
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
     folder = Path(config.train.output) / "checkpoints"
-    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), here=trainer.mesh.is_first)
+    (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), runs_here=trainer.mesh.is_first)
     for checkpoint in abandoned or ():
         log.warning("%s: this run continues from an earlier step; delete it if you do not need it", checkpoint)
     return index

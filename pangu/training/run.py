@@ -77,12 +77,12 @@ def run(values: Mapping[str, Any]) -> None:
     try:
         with ExitStack() as stack:
             stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
-            agree(mesh, lambda: make_run_folder(output), here=mesh.is_first)
+            agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
             if launch.world > 1:
                 from pangu.training.preflight import check_cluster
 
                 check_cluster(config, mesh)
-            agree(mesh, lambda: stack.enter_context(only_run(output)), here=mesh.is_first)
+            agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
             signals = StopSignals(began, config.train.stop_after_s)
             _train(config, mesh, launch, stages, signals, forecast)
     finally:
@@ -136,7 +136,7 @@ def _train(
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
     # only now: a run that is refused must not overwrite what another one left
-    agree(mesh, lambda: _describe_folder(output, config, choices), here=mesh.is_first)
+    agree(mesh, lambda: _describe_folder(output, config, choices), runs_here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
@@ -183,8 +183,8 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     def make() -> None:
         prepare(config.data, config.model, show_progress=mesh.is_first)
 
-    agree(mesh, make, here=mesh.is_first)
-    agree(mesh, make, here=launch.local_rank == 0 and not mesh.is_first)
+    agree(mesh, make, runs_here=mesh.is_first)
+    agree(mesh, make, runs_here=launch.local_rank == 0 and not mesh.is_first)
     return open_sources(config.data, config.model, config.train.seed)
 
 

@@ -48,7 +48,7 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
     checkpoint, or if the run folder holds none but damaged ones."""
     resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
-    (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), here=mesh.is_first)
+    (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), runs_here=mesh.is_first)
     assert paths is not None
     if resume == "none" and paths:
         raise UserError(
@@ -139,12 +139,12 @@ class Saver:
 
         self.settle()
         mesh = self._trainer.mesh
-        (paths, *_) = agree(mesh, lambda: list_checkpoints(self._folder), here=mesh.is_first)
+        (paths, *_) = agree(mesh, lambda: list_checkpoints(self._folder), runs_here=mesh.is_first)
         path, _ = newest_intact(paths or [], mesh)
         if path is None:
             raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
         index = read_index(path)
-        agree(mesh, lambda: amend(path, {**index, **change(index)}), here=mesh.is_first)
+        agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
         self.newest = path
         return load_checkpoint(path, self._config, self._trainer)
 
@@ -176,10 +176,10 @@ class Saver:
         # it, and only when all have, the first one writes the index and renames the folder. A rank that fails fails the
         # round for all, so that no checkpoint is committed without a part, and no older one is deleted for it.
         try:
-            agree_on_long_work(mesh, f"writing {path}", lambda _: start(path), here=first)
-            parts = agree_on_long_work(mesh, f"writing {path}", write, here=True)
+            agree_on_long_work(mesh, f"writing {path}", lambda _: start(path), runs_here=first)
+            parts = agree_on_long_work(mesh, f"writing {path}", write, runs_here=True)
             written = [part for part in parts if part is not None]
-            agree_on_long_work(mesh, f"writing {path}", finish, here=first)
+            agree_on_long_work(mesh, f"writing {path}", finish, runs_here=first)
         except StuckError:
             raise  # what is stuck may still write
         except UserError:
@@ -188,7 +188,7 @@ class Saver:
             raise
         doing = f"deleting what is older than {path}"
         try:
-            agree_on_long_work(mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), here=first)
+            agree_on_long_work(mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), runs_here=first)
         except StuckError:
             raise
         except UserError as error:

@@ -70,16 +70,16 @@ class Watchdog:
     def _watch(self) -> None:
         store = self._mesh.store
         assert store is not None
-        beats, place, since_s, told = 0, self._place(), time.monotonic(), False
+        beats, place, since_s, has_spoken = 0, self._place(), time.monotonic(), False
         while not self._ended.wait(self._interval_s):
             beats += 1
             if (now := self._place()) != place:
-                place, since_s, told = now, time.monotonic(), False
+                place, since_s, has_spoken = now, time.monotonic(), False
             still_s = time.monotonic() - since_s
             try:
                 store.set(f"beat-{self._mesh.rank}", json.dumps([beats, still_s, place.step, place.words]))
-                if still_s > PATIENCE * self._mesh.timeout_s and not told:
-                    told = True
+                if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
+                    has_spoken = True
                     self._write_stacks()
                     if self._mesh.is_first:
                         print(printable(f"\n{self._all_places()}"), file=sys.stderr, flush=True)

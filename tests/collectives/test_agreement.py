@@ -40,7 +40,9 @@ def test_all_hear_the_results_of_all_and_no_key_is_left() -> None:
     store = dist.HashStore()
 
     def twice(mesh: Mesh) -> Any:
-        return agree(mesh, lambda: mesh.rank, here=mesh.rank % 2 == 1), agree(mesh, lambda: 7, here=mesh.is_first)
+        return agree(mesh, lambda: mesh.rank, runs_here=mesh.rank % 2 == 1), agree(
+            mesh, lambda: 7, runs_here=mesh.is_first
+        )
 
     odd = [rank if rank % 2 else None for rank in range(WORLD)]
     assert on_ranks(twice, WORLD, 20.0, store) == [(odd, [7] + [None] * (WORLD - 1))] * WORLD
@@ -51,7 +53,7 @@ def test_the_error_of_one_is_that_of_all() -> None:
     def fail() -> None:
         raise UserError("no file")
 
-    told = on_ranks(lambda mesh: agree(mesh, fail, here=mesh.rank == 40), WORLD, 20.0, dist.HashStore())
+    told = on_ranks(lambda mesh: agree(mesh, fail, runs_here=mesh.rank == 40), WORLD, 20.0, dist.HashStore())
     assert [str(error) for error in told] == ["no file"] * WORLD
 
 
@@ -66,8 +68,8 @@ def test_work_that_makes_progress_may_take_long() -> None:
 
     def both(mesh: Mesh) -> Any:
         with ThreadPoolExecutor(1) as thread:
-            work = thread.submit(agree_on_long_work, mesh.background(), "working", action, here=mesh.rank == 1)
-            return agree(mesh, work.done, here=True), work.result()
+            work = thread.submit(agree_on_long_work, mesh.background(), "working", action, runs_here=mesh.rank == 1)
+            return agree(mesh, work.done, runs_here=True), work.result()
 
     (done, results), *others = on_ranks(both, 4, 1.0, dist.HashStore())
     assert done == [False] * 4  # this meeting did not wait for the work
@@ -82,7 +84,7 @@ def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
         released.wait(20.0)
 
     told = on_ranks(
-        lambda mesh: agree_on_long_work(mesh, "writing FILE", action, here=mesh.rank == 5),
+        lambda mesh: agree_on_long_work(mesh, "writing FILE", action, runs_here=mesh.rank == 5),
         8,
         0.5,
         dist.HashStore(),
@@ -102,7 +104,7 @@ def test_ranks_that_do_not_come_are_named(absent: int) -> None:
     def come(mesh: Mesh) -> None:
         with name_silent_ranks(mesh, lambda: "saving"):
             if mesh.rank not in (absent, 6):
-                agree(mesh, lambda: None, here=True)
+                agree(mesh, lambda: None, runs_here=True)
 
     with patch.multiple(meeting, SILENCE_SECONDS=0.2):
         told = on_ranks(come, 8, 0.5, dist.HashStore())
@@ -135,10 +137,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     store = _Stopped()
     mesh = Mesh(Layout(data=2), 1, torch.device("cpu"), timeout_s=0.2, store=store, keeper=0)
     with (
-        patch.multiple(agreement, STORE_SECONDS=0.1),
-        patch.multiple(meeting, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
+        patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
+        patch.multiple(meeting, SILENCE_SECONDS=0.1),
         pytest.raises(LocalError, match=r"^rank 1, saving: rank 0 did not answer .*the store does not answer"),
         name_silent_ranks(mesh, lambda: "saving"),
     ):
-        agree(mesh, lambda: None, here=True)
+        agree(mesh, lambda: None, runs_here=True)
     store.ended.set()

@@ -101,14 +101,14 @@ class FakeFlashAttn(ModuleType):
         left = window_size[0] if window_size[0] >= 0 else math.inf
         outputs = []
         for head in range(q.shape[2]):
-            own = head * k.shape[2] // q.shape[2]
-            scores = q[:, :, head] @ k[:, :, own].mT / math.sqrt(q.shape[-1])
+            group = head * k.shape[2] // q.shape[2]
+            scores = q[:, :, head] @ k[:, :, group].mT / math.sqrt(q.shape[-1])
             for i, j in itertools.product(range(q.shape[1]), repeat=2):
                 if j > i or i - j > left:
                     scores[:, i, j] = -math.inf
                 elif alibi_slopes is not None:
                     scores[:, i, j] -= alibi_slopes[head] * abs(i - j)
-            outputs.append(scores.softmax(-1) @ v[:, :, own])
+            outputs.append(scores.softmax(-1) @ v[:, :, group])
         return torch.stack(outputs, 2)
 
     def flash_attn_varlen_func(
@@ -146,56 +146,38 @@ class FlashOperator:
         library.impl("_flash_attention_forward", self.forward, "CPU")
         library.impl("_flash_attention_backward", self.backward, "CPU")
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        **window: int,
-    ) -> tuple[Tensor, ...]:
-        assert max_q == max_k == LENGTH
-        assert (cum_seq_q is None) == (query.dim() == 4)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *options: Any, **window: int) -> tuple[Tensor, ...]:
         state = torch.tensor([torch.initial_seed() % 2**62, 0])
-        output = self.attend(query, key, value, cum_seq_q, dropout_p, is_causal, state, **window)
+        *options_of_both, _debug = options
+        output = self.attend((query, key, value), *options_of_both, state, **window)
         return output, output.new_zeros(1), state, output.new_zeros(1), output.new_zeros(0)
 
     def backward(
         self,
-        grad_out: Tensor,
+        grad: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        unused: Tensor,
+        sums: Tensor,
+        *options: Any,
         **window: int,
     ) -> tuple[Tensor, ...]:
-        def output(*parts: Tensor) -> Tensor:
-            return self.attend(*parts, cum_seq_q, dropout_p, is_causal, rng_state, **window)
+        *options_of_both, _unused = options
 
-        gradients: tuple[Tensor, ...] = torch.func.vjp(output, query, key, value)[1](grad_out)
+        def output(*parts: Tensor) -> Tensor:
+            return self.attend(parts, *options_of_both, **window)
+
+        gradients: tuple[Tensor, ...] = torch.func.vjp(output, query, key, value)[1](grad)
         return gradients
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        parts: tuple[Tensor, ...],
         bounds: Tensor | None,
+        bounds_of_keys: Tensor | None,
+        longest: int,
+        longest_of_keys: int,
         dropout: float,
         causal: bool,
         state: Tensor,
@@ -203,13 +185,16 @@ class FlashOperator:
         window_size_right: int,
         scale: None = None,
     ) -> Tensor:
+        assert bounds is bounds_of_keys
+        assert longest == longest_of_keys == LENGTH
+        assert (bounds is None) == (parts[0].dim() == 4)
         # as torch.nn.attention.varlen says what is causal
         assert causal == ((window_size_left, window_size_right) == (-1, 0))
         if bounds is None:
-            sequences = list(zip(query, key, value, strict=True))
+            sequences = list(zip(*parts, strict=True))
         else:
             lengths = bounds.diff().tolist()
-            sequences = list(zip(*(part.split(lengths) for part in (query, key, value)), strict=True))
+            sequences = list(zip(*(part.split(lengths) for part in parts), strict=True))
         source = torch.Generator().manual_seed(int(state[0]))
         outputs = []
         for q, k, v in sequences:
@@ -218,8 +203,8 @@ class FlashOperator:
             distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
             seen = (distance >= 0) & (distance <= (window_size_left if window_size_left >= 0 else LENGTH))
             probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
-            kept = torch.rand(scores.shape, generator=source) >= dropout
-            outputs.append(torch.einsum("hqk,khd->qhd", probabilities * kept / (1 - dropout), v))
+            keep_mask = torch.rand(scores.shape, generator=source) >= dropout
+            outputs.append(torch.einsum("hqk,khd->qhd", probabilities * keep_mask / (1 - dropout), v))
         return torch.stack(outputs) if bounds is None else torch.cat(outputs)
 
 

@@ -92,12 +92,12 @@ def stopped(rank: int, world: int, keeps: bool) -> str:
         return ""
     try:
         with (
-            patch.object(agreement, "STORE_SECONDS", 1.0),
-            patch.multiple(meeting, SILENCE_SECONDS=0.2, STORE_SECONDS=1.0),
+            patch.multiple(agreement, SILENCE_SECONDS=0.2, STORE_SECONDS=1.0),
+            patch.multiple(meeting, SILENCE_SECONDS=0.2),
             pytest.raises(LocalError) as raised,
             name_silent_ranks(mesh, lambda: "saving"),
         ):
-            agree_on_long_work(background, "writing", lambda _: None, here=True)
+            agree_on_long_work(background, "writing", lambda _: None, runs_here=True)
     finally:
         os.kill(process, signal.SIGCONT)
     return str(raised.value)
