@@ -318,8 +318,9 @@ class RunConfig:
     sample: SampleConfig
     """Text sampled at the end."""
     profile: bool
-    """Record the tenth step (the last one, if there are fewer): where its time goes on each rank, in the log and in
-    summary.json; plots/profile.json, a trace that ui.perfetto.dev opens; plots/pipeline_measured.svg and .png."""
+    """Record the tenth step (the last one, if there are fewer): where its time goes on each rank, in the log, in
+    summary.json and plots/profile.png; plots/profile.json, a trace that ui.perfetto.dev opens;
+    plots/pipeline_measured.svg and .png."""
     dry_run: bool | Literal["all"]
     """Check the configuration, carry out a step of the fullest device without devices, print what it would hold and do,
     and stop. `all`: of each distinct role of a rank."""

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pangu")
 
-PROFILED = 10
-"""Which of the steps of a process is profiled; its last one, if it makes fewer."""
-
 
 class Loop:
     """Makes steps until the run is complete."""
@@ -84,8 +81,13 @@ class Loop:
         """The figures of the last step that was made."""
         self.profile: Profile | None = None
         """Of a step, if `profile` asks for one."""
-        self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
-        trainer.mesh.recorder.watches = config.profile
+        self._profiled_after = -1
+        """Step after which one is recorded; negative: none."""
+        trainer.mesh.recorder.watches = config.profile or config.faults.slow_every > 0
+        if config.profile:
+            from pangu.training.profile import PROFILED  # now: loading it takes longer than many a step
+
+            self._profiled_after = min(trainer.step + PROFILED, config.train.steps) - 1
 
     def run(self) -> None:
         """Make the remaining steps; validate, evaluate, record and save as they fall due."""
@@ -128,7 +130,8 @@ class Loop:
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
         if any(self._asked) or trainer.step == config.train.steps or any(map(self._due, every)):
-            self._look(saver, at_once=True)
+            with recorder.span("interlude"):  # the time is a part of the next step, as always
+                self._look(saver, at_once=True)
 
     def _look(self, saver: Saver, at_once: bool) -> bool:
         """Read the result of the last update, and do what follows the step; false if the run has gone back to a
@@ -180,7 +183,7 @@ class Loop:
     def _profiled(self, saver: Saver) -> Iterator[None]:
         """Record what is done within the block, if that is the step to be profiled."""
         trainer, config = self.trainer, self.config
-        if not config.profile or trainer.step != self._profiled_after:
+        if trainer.step != self._profiled_after:
             yield
             return
         from pangu.topology.recording import stop
@@ -189,13 +192,17 @@ class Loop:
         Profile.begin(trainer.mesh)
         yield
         recording = stop(trainer.mesh.recorder)
-        if self._pending is not None and not self._look(saver, at_once=True):
-            return
+        if self._pending is not None:
+            self._look(saver, at_once=True)
+        if trainer.step <= self._profiled_after:
+            return  # the run has gone back, and will come to this step again
+        self._profiled_after = -1
         with self._interlude("profiling"):
-            self.profile = Profile.of(trainer, recording)
+            expected = None if self.forecast is None else vars(self.forecast.time)
+            self.profile = Profile.of(trainer, recording, expected)
             if trainer.mesh.is_first:
                 self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")
-                log.info(self.profile.table(None if self.forecast is None else vars(self.forecast.time)))
+                log.info(self.profile.table())
 
     def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
         """Measure what is due, and put together all figures of the step that was made."""

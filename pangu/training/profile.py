@@ -20,7 +20,6 @@ from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, 
 from pangu.pipeline.check import Message, message_of
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Event, Timeline
-from pangu.planning.search_report import TERMS
 from pangu.topology.mesh import Mesh
 from pangu.topology.recording import Recording, Span, start, stop
 from pangu.training.step import Trainer
@@ -29,13 +28,15 @@ log = logging.getLogger("pangu")
 
 INTERLUDE = "interlude"
 """A span that is no part of the step."""
-PARTS = (*TERMS, "loading", "logging")
+PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "loading", "logging")
 """What a step's time is spent on: the terms of a forecast, of which those of communication are waiting for the messages
 themselves and `bubble` is waiting for a rank that has not come yet; waiting for batches; all that surrounds a step."""
 WORDS = ("update", "loading", "logging", INTERLUDE)
 """What spans are for that are no action and wait for no collective."""
 TERM_OF = {"ends": "pipeline", "shard": "data", "gather": "data", "copies": "data", "world": "update"}
 """Axis -> the part that its messages count in, where that has another name."""
+PROFILED = 10
+"""Which of the steps of a process is recorded; its last one, if it makes fewer."""
 TRACED = 64
 """The first ranks, whose spans are sent to the others, with those of the first pipeline."""
 
@@ -62,13 +63,13 @@ def breakdown(recording: Recording, came: Mapping[str, Sequence[float]], sent: M
         came: axis -> when the last rank came to each collective of `recording`.
         sent: when each message between stages left.
     """
-    own = [span.stop - span.start for span in recording.spans]
+    self_times = [span.stop - span.start for span in recording.spans]
     for span in recording.spans:
         if span.parent is not None:
-            own[span.parent] -= span.stop - span.start
+            self_times[span.parent] -= span.stop - span.start
     profile = RankProfile(dict.fromkeys(PARTS, 0.0), {}, {}, recording)
     for place in counted(recording.spans):
-        span, seconds = recording.spans[place], own[place]
+        span, seconds = recording.spans[place], self_times[place]
         axis, begins = axis_of(span), span.start
         if span.message is not None:
             begins, (_, ended) = came[span.what][span.message], recording.messages[span.what][span.message]
@@ -140,6 +141,8 @@ class Profile:
     ranks: list[RankProfile]
     timeline: Timeline
     """Of the first pipeline."""
+    expected: dict[str, float] | None = None
+    """What a forecast said of its parts."""
 
     @staticmethod
     def begin(mesh: Mesh) -> None:
@@ -149,14 +152,14 @@ class Profile:
         start(mesh.recorder, "logging", mesh.device)
 
     @classmethod
-    def of(cls, trainer: Trainer, recording: Recording) -> Profile:
+    def of(cls, trainer: Trainer, recording: Recording, expected: dict[str, float] | None = None) -> Profile:
         """Tell all ranks of this one's recording, as all do."""
         mesh = trainer.mesh
         came = {axis: [when for when, _ in messages] for axis, messages in recording.messages.items()}
         for axis in mesh.groups:  # in the order in which all ranks have them
             if axis in came:
-                own = torch.tensor(came[axis], dtype=torch.float64, device=mesh.device)
-                came[axis] = largest(own, mesh.group(axis)).tolist()
+                times = torch.tensor(came[axis], dtype=torch.float64, device=mesh.device)
+                came[axis] = largest(times, mesh.group(axis)).tolist()
         sends = [
             (message_of(span.what), span.start)
             for span in (recording.spans[place] for place in counted(recording.spans))
@@ -171,14 +174,14 @@ class Profile:
         stages = [ranks[first].recording for first in first_pipeline]
         events = [events_of(stage, one.spans) for stage, one in enumerate(stages) if one is not None]
         timeline = Timeline(trainer.stages.schedule, tuple(event for stage in events for event in stage))
-        return cls(trainer.step, ranks, timeline)
+        return cls(trainer.step, ranks, timeline, expected)
 
-    def table(self, expected: Mapping[str, float] | None) -> str:
-        """Lines for the log: mean and worst rank of each part, and what a forecast expected of it."""
+    def table(self) -> str:
+        """Lines for the log: mean and worst rank of each part, and what was expected of it."""
         worst = self._worst()
         rows = {"mean": self._mean("parts"), "worst": {part: seconds for part, (_, seconds) in worst.items()}}
-        if expected is not None:
-            rows["expected"] = dict(expected)
+        if self.expected is not None:
+            rows["expected"] = self.expected
         hidden: dict[str, float] = {}
         for axis, seconds in self._mean("hidden").items():
             hidden[TERM_OF.get(axis, axis)] = hidden.get(TERM_OF.get(axis, axis), 0.0) + seconds
@@ -192,6 +195,11 @@ class Profile:
             if name == "worst":
                 lines.append(f"{'  is rank':<12}" + "".join(f"{worst[part][0]:>10}" for part in PARTS))
         return "\n".join(lines)
+
+    def bars(self) -> dict[str, dict[str, float]]:
+        """Rows of a picture: parts of the step as expected, in the mean, and on the first ranks."""
+        rows = {"mean": self._mean("parts"), **{f"rank {n}": one.parts for n, one in enumerate(self.ranks[:TRACED])}}
+        return rows if self.expected is None else {"expected": self.expected, **rows}
 
     def as_dict(self) -> dict[str, Any]:
         """For summary.json."""
@@ -267,17 +275,33 @@ def durations_of(timeline: Timeline) -> Durations:
     return Durations(mean(Kind.FORWARD), mean(Kind.BACKWARD, Kind.BACKWARD_INPUT), mean(Kind.BACKWARD_WEIGHT))
 
 
-def draw_profile(timeline: Timeline, folder: Path) -> None:
-    """Write pipeline_measured.svg and .png, and say what was idle."""
-    from pangu.pipeline.draw import draw  # and matplotlib with it, which only this function needs
+def draw_profile(profile: Profile, folder: Path) -> None:
+    """Write profile.png, pipeline_measured.svg and .png, and say what was idle."""
+    from matplotlib.figure import Figure  # which only pictures need, as what is drawn with it
 
+    from pangu.metrics.plots import write_figure
+    from pangu.pipeline.draw import draw
+
+    rows = profile.bars()
+    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    stops = [0.0] * len(rows)
+    for part in PARTS:
+        widths = [1000 * row.get(part, 0.0) for row in rows.values()]
+        axes.barh(list(rows), widths, left=stops, label=part)
+        stops = [stop + width for stop, width in zip(stops, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="time (ms)", title=f"step {profile.step}")
+    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize="small")
+    write_figure(figure, folder / "profile.png")
+    timeline = profile.timeline
     draw(timeline, folder / "pipeline_measured", "measured", measured=True)
-    expected = simulate(timeline.schedule, durations_of(timeline))
+    simulated = simulate(timeline.schedule, durations_of(timeline))
     log.info(
         "profile: stages were idle %.1f %% of the step's forwards and backwards; the simulator says %.1f %% for the "
         "same times",
         100 * timeline.bubble,
-        100 * expected.bubble,
+        100 * simulated.bubble,
     )
 
 

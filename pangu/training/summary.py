@@ -72,7 +72,7 @@ def draw_pictures(loop: Loop) -> None:
         if loop.profile is not None:
             from pangu.training.profile import draw_profile
 
-            draw_profile(loop.profile.timeline, output / "plots")
+            draw_profile(loop.profile, output / "plots")
         plot_loss(output / "metrics.jsonl", output / "plots" / "loss.png", output.name)
 
 
@@ -92,7 +92,8 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
         "loss curve": "plots/loss.png",
         "pipeline": "plots/pipeline.svg",
         "as measured": "plots/pipeline_measured.svg",
-        "a step's trace": "plots/profile.json",
+        "a step's time": "plots/profile.png",
+        "its trace": "plots/profile.json",
         "every step": "metrics.jsonl",
         "summary": "summary.json",
         "configuration": "config.yaml",

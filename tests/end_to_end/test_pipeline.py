@@ -44,10 +44,17 @@ def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == 3
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-12)
-    names = ("pipeline.svg", "pipeline.png", "pipeline_measured.svg", "pipeline_measured.png", "profile.json")
+    names = (
+        "pipeline.svg",
+        "pipeline.png",
+        "pipeline_measured.svg",
+        "pipeline_measured.png",
+        "profile.json",
+        "profile.png",
+    )
     assert all((tmp_path / "two" / "plots" / name).stat().st_size for name in names)
     listed = {path for _, _, path in (line.rpartition(" ") for line in done.stderr.splitlines())}
-    shown = ("loss.png", "pipeline.svg", "pipeline_measured.svg", "profile.json")
+    shown = ("loss.png", "pipeline.svg", "pipeline_measured.svg", "profile.json", "profile.png")
     assert {str(tmp_path / "two" / "plots" / name) for name in shown} <= listed, done.stderr
 
 

@@ -128,6 +128,26 @@ def test_a_run_goes_back_and_leaves_the_batches_out(
     assert told["watch"]["rollbacks"] == [event]
 
 
+@pytest.mark.parametrize(("profiled", "every"), [(6, 2), (7, 4)])
+def test_a_step_that_is_taken_back_is_not_profiled(
+    profiled: int,
+    every: int,
+    expected: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the step with the fault nor the one that had begun when it was heard of."""
+    monkeypatch.setattr("pangu.training.profile.PROFILED", profiled)
+    poisoned([21], monkeypatch)
+    assert train(tmp_path, 8, *ROLLBACK, f"checkpoint.every={every}", "profile=true") == expected
+    said = capsys.readouterr().err
+    assert said.count("profiled     step") == said.count(f"profiled     step {profiled} on 1 ranks") == 1
+    profile = json.loads((tmp_path / "summary.json").read_text())["profile"]
+    assert profile["step"] == profiled
+    assert profile["terms_s"]["update"] > 0
+
+
 @pytest.mark.parametrize("dies_at", [32, 36, 40])
 def test_a_run_that_is_killed_after_it_has_gone_back_leaves_the_same_batches_out(
     dies_at: int, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

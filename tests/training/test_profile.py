@@ -6,21 +6,32 @@ import json
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce, start_all_reduce
+from pangu.data.loader import Loader
 from pangu.pipeline.actions import Action, Kind
+from pangu.pipeline.runner import Runner
 from pangu.planning.cost import StepTime
+from pangu.topology import copy_stream
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.recording import Recording, Span, stop
+from pangu.training import loop
+from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
+from pangu.training.saving import Saver
+from pangu.training.step import Trainer
+from tests.end_to_end.commands import metrics
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.spawn import Pool
 from tests.threads import Ranks
+from tests.training.test_resume import train
 
 FORWARD, BACKWARD = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)
 RECEIVE, SEND = Action(Kind.RECV_ACTIVATION, 1, 0, 0), Action(Kind.SEND_GRADIENT, 1, 0, 0)
@@ -70,6 +81,38 @@ def test_an_action_begins_when_its_message_is_there() -> None:
 
 def test_parts_have_the_names_of_a_forecast() -> None:
     assert (*(field.name for field in fields(StepTime)), "loading", "logging") == PARTS
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_parts_are_the_time_that_the_metrics_have(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on only where work is done; what is no part of a step counts in neither."""
+    now = [0.0]
+
+    def takes(seconds: int, owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def work(*arguments: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, work)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(copy_stream, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+    takes(1, Loader, "micro_batches")
+    takes(4, Runner, "_forward")
+    takes(8, Runner, "_backward")
+    takes(2, Trainer, "update")
+    takes(3, Loop, "_figures")
+    takes(200, Saver, "save")
+    takes(400, Profile, "write_trace")
+    monkeypatch.setattr("pangu.training.profile.PROFILED", 3)
+    train(tmp_path, 5, "profile=true", f"checkpoint.every={every}")
+    parts = json.loads((tmp_path / "summary.json").read_text())["profile"]["terms_s"]
+    times = [line["step_time_s"] for line in metrics(tmp_path)]
+    assert parts == {**dict.fromkeys(PARTS, 0.0), "compute": 2 * 12, "update": 2, "loading": 1, "logging": 3}
+    assert times == [1 + 2 * 12 + 2] + 4 * [1 + 2 * 12 + 2 + 3]
 
 
 def profiled(rank: int, world: int, layout: Layout) -> tuple[Profile, float]:
