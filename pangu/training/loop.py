@@ -83,7 +83,6 @@ class Loop:
         """Of a step, if `profile` asks for one."""
         self._profiled_after = -1
         """Step after which one is recorded; negative: none."""
-        trainer.mesh.recorder.watches = config.profile or config.faults.slow_every > 0
         if config.profile:
             from pangu.training.profile import PROFILED  # now: loading it takes longer than many a step
 

@@ -83,6 +83,7 @@ class Trainer:
             kernel = attention_kernels(config.model, config.precision.compute, mesh.device, documents)[0]
         else:
             kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
+        mesh.recorder.watches = config.profile or config.faults.slow_every > 0
         self.mesh = mesh
         self.step = 0
         """Steps made, skipped ones included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from pangu.collectives.point_to_point import Transfer
 from pangu.pipeline.actions import Action
 from pangu.pipeline.runner import Runner
 from pangu.topology.layout import Layout
+from pangu.topology.recorder import Recorder
 from pangu.topology.recording import Tape
 from pangu.training.faults import not_finite
 from pangu.training.profile import find_stragglers
@@ -90,8 +92,8 @@ class At(NamedTuple):
 
 def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float]:
     """The slow ranks of a step by a clock of its own: chunks take as long as their FLOPs say, 3 times as long on one
-    rank, and every message that is waited for takes 10 times as long as a step."""
-    trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1")
+    rank, and every message or collective that is waited for takes 10 times as long as a step."""
+    trainer, batches = small_trainer(layout, *OVERRIDES, "batch.micro_size=1", "faults.slow_every=1")
     expected = trainer.stages.durations.per_chunk(len(trainer.stages.schedule.stage_of))
     clock = [0.0]
 
@@ -109,12 +111,25 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
         clock[0] += 1e12
         return original_wait(self)
 
-    original_wait, now = Transfer.wait, replaced_here(Tape, _now=lambda self: At(clock[0]))
-    with now, taking("_forward"), taking("_backward"), replaced_here(Transfer, wait=wait):
+    def watched(self: Recorder, axis: str, work: Any) -> Any:
+        def wait() -> Any:
+            clock[0] += 1e12
+            return work.wait()
+
+        return original_watched(self, axis, SimpleNamespace(wait=wait))  # type: ignore[arg-type]
+
+    original_wait, original_watched = Transfer.wait, Recorder.watched
+    now = replaced_here(Tape, _now=lambda self: At(clock[0]))
+    waits = replaced_here(Transfer, wait=wait), replaced_here(Recorder, watched=watched)
+    with now, taking("_forward"), taking("_backward"), waits[0], waits[1]:
         return find_stragglers(trainer, batches, 2.0)
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2), Layout(pipeline=2), Layout(pipeline=2, data=2, zero=1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(data=2), Layout(data=2, zero=3), Layout(pipeline=2), Layout(pipeline=2, data=2, zero=1)],
+    ids=str,
+)
 def test_a_slow_rank_is_found_and_those_that_wait_for_it_are_not(ranks: Ranks, layout: Layout) -> None:
     for answer in ranks.run(layout.world, slow, layout, 1):
         assert answer == {1: pytest.approx(3.0)}
