@@ -108,6 +108,14 @@ def _kernel(config: RunConfig) -> Iterator[Problem]:
         yield from obstacles(config.model.attention, config.model, config.precision.compute)
 
 
+def _determinism(config: RunConfig) -> Iterator[Problem]:
+    kernel, learned = config.model.attention, config.model.positions == "relative"
+    if config.train.deterministic and (kernel == "cudnn" or (kernel == "flex" and learned)):
+        summed = "the gradient of a learned bias" if learned else "backward"
+        rule = f"adds up {summed} in any order, and train.deterministic = True"
+        yield Problem("model.attention", kernel, rule, "model.attention=auto works, or train.deterministic=false")
+
+
 def _recompute(config: RunConfig) -> Iterator[Problem]:
     memory, layers = config.memory, config.model.layers
     if isinstance(memory.recompute, int) and memory.recompute > layers:
@@ -278,6 +286,7 @@ def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Probl
 
 _RULES: tuple[Rule, ...] = (
     _kernel,
+    _determinism,
     _recompute,
     _loss_scale,
     _formats,

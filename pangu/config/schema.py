@@ -136,6 +136,9 @@ class TrainConfig:
     they differ. 0: no checks."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
+    deterministic: bool
+    """The same command gives the same bits again on the same devices and libraries: sums in one order, `auto` times
+    nothing. Costs time on GPUs."""
     frozen: tuple[str, ...]
     """Patterns (`layers.0.*`, `*.bias`) of names of tensors that are not trained: they have no gradient, no optimizer
     state and no decay, and are kept in the compute format only."""
@@ -246,9 +249,8 @@ class FaultsConfig:
     slow_every: Natural
     """Steps between comparisons of how long the ranks compute; 0: none."""
     slow_factor: Annotated[float, Bounds(above=1)]
-    """A rank is named in the log and in the metrics if it computes longer than the median by this factor. What ranks
-    have to do by their layers is allowed for, and time in which a stage waits for others does not count; ranks that
-    share matrices, or weights under ZeRO-3, wait for each other inside their layers and are slow together."""
+    """A rank is named if it computes longer than the median by this factor, beyond what its layers ask for. Time in
+    which a stage waits does not count; ranks that share matrices, or weights under ZeRO-3, are slow together."""
 
 
 @dataclass(frozen=True)

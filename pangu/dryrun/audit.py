@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import Memory
 from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
+from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN = f"{Path(__file__).resolve().parent}/"
@@ -54,6 +55,7 @@ _NO_KERNEL = {
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
 """Of their first argument they read no more than they write."""
+_ANY_ORDER = REPLACED | REFUSED
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
 
 
@@ -252,6 +254,8 @@ class Audit(TorchDispatchMode):
         if stream == HOST:
             return
         self._count("launches")
+        if operator.name in _ANY_ORDER and (operator.name != "cumsum" or inputs[0].is_floating_point()):
+            self._count("any_order", operator.name)
         if operator.product:
             self._products += 1
             # without the sum that a product is added to

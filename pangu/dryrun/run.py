@@ -74,6 +74,8 @@ class RankReport:
     """File and line -> how often in a step the host waits for a value of the device."""
     blocking_copies: dict[str, int] = field(default_factory=dict)
     """File and line -> how often in a step the host waits for a copy."""
+    any_order: dict[str, int] = field(default_factory=dict)
+    """Operator that adds up in an order of its own -> how often in a step, unless `train.deterministic` replaces it."""
     findings: dict[str, int] = field(default_factory=dict)
     """Operations across devices, tensors of the host in collectives of the device."""
     races: dict[str, int] = field(default_factory=dict)
@@ -316,6 +318,7 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         },
         {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
         {key[1]: amount for key, amount in counts.items() if key[0] == "blocking_copy"},
+        {key[1]: amount for key, amount in counts.items() if key[0] == "any_order"},
         dict(audit.findings),
         dict(audit.detector.races),
     )

@@ -186,12 +186,13 @@ def pick(scores: Tensor, used: Tensor, chances: Tensor, sampling: Sampling) -> T
     # With sorted probabilities .5 .3 .2 and top_p = .7 the first two remain: those before which less than .7 stands
     # (0, .5). Their running totals .5 .8 are searched for chance x .8, so that nothing need be divided again.
     ordered, ids = (scores / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered[:, : sampling.top_k or None].softmax(-1)
+    # on the host: running totals of a GPU may differ from run to run
+    probabilities, chances = ordered[:, : sampling.top_k or None].softmax(-1).cpu(), chances.cpu()
     before = probabilities.cumsum(-1) - probabilities
     totals = probabilities.masked_fill(before >= sampling.top_p, 0.0).cumsum(-1)
     places = torch.searchsorted(totals, chances[:, None] * totals[:, -1:], right=True)
     # scores that are not finite have no place
-    return ids.gather(1, places.clamp(max=totals.shape[1] - 1))[:, 0]
+    return ids.gather(1, places.clamp(max=totals.shape[1] - 1).to(ids.device))[:, 0]
 
 
 @dataclass(frozen=True)

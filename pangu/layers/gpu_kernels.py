@@ -90,7 +90,7 @@ def flash_attention(
 
 
 class FlashAttn(Flash):
-    """The package flash-attn, 2.4 or later."""
+    """The package flash-attn, 2.4.1 or later."""
 
     def __init__(self, terms: MaskAndBias) -> None:
         super().__init__(terms)
@@ -99,6 +99,7 @@ class FlashAttn(Flash):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, longest: int, dropout: float) -> Tensor:
         options = {"dropout_p": dropout, "causal": True, "window_size": (self.left, 0), "alibi_slopes": self.slopes}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()  # torch's own kernels look for it
         if self.bounds is None:
             return self.package.flash_attn_func(query, key, value, **options)
         lengths = (self.bounds, self.bounds, longest, longest)
@@ -124,7 +125,7 @@ def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
             importlib.import_module("flash_attn")
         except ImportError as error:
             rule = f"the package flash-attn cannot be imported ({error})"
-            works = "installing flash-attn 2.4 or later helps, or model.attention=auto works"
+            works = "installing flash-attn 2.4.1 or later helps, or model.attention=auto works"
             yield Problem("model.attention", kernel, rule, works)
 
 

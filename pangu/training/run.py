@@ -73,20 +73,23 @@ def run(values: Mapping[str, Any]) -> None:
         from pangu.topology.nccl import record_collectives
 
         record_collectives(output)
-    mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
-            agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
-            if launch.world > 1:
-                from pangu.training.preflight import check_cluster
+    with ExitStack() as stack:
+        if config.train.deterministic:
+            from pangu.training.determinism import deterministic
 
-                check_cluster(config, mesh)
-            agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
-            signals = StopSignals(began, config.train.stop_after_s)
-            _train(config, mesh, launch, stages, signals, forecast)
-    finally:
-        mesh.close()
+            stack.enter_context(deterministic())
+            log.info("%-12s this command gives the same bits again, on such devices and libraries", "determinism")
+        mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
+        stack.callback(mesh.close)
+        stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
+        agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
+        if launch.world > 1:
+            from pangu.training.preflight import check_cluster
+
+            check_cluster(config, mesh)
+        agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
+        signals = StopSignals(began, config.train.stop_after_s)
+        _train(config, mesh, launch, stages, signals, forecast)
 
 
 def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:

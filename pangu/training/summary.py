@@ -40,6 +40,7 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
         "validation_loss": record and record.validation_loss,
         "validation_perplexity": record and record.validation_perplexity,
         "evaluation": record and record.evaluation,
+        "deterministic": config.train.deterministic,
         "seconds": seconds,
         "peak_memory_gib": peak_memory_gib(loop.trainer.mesh.device),
         "forecast": loop.forecast and loop.forecast.as_dict(),

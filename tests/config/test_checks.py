@@ -87,6 +87,16 @@ def problems(*overrides: str, world: int = 1) -> str:
             "model.attention_dropout=0 works, or model.attention=auto works",
         ),
         (
+            ["model.attention=cudnn", "precision=bf16", "train.deterministic=true"],
+            "model.attention = cudnn: adds up backward in any order, and train.deterministic = True; "
+            "model.attention=auto works, or train.deterministic=false",
+        ),
+        (
+            ["model.attention=flex", "model.hidden=128", "model.positions=relative", "train.deterministic=true"],
+            "model.attention = flex: adds up the gradient of a learned bias in any order, "
+            "and train.deterministic = True; ",
+        ),
+        (
             ["model.attention=flex", "model.heads=16"],
             "model.attention = flex: takes heads of 16 to 256 columns, and model.hidden / model.heads = 8",
         ),

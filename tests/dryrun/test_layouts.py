@@ -12,6 +12,7 @@ from pangu.planning.layouts import choose_layout
 from pangu.planning.roles import role_ranks
 from pangu.planning.states import plan_states
 from pangu.topology.layout import Coordinates
+from pangu.training.determinism import REPLACED
 from tests.configs import composed
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
@@ -32,6 +33,9 @@ def test_no_layout_has_a_race_or_mixes_devices(process: SharedWorker, batch: int
             report = process.report(chosen, rank, steps=2, whole=True)
             assert report["device"] is None
             assert report["peak"] == sum(report["peak_bytes"].values()) > 0
+            # what adds up in any order, train.deterministic replaces; a device would refuse all else
+            assert report["any_order"].keys() <= REPLACED, (layout, report["any_order"])
+            assert any("attention" in name for name in report["any_order"])
             if report["races"] or report["findings"]:
                 wrong[layout, rank] = report["races"], report["findings"]
     assert not wrong

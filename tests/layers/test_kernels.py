@@ -23,6 +23,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernels import QKV, MaskAndBias, attention_kernels, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
+from pangu.training.determinism import deterministic
 from tests.models.helpers import variant
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -95,7 +96,9 @@ class FakeFlashAttn(ModuleType):
         causal: bool,
         window_size: tuple[int, int],
         alibi_slopes: Tensor | None,
+        deterministic: bool,
     ) -> Tensor:
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         assert dropout_p == 0.0
         assert causal
         left = window_size[0] if window_size[0] >= 0 else math.inf
@@ -136,6 +139,14 @@ def test_flash_attn_is_called_as_its_documentation_says(case: tuple[Any, ...], m
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
     for mine, theirs in zip(results("flash_attn", case), results("reference", case), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=1e-12)
+
+
+def test_flash_attn_adds_up_in_one_order_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in looks whether it was told."""
+    monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
+    with deterministic({}):
+        for documents in (None, DOCUMENTS):
+            results("flash_attn", (documents, None, "none", HEADS))
 
 
 class FlashOperator:

@@ -1,0 +1,53 @@
+"""`train.deterministic`: the same command on the same devices and libraries gives the same bits again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import deterministic as memory
+
+from pangu.config.errors import UserError
+
+WORKSPACES = (":4096:8", ":16:8")
+"""Those with which cuBLAS adds up in one order on every stream."""
+REPLACED = {
+    *(f"_{name}_attention_backward" for name in ("flash", "scaled_dot_product_flash")),
+    *(f"_{name}_attention_backward" for name in ("efficient", "scaled_dot_product_efficient")),
+    *("index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_"),
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+}
+"""Operators whose usual kernels on a GPU add, or write, in an order that changes from call to call, and for which torch
+has another one."""
+REFUSED = {
+    *("_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward", "cumsum", "put", "put_", "histc"),
+    *("bincount", "median", "nll_loss_forward", "nll_loss2d_forward"),
+}
+"""Those for which it has none (`cumsum` of integers apart, whose sums are exact): with the mode it raises an error. Of
+backward and single operators that no model here has, torch's documentation lists more."""
+
+
+@contextmanager
+def deterministic(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Within the block every operator adds up in an order that only its input decides: torch takes other kernels,
+    Inductor times none, and NCCL leaves no sums to switches, which add in the order of arrival. To be entered before a
+    device computes and before groups are made: libraries read once what they are told. Raises UserError if cuBLAS was
+    told otherwise."""
+    workspace = environment.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
+    if workspace not in WORKSPACES:
+        works = f"{' or '.join(WORKSPACES)} work, or train.deterministic=false"
+        message = f"CUBLAS_WORKSPACE_CONFIG = {workspace}: sums differ from run to run"
+        raise UserError(f"train.deterministic = True: {message}; {works}")
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    settings: Any = memory
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # torch would write into every empty tensor, which is a launch
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]

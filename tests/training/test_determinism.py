@@ -1,0 +1,79 @@
+"""`train.deterministic`: what is set for the time of a run, and that nothing is left to timing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import deterministic as memory
+
+from pangu.config.errors import UserError
+from pangu.layers import fp32_matmul
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training.autotune import choose
+from pangu.training.determinism import deterministic
+from pangu.training.step import Trainer
+from tests.configs import tiny
+from tests.training.test_autotune import SDPA_SLOW, table
+from tests.training.test_resume import train
+
+
+def test_libraries_are_told_before_they_are_asked() -> None:
+    environment: dict[str, str] = {}
+    before = memory.fill_uninitialized_memory
+    with deterministic(environment):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()  # flash attention's backward counts on that
+        assert not memory.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert memory.fill_uninitialized_memory == before
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+
+
+def test_what_the_user_told_them_stays() -> None:
+    told = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_NVLS_ENABLE": "2"}
+    with deterministic(environment := dict(told)):
+        assert environment == told
+
+
+def test_a_workspace_that_sums_in_any_order_is_refused() -> None:
+    expected = "train.deterministic = True: CUBLAS_WORKSPACE_CONFIG = :0:0: sums differ .*; :4096:8 or :16:8 work"
+    with pytest.raises(UserError, match=expected), deterministic({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}):
+        pass
+
+
+def test_auto_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fastest is may change from start to start; so may what a run that timed has put into its checkpoint."""
+    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 0.0)
+    one = Mesh(Layout(), 0, torch.device("cpu"))
+    seconds = SDPA_SLOW | {("reference", "medium"): 0.5}
+    timed = choose(tiny("model.layers=1"), one, timer=table(seconds))
+    assert (timed.attention, timed.products) == ("reference", "medium")
+    asked: list[object] = []
+    given = tiny("model.layers=1", "train.deterministic=true")
+    fixed = choose(given, one, recorded=vars(timed), timer=table(seconds, asked))
+    assert (fixed.attention, fixed.products, asked) == ("sdpa", "highest", [])
+
+
+def test_a_run_says_it_and_leaves_the_process_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+    original = Trainer.forward_backward
+
+    def noting(*arguments: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        original(*arguments)
+
+    monkeypatch.setattr(Trainer, "forward_backward", noting)
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_NVLS_ENABLE", "0")):
+        monkeypatch.setenv(name, value)  # and gone after the test
+    train(tmp_path, 1, "train.deterministic=true", "checkpoint.every=0")
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert json.loads((tmp_path / "summary.json").read_text())["deterministic"] is True
+    assert "\ndeterminism  this command gives the same bits again" in capsys.readouterr().err
