@@ -93,7 +93,7 @@ def steps_of(configs: Sequence[RunConfig], steps: int) -> list[list[float]]:
     numbers = torch.randint(0, SHAPE["vocab"], size, generator=torch.Generator().manual_seed(0))
     seconds: list[list[float]] = [[] for _ in trainers]
     for step in range(steps + 1):
-        for own, trainer in zip(seconds, trainers, strict=True):
+        for taken, trainer in zip(seconds, trainers, strict=True):
             layout, micro = trainer.mesh.layout, trainer.config.batch.micro_size
             batches = micro_batches(numbers.chunk(layout.data)[trainer.mesh.at.data], micro)
             if trainer.choices is not None:
@@ -103,7 +103,7 @@ def steps_of(configs: Sequence[RunConfig], steps: int) -> list[list[float]]:
             trainer.train_step(batches)
             dist.barrier()
             if step:  # the first one warms up
-                own.append(time.perf_counter() - began)
+                taken.append(time.perf_counter() - began)
     return seconds
 
 
@@ -166,8 +166,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     calibration, load = {}, [round(os.getloadavg()[0], 2)]
     for processes in arguments.processes:
-        own, calibration[processes] = rows_of(processes, config, arguments)
-        rows += own
+        measured, calibration[processes] = rows_of(processes, config, arguments)
+        rows += measured
     load.append(round(os.getloadavg()[0], 2))
     summary = {
         "rank_correlation": round(rank_correlation(rows), 3),

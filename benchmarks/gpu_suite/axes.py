@@ -79,7 +79,7 @@ def counted() -> Iterator[Counter[str]]:
 def synchronizations(device: torch.device) -> Iterator[Counter[str]]:
     """Places where the host waits for the device in the block; none are told of on a CPU."""
     places: Counter[str] = Counter()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
@@ -88,7 +88,7 @@ def synchronizations(device: torch.device) -> Iterator[Counter[str]]:
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    for one in told:
+    for one in raised:
         if "synchroniz" in str(one.message):
             path = Path(one.filename)
             name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name

@@ -47,8 +47,8 @@ def measure(setting: Setting) -> None:
     for _ in range(count):
         workers.put(Worker())
     with ThreadPoolExecutor(count) as pool:
-        told = {name: pool.submit(dry_run, workers, values) for name, values in jobs.items()}
-        for name, future in told.items():
+        reports = {name: pool.submit(dry_run, workers, values) for name, values in jobs.items()}
+        for name, future in reports.items():
             with setting.row(name) as figures:
                 figures |= future.result()
                 if name.startswith(SLICE):
@@ -65,7 +65,7 @@ def measure(setting: Setting) -> None:
         figures |= {"layers": TRIED[0] + more, "bytes of a layer": layer, "peak_bytes": peaks[0] + more * layer}
 
 
-def told(setting: Setting) -> dict[str, dict[str, Any]]:
+def forecasts(setting: Setting) -> dict[str, dict[str, Any]]:
     """Rows of this part by the sizes that they are of; none if it was not run."""
     path = setting.output / "forecast.json"
     if not path.exists():

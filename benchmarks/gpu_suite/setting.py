@@ -207,12 +207,12 @@ def versions() -> dict[str, str]:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The device, its memory and driver."""
-    told: dict[str, Any] = {"type": device.type, "name": processor_name(device), "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"type": device.type, "name": processor_name(device), "threads": torch.get_num_threads()}
     if device.type == "cuda":
-        told["gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
-        told |= {"capability": torch.cuda.get_device_capability(device), "cuda": torch.version.cuda}
-        told |= {"nccl": torch.cuda.nccl.version(), "cudnn": torch.backends.cudnn.version()}
-    return told
+        facts["gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+        facts |= {"capability": torch.cuda.get_device_capability(device), "cuda": torch.version.cuda}
+        facts |= {"nccl": torch.cuda.nccl.version(), "cudnn": torch.backends.cudnn.version()}
+    return facts
 
 
 def make_trainer(values: Mapping[str, Any], device: torch.device, world: int = 1, mesh: Mesh | None = None) -> Trainer:

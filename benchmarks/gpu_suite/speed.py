@@ -114,27 +114,27 @@ def measured(setting: Setting, peer: str, values: Mapping[str, Any]) -> dict[str
     return {**figures, "peak_bytes": allocated, "reserved_bytes": reserved}
 
 
-def values_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The configuration of a row. Raises LookupError for the slice if no dry run said how many layers fit."""
     changes: dict[str, Any] = {}
     if size == forecast.SLICE:
-        if size not in told:
+        if size not in forecasts:
             raise LookupError(f"forecast.json does not say how many layers of {size} fit: --parts forecast speed does")
-        changes["model.layers"] = told[size]["layers"]
+        changes["model.layers"] = forecasts[size]["layers"]
     if peer == "pangu with dropout":
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
     return setting.values(size, changes)
 
 
-def row_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def row_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Figures of a size and peer; of a peer that has no room, or of blocks that cannot be compiled, why not."""
     try:
-        figures = measured(setting, peer, values_of(setting, size, peer, told))
+        figures = measured(setting, peer, values_of(setting, size, peer, forecasts))
     except Exception as error:
         if peer in ("pangu", "pangu with dropout"):
             raise
         return {"cannot": f"{type(error).__name__}: {error}"[:2000]}
-    expected = told.get(size, {}).get("peak_bytes")
+    expected = forecasts.get(size, {}).get("peak_bytes")
     if peer != "pangu" or not expected or "peak_bytes" not in figures:
         return figures
     return {**figures, "dry_run_peak_bytes": expected, "peak_against_dry_run": figures["peak_bytes"] / expected}
@@ -142,7 +142,7 @@ def row_of(setting: Setting, size: str, peer: str, told: Mapping[str, Mapping[st
 
 def measure(setting: Setting) -> None:
     """A row for each size and peer."""
-    told = forecast.told(setting)
+    forecasts = forecast.forecasts(setting)
     dist.init_process_group(
         dist.get_default_backend_for_device(setting.device), store=dist.HashStore(), rank=0, world_size=1
     )
@@ -151,6 +151,6 @@ def measure(setting: Setting) -> None:
             for size in sizes[: 1 if setting.on_host and peers != ("pangu",) else None]:
                 for peer in peers:
                     with setting.row(f"{size}, {peer}") as figures:
-                        figures |= row_of(setting, size, peer, told)
+                        figures |= row_of(setting, size, peer, forecasts)
     finally:
         dist.destroy_process_group()

@@ -66,7 +66,7 @@ def measure(setting: Setting) -> None:
             path = setting.output / f"trace-{name}.json.gz"
             profiler.export_chrome_trace(str(path))
             figures |= {"trace": path.name, **summary(profiler, setting.on_host)}
-            figures["dry_run_launches"] = forecast.told(setting).get(name, {}).get("launches")
+            figures["dry_run_launches"] = forecast.forecasts(setting).get(name, {}).get("launches")
             del trainer, step, profiler
         setting.release()
 
