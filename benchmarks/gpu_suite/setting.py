@@ -25,13 +25,13 @@ from torch import Tensor
 from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
-from pangu.layers import initial
 from pangu.metrics.devices import processor_name
 from pangu.planning.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.training.autotune import choose
 from pangu.training.step import Trainer
+from pangu.zero import flat_parameter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUIET = (
@@ -230,13 +230,13 @@ def quick_weights(device: torch.device) -> Iterator[None]:
     a host takes half a minute for 2.6B."""
     source = torch.Generator(device).manual_seed(0)
 
-    def block(placement: Placement, seed: int, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        shape = (rows[1] - rows[0], columns[1] - columns[0])
+    def fill(tensor: Tensor, placement: Placement, seed: int, offsets: tuple[int, ...] | None = None) -> None:
         if placement.std is None:
-            return torch.full(shape, placement.constant, device=device)
-        return torch.randn(shape, device=device, generator=source).mul_(placement.std)
+            tensor.fill_(placement.constant)
+        else:
+            tensor.copy_(torch.randn(tensor.shape, device=device, generator=source).mul_(placement.std))
 
-    with patch.object(initial, "initial_block", block):
+    with patch.object(flat_parameter, "fill", fill):
         yield
 
 
