@@ -20,7 +20,7 @@ A = TypeVar("A")
 def meet(mesh: Mesh, value: T, answer: Callable[[list[T]], A]) -> A:
     """What `answer` makes, on the first process, of the values of all, in rank order. Each process sets a key; the
     first one reads them all and sets one answer, for which the others wait. It goes on when all have read it, since the
-    store may end with this process. Messages for each process: five; no key is left but the number of meetings. Raises
+    store may end with this process. Questions of each process: six; no key is left but the number of meetings. Raises
     DistStoreError if a process does not come in time."""
     store, rank, world = mesh.store, mesh.rank, mesh.layout.world
     assert store is not None

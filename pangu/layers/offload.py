@@ -43,7 +43,7 @@ class Offload:
     # freed                           | 1         | 2          |
 
     def __init__(self, device: torch.device, resident: Collection[int]) -> None:
-        """`resident`: addresses of memory that stays on the device anyway, that of the parameters."""
+        """`resident`: addresses of memory that stays on the device anyway."""
         self._resident = resident
         self._stream = CopyStream(device)
         self._layer = _Layer(None)

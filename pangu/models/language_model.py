@@ -177,7 +177,9 @@ class LanguageModel(nn.Module):
         if self.offload:
             from pangu.layers.offload import Offload
 
-            offload = Offload(device, {address(parameter) for parameter in self.parameters()})
+            # each layer would copy what all of them share
+            resident = (*self.parameters(), *vars(kernel).values())
+            offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 
     def _kernel_of(self, terms: MaskAndBias) -> Kernel:

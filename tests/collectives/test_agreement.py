@@ -26,14 +26,14 @@ WORLD = 64
 def on_ranks(function: Callable[[Mesh], Any], world: int, timeout_s: float, store: dist.Store) -> list[Any]:
     """What `function` returns, or the UserError that it raises, on each of as many threads."""
 
-    def told(rank: int) -> Any:
+    def outcome(rank: int) -> Any:
         try:
             return function(Mesh(Layout(data=world), rank, torch.device("cpu"), timeout_s=timeout_s, store=store))
         except UserError as error:
             return error
 
     with ThreadPoolExecutor(world) as threads:
-        return list(threads.map(told, range(world)))
+        return list(threads.map(outcome, range(world)))
 
 
 def test_all_hear_the_results_of_all_and_no_key_is_left() -> None:
@@ -53,8 +53,8 @@ def test_the_error_of_one_is_that_of_all() -> None:
     def fail() -> None:
         raise UserError("no file")
 
-    told = on_ranks(lambda mesh: agree(mesh, fail, runs_here=mesh.rank == 40), WORLD, 20.0, dist.HashStore())
-    assert [str(error) for error in told] == ["no file"] * WORLD
+    outcomes = on_ranks(lambda mesh: agree(mesh, fail, runs_here=mesh.rank == 40), WORLD, 20.0, dist.HashStore())
+    assert [str(error) for error in outcomes] == ["no file"] * WORLD
 
 
 def test_work_that_makes_progress_may_take_long() -> None:
@@ -83,14 +83,14 @@ def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
     def action(_: Callable[[], None]) -> None:
         released.wait(20.0)
 
-    told = on_ranks(
+    outcomes = on_ranks(
         lambda mesh: agree_on_long_work(mesh, "writing FILE", action, runs_here=mesh.rank == 5),
         8,
         0.5,
         dist.HashStore(),
     )
     released.set()
-    assert {(type(error), str(error)) for error in told} == {
+    assert {(type(error), str(error)) for error in outcomes} == {
         (
             StuckError,
             "rank 5: writing FILE does not get on for more than 0.5 s (parallel.timeout_s); look at the disk and "
@@ -107,8 +107,8 @@ def test_ranks_that_do_not_come_are_named(absent: int) -> None:
                 agree(mesh, lambda: None, runs_here=True)
 
     with patch.multiple(meeting, SILENCE_SECONDS=0.2):
-        told = on_ranks(come, 8, 0.5, dist.HashStore())
-    for rank, error in enumerate(told):
+        outcomes = on_ranks(come, 8, 0.5, dist.HashStore())
+    for rank, error in enumerate(outcomes):
         if rank in (absent, 6):
             assert error is None
         else:

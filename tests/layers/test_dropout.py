@@ -81,17 +81,17 @@ def test_a_row_has_the_same_mask_in_any_micro_batch() -> None:
 def test_what_a_cpu_does_in_blocks_is_what_it_does_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any strides."""
     x, residual = torch.randn(3, 11, 7).transpose(0, 1), torch.randn(11, 3, 7)
-    keys, here = on(KEYS, 11), dropout(0.5)
-    whole = here.hidden(x, keys, residual)
+    keys, layer = on(KEYS, 11), dropout(0.5)
+    whole = layer.hidden(x, keys, residual)
     monkeypatch.setattr("pangu.layers.dropout_masks._BLOCK", 16)
-    assert torch.equal(here.hidden(x, keys, residual), whole)
+    assert torch.equal(layer.hidden(x, keys, residual), whole)
 
 
 def test_backward_drops_the_same_and_the_residual_is_added() -> None:
     x, residual = (torch.randn(9, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    here, keys = dropout(0.25), on(KEYS, 9)
-    mask = here.hidden(torch.ones_like(x), keys)
-    y = here.hidden(x, keys, residual)
+    layer, keys = dropout(0.25), on(KEYS, 9)
+    mask = layer.hidden(torch.ones_like(x), keys)
+    y = layer.hidden(x, keys, residual)
     torch.testing.assert_close(y, residual + x * mask)
     gradient = torch.randn_like(y)
     for mine, theirs in zip(torch.autograd.grad(y, (x, residual), gradient), (gradient * mask, gradient), strict=True):

@@ -295,16 +295,22 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
-    package, mine = (["flash_attn"], ["flash"]) if flash else ([], [])
+    package, flash_alone = (["flash_attn"], ["flash"]) if flash else ([], [])
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        assert attention_kernels(model, "bf16", CUDA, documents) == [*mine, "sdpa", "flex", *package, "reference"]
+        assert attention_kernels(model, "bf16", CUDA, documents) == [
+            *flash_alone,
+            "sdpa",
+            "flex",
+            *package,
+            "reference",
+        ]
         assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
         assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
     biased = variant(**large, positions="alibi")
     assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *mine, "cudnn", *package, "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, "cudnn", *package, "reference"]
     assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "reference"]
 
 

@@ -48,8 +48,8 @@ def test_statistics_and_gradients_of_shares_make_up_the_whole(dtype: torch.dtype
         gradient(x, log_sum, labels, grad, start, width)
         assert not x[:, width:].any()
         rounding = max(off, torch.finfo(dtype).eps)
-        found, right = x[:, :width].double(), exact.grad[:, start : start + width]  # type: ignore[index]
-        torch.testing.assert_close(found, right, rtol=rounding, atol=off)
+        gradients, expected_gradients = x[:, :width].double(), exact.grad[:, start : start + width]  # type: ignore[index]
+        torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=off)
 
 
 def test_backward_overwrites_the_logits() -> None:

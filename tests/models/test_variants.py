@@ -17,6 +17,7 @@ from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
 from pangu.config.model import ModelConfig, RopeScaling
 from pangu.data.batch import Batch, make_batch
+from pangu.layers import offload
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
 from pangu.layers.masks import AttentionMask
@@ -24,6 +25,7 @@ from pangu.layers.rotary import RotaryEmbedding
 from pangu.models.language_model import ModuleHooks, Options, build_model
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.topology.copy_stream import host_memory
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
 from tests.models.helpers import logical_gradients, logical_weights, make, variant
 from tests.weights import whole_logits, whole_loss
@@ -248,6 +250,23 @@ def test_a_mask_that_depends_on_the_length_alone_is_made_once(
     for _ in range(2):
         whole_loss(model, batch_of(config, True))
     assert len(made) == 5
+
+
+def test_a_bias_that_all_layers_share_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer moves what it moves without the bias, of which there would be a copy for each."""
+    sizes: list[int] = []
+
+    def counting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes.append(numel)
+        return host_memory(numel, dtype, device)
+
+    monkeypatch.setattr(offload, "host_memory", counting)
+    for positions in ("learned", "alibi"):
+        config = variant(sequence=32, positions=positions)
+        model, _ = make(config, "sdpa")
+        model.offload = True
+        whole_loss(model, batch_of(config, False))
+    assert sizes[: len(sizes) // 2] == sizes[len(sizes) // 2 :] != []
 
 
 @pytest.mark.parametrize("kind", ["gpt", "pangu"])
