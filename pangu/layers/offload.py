@@ -43,7 +43,7 @@ class Offload:
     # freed                           | 1         | 2          |
 
     def __init__(self, device: torch.device, resident: Collection[int]) -> None:
-        """`resident`: addresses of memory that stays on the device anyway."""
+        """`resident`: addresses of memory that stays on the device anyway, or that all layers share."""
         self._resident = resident
         self._stream = CopyStream(device)
         self._layer = _Layer(None)

@@ -177,17 +177,15 @@ class LanguageModel(nn.Module):
         if self.offload:
             from pangu.layers.offload import Offload
 
-            # each layer would copy what all of them share
             resident = (*self.parameters(), *vars(kernel).values())
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 
     def _kernel_of(self, terms: MaskAndBias) -> Kernel:
         """The attention kernel of a micro-batch. What depends on the length alone is made once."""
-        documents = terms.mask.documents
-        if documents is None and not terms.first and self.config.positions != "relative":
+        if terms.mask.documents is None and not terms.first and self.config.positions != "relative":
             return self._lasting_kernel(terms)
-        unbounded = documents is not None and terms.mask.bounds is None
+        unbounded = terms.mask.documents is not None and terms.mask.bounds is None
         return (densely_masked(self.kernel) if terms.first or unbounded else self.kernel)(terms)
 
 
