@@ -167,21 +167,21 @@ def print_layouts(options: argparse.Namespace) -> None:
         )
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    found, cluster = outcome.found, outcome.space.cluster
+    result, cluster = outcome.result, outcome.space.cluster
     table = make_table(*HEADS)
     for line in lines(outcome):
         table.add_row(*map(Text, line))
     console.print(
-        f"{found.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(found.refused)}"
+        f"{result.layouts:,} layouts on {cluster.devices:,} x {cluster.name}; refused: {refusals(result.refused)}"
     )
     console.print(table)
     console.print(f"=: within the model's error of {MODEL_ERROR:.0%}, which cannot tell it from the first")
-    if any(one.is_close(cluster.memory.gib) for one in found.best):
+    if any(one.is_close(cluster.memory.gib) for one in result.best):
         console.print(f"?: fits by less than the error of {MEMORY_ERROR:.0%}; --dry-run of that layout tells")
     if run := run_words(outcome):
         console.print(run, highlight=False)
     console.print(
-        f"the first: {' '.join(overrides_of(found.best[0].plan))}", markup=False, highlight=False, soft_wrap=True
+        f"the first: {' '.join(overrides_of(result.best[0].plan))}", markup=False, highlight=False, soft_wrap=True
     )
     for reason in explain(outcome) if options.explain else ():
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)

@@ -262,8 +262,8 @@ class Audit(TorchDispatchMode):
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
             self._count("product", operator.name, shapes, format_, _is_causal(function, args, kwargs))
-            told = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
-            self._count("flops", by=flop_registry[function.overloadpacket](*told, **kwargs, out_val=result))
+            shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
+            self._count("flops", by=flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result))
         else:
             self._count("memory_bound_bytes", by=_moved(operator, inputs, written, outputs))
 

@@ -115,7 +115,7 @@ def dry_run(
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
-            own(audit, trainer)
+            label_states(audit, trainer)
             lasting = dict(audit.memory.bytes)
             for _ in range(steps):
                 audit.counts.clear()
@@ -216,7 +216,7 @@ def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> It
         yield audit
 
 
-def own(audit: Audit, trainer: Trainer) -> None:
+def label_states(audit: Audit, trainer: Trainer) -> None:
     """Tell the audit whose the memory is that lasts from step to step."""
     kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
     for flat in trainer.parameters.flat_parameters:
@@ -229,8 +229,8 @@ def own(audit: Audit, trainer: Trainer) -> None:
             audit.memory.label(tensor, "optimizer")
 
 
-class _Told(tuple[Any, ...]):
-    """Actions that the audit is told of as they begin."""
+class _AuditedActions(tuple[Any, ...]):
+    """Actions of which the audit knows as they begin."""
 
     audit: Audit
 
@@ -256,10 +256,10 @@ class _Move(NamedTuple):
 def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
     """One step."""
     schedule = trainer.stages.schedule
-    actions = tuple(map(_Told, schedule.actions))
-    for told in actions:
-        told.audit = audit
-    told_stages = replace(trainer.stages, schedule=replace(schedule, actions=actions))
+    actions = tuple(map(_AuditedActions, schedule.actions))
+    for of_stage in actions:
+        of_stage.audit = audit
+    audited_stages = replace(trainer.stages, schedule=replace(schedule, actions=actions))
     move, micro = Batch.to, iter(range(len(batches)))
 
     def moved(batch: Batch, device: torch.device) -> Batch:
@@ -268,7 +268,7 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
         audit.action = None
         return result
 
-    with patch.object(trainer, "stages", told_stages), patch.object(Batch, "to", moved):
+    with patch.object(trainer, "stages", audited_stages), patch.object(Batch, "to", moved):
         trainer.train_step(batches)
 
 
@@ -348,6 +348,7 @@ def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
             by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
+                "copy_bytes": counts["copy_bytes",],
                 "products": _products(counts),
                 "collectives": _collectives(counts, ("calls", "bytes", "hidden_calls", "hidden_bytes")),
                 **audit.spans[action]._asdict(),

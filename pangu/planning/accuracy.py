@@ -228,9 +228,9 @@ def _stalls(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Facto
             seconds = predict_time(row, plan, cluster, fitted).total
             waits[nodes_of(row)].append(((row.seconds or 0.0) - seconds) / messages_of(plan))
     return {
-        nodes: median(found)
-        for nodes, found in waits.items()
-        if len(found) >= ROWS_IN_POOL and sorted(found)[len(found) // 4] > LEAST_STALL
+        nodes: median(seconds)
+        for nodes, seconds in waits.items()
+        if len(seconds) >= ROWS_IN_POOL and sorted(seconds)[len(seconds) // 4] > LEAST_STALL
     }
 
 
@@ -241,9 +241,9 @@ def _shapes(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Facto
         if len(row.plans) == 1 and abs(error) < UNUSUAL:
             residuals[shape_of(row, row.plans[0])].append(-error)
     return {
-        shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(found) * len(found) / (len(found) + 1))))
-        for shape, found in residuals.items()
-        if len(found) >= LEAST_OF_SHAPE
+        shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(errors) * len(errors) / (len(errors) + 1))))
+        for shape, errors in residuals.items()
+        if len(errors) >= LEAST_OF_SHAPE
     }
 
 
@@ -291,9 +291,9 @@ def pooled(scopes: Mapping[Scope, Sequence[Row]], clusters: Mapping[str, Cluster
     layouts = []
     for (family, format_, program), members in groups.items():
         while True:
-            rows = [row for own in members.values() for row in own]
+            rows = [row for timed in members.values() for row in timed]
             fitted = fit_rows(rows, clusters)
-            bias = {scope: median(_residuals(own, clusters, fitted)) for scope, own in members.items()}
+            bias = {scope: median(_residuals(timed, clusters, fitted)) for scope, timed in members.items()}
             worst = max(bias, key=lambda scope: abs(bias[scope]))
             if len(members) < 3 or abs(bias[worst]) <= DISAGREEMENT:
                 break

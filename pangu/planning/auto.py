@@ -91,7 +91,7 @@ def choose_automatically(
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
     outcome = find_layouts({**values, "cluster": cluster}, given, top=CHOICES)
-    fitting = (one for one in outcome.found.best if _fits(with_plan(values, one.plan), one, outcome.space.cluster))
+    fitting = (one for one in outcome.result.best if _fits(with_plan(values, one.plan), one, outcome.space.cluster))
     best, room = next(fitting, None), outcome.space.cluster.memory.gib
     if best is None:
         raise UserError(
@@ -100,10 +100,10 @@ def choose_automatically(
         )
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
-        f"{'':<12} the fastest of {outcome.found.layouts:,} layouts on {devices} x {cluster['name']}: a step of "
+        f"{'':<12} the fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: a step of "
         f"{best.time.total:.3g} s and {best.fullest:.3g} of {room:g} GiB are expected",
     ]
-    for other in [one for one in outcome.found.best if one is not best][:2]:
+    for other in [one for one in outcome.result.best if one is not best][:2]:
         slower = other.time.total / best.time.total - 1
         lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {difference(best.plan, other.plan)}")
     return with_plan(values, best.plan), lines

@@ -67,7 +67,7 @@ class Phase(NamedTuple):
     tensor: float
     """Of communication inside the layer that computing does not hide."""
     replicas: float
-    """The same of communication with replicas: ZeRO-3's."""
+    """The same of communication with replicas, ZeRO-3's, and of copies to and from the host."""
 
     @property
     def total(self) -> float:
@@ -96,7 +96,7 @@ class StepTime:
     bubble: float
     """Idle time of the schedule."""
     data: float
-    """Waiting for replicas: gradients, parameters."""
+    """Waiting for replicas and the host: gradients, parameters, what is offloaded."""
     update: float
     """The optimizer, and what a step takes of the host."""
 
@@ -210,7 +210,7 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     host = work.launches * cluster.launch_us * 1e-6
-    hidden, waited = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # with replicas, inside the layer
+    hidden, waited = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # with replicas or the host, inside the layer
     contended = groups["pipeline"].inside < groups["pipeline"].size
     for collective in work.collectives:
         group, replicas = groups[collective.axis], collective.axis in REPLICAS
@@ -219,6 +219,7 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         waited[replicas] += seconds * (1 - collective.hidden)
         if contended and group.size > 1:
             host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
+    hidden[True] += work.host_bytes / (cluster.host_gb_s * 1e9)
     compute, everything = started(device, host, cluster), sum(hidden.values())
     added = beside(compute, everything, cluster) / everything if everything else 0.0
     tensor, replicated = (waited[replicas] + added * hidden[replicas] for replicas in (False, True))
@@ -312,5 +313,6 @@ def _after(
         waited += seconds * (1 - collective.hidden)
     waited += step.host_bytes / (cluster.host_gb_s * 1e9)
     device = step.update_bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    device += step.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
     host = step.launches * cluster.launch_us * 1e-6
     return waited + beside(backward, hidden, cluster), started(device, host, cluster)

@@ -53,8 +53,8 @@ class Forecast:
         space, plan = space_of(config, cluster, {}), plan_of(config, layout, stages)
         workload = space.program.describe(plan)
         if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
-            kept = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
-            steps = (replace(step, state_bytes=some) for step, some in zip(workload.steps, kept, strict=True))
+            states = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
+            steps = (replace(step, state_bytes=nbytes) for step, nbytes in zip(workload.steps, states, strict=True))
             workload = replace(workload, steps=tuple(steps))
         stages_memory = memory_of_stages(workload, plan.steps, cluster)
         fullest = max(stages_memory, key=lambda stage: stage.total)

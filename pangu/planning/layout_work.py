@@ -110,7 +110,7 @@ class Plan(NamedTuple):
     shards: int = 0
     """Replicas that share states; 0: all."""
     offload: tuple[str, ...] = ()
-    """What waits in host memory: `optimizer`."""
+    """What waits in host memory, as `memory.offload`."""
     chunks: int = 1
     """Of products, whose communication hides behind one another."""
 
@@ -182,15 +182,15 @@ def assemble(
     for stage, chunk in zip(plan.steps.stage_of, chunks, strict=True):
         stages[stage].append(chunk)
     steps: dict[tuple[int, ...], StepWork] = {}
-    for own in stages:
-        key = tuple(map(id, own))
+    for of_stage in stages:
+        key = tuple(map(id, of_stage))
         if key not in steps:
-            steps[key] = _step(modules, sum(own, Counter[str]()), shape, system, plan, update, twice)
+            steps[key] = _step(modules, sum(of_stage, Counter[str]()), shape, system, plan, update, twice)
     tokens = plan.micro_size * shape.sequence / plan.context
     # tensor ranks send a part each: Narayanan et al. 2021, 4.1
     message = system.number_bytes * tokens * shape.hidden / plan.tensor
     sequences = plan.micro_size * plan.micro_batches * plan.data
-    each = tuple(steps[tuple(map(id, own))] for own in stages)
+    each = tuple(steps[tuple(map(id, of_stage))] for of_stage in stages)
     return Workload(dict(modules), tuple(chunks), each, message, shape.flops(sequences))
 
 
@@ -246,10 +246,23 @@ def _step(
     if holds == 1:
         sends.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
     gradients, state = system.gradient_bytes, state_bytes(system, plan, numbers)
-    # gradients there, weights back
-    host = numbers / shards * (gradients + system.number_bytes) if "optimizer" in plan.offload else 0.0
-    moved = numbers / shards * update.bytes + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
+    on_host = "optimizer" in plan.offload
+    # gradients there; new weights to where they are used
+    weights = system.number_bytes * (on_host != ("parameters" in plan.offload))
+    host = numbers / shards * (gradients * on_host + weights)
+    updated = numbers / shards * update.bytes
+    moved = updated * (not on_host) + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = update.launches * (counts["layer"] + counts["recomputed"])
     groups = sum(size > 1 for size in plan.layout[:4])
-    working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * ("optimizer" not in plan.offload)
-    return StepWork(numbers, moved, launches, tuple(sends), host, state, groups, update_working_bytes=working)
+    working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * (not on_host)
+    return StepWork(
+        numbers,
+        moved,
+        launches,
+        tuple(sends),
+        host,
+        updated * on_host,
+        state,
+        groups,
+        update_working_bytes=working,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pangu.pipeline.orders import SCHEDULES
@@ -13,6 +14,10 @@ from pangu.planning.workload import Collective
 
 if TYPE_CHECKING:
     from pangu.planning.search import Space
+
+SENT_AWAY = 0.9
+"""Of what an offloaded layer saves, what it sends to the host at least. Such layers are counted for the layouts alone
+whose bound is among the best."""
 
 
 class Pieces(NamedTuple):
@@ -36,7 +41,7 @@ class Bounds:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._pieces: dict[tuple[int, int, bool, str], Pieces] = {}
+        self._pieces: dict[tuple[int, int, bool, str, bool], Pieces] = {}
         self._held: dict[Pipeline, list[tuple[int, int]]] = {}
         self._links: dict[tuple[int, int, int], tuple[float, float]] = {}
 
@@ -70,8 +75,10 @@ class Bounds:
         latency, per_byte = self._link(plan)
         sizes = (system.gradient_bytes, system.number_bytes)
         gradients, weights = (numbers * size * per_byte + latency for size in sizes)
-        host = numbers / shards * sum(sizes) / (self._space.cluster.host_gb_s * 1e9)
-        host *= "optimizer" in plan.offload
+        on_host = "optimizer" in plan.offload
+        weights_sent = on_host != ("parameters" in plan.offload)
+        host = numbers / shards * (sizes[0] * on_host + sizes[1] * weights_sent)
+        host /= self._space.cluster.host_gb_s * 1e9
         hidden, two_phases = system.hidden_data, SCHEDULES[plan.schedule].two_phases
         often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
         if plan.zero == 3:  # in two phases chunks are gathered once
@@ -110,6 +117,8 @@ class Bounds:
         layer = program.shape.layer_matrices / plan.tensor
         states = sum(program.stored_bytes(plan, layers * plan.virtual * layer, layer, 0.0, 0.0))
         each = max(0, layers - plan.recomputed)
+        if "activations" in plan.offload:  # the last layer of a chunk stays
+            each = int(plan.recomputed == 0)
         most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
         memory, working = self._space.cluster.memory, pieces.working if each else 0.0
         held = (each * most + working) * (1 + memory.fragmentation)
@@ -127,15 +136,19 @@ class Bounds:
 
     def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
         """The pieces of a layout."""
-        key = (plan.tensor, plan.micro_size, plan.sequence, recompute)
+        offload = "activations" in plan.offload
+        key = (plan.tensor, plan.micro_size, plan.sequence, recompute, offload)
         if key not in self._pieces:
             space = self._space
             alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
             alone = alone._replace(chunks=plan.chunks)
             modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)
-            layer, head = (module_time(modules[kind], groups, space.cluster) for kind in ("layer", "head"))
             counted = modules["layer"]
+            copied = SENT_AWAY * counted.saved_bytes * offload
+            works = {name: replace(getattr(counted, name), host_bytes=copied) for name in ("forward", "backward_input")}
+            sent = replace(counted, **works)
+            layer, head = (module_time(module, groups, space.cluster) for module in (sent, modules["head"]))
             forward, back, weight = map(sum, layer)
             times = (forward + back + weight, forward, back, weight, sum(map(sum, head)))
             bytes_ = (counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)

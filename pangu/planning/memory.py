@@ -49,8 +49,8 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
         chunks[stage].append(sums[id(chunk)])
     messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
-    for step, own, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
-        saved, deferred, working = zip(*own, strict=True)
+    for step, of_stage, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
+        saved, deferred, working = zip(*of_stage, strict=True)
         most = max(sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) for one in held)
         most = max(most + max(working) + messages, step.update_working_bytes - step.buffer_bytes)
         states = (step.state_bytes + step.buffer_bytes) / _GIB
@@ -110,16 +110,16 @@ def _moments(order: Order) -> Iterator[tuple[int, ...]]:
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held = [0] * (2 * count)
     for kind, chunk, _ in order:
-        here = place[chunk]
+        slot = place[chunk]
         if kind is Kind.FORWARD:
-            held[here] += 1
+            held[slot] += 1
             yield tuple(held)  # before a backward it is the same as before
         elif kind is Kind.BACKWARD_WEIGHT:
             yield tuple(held)
-            held[here + count] -= 1
+            held[slot + count] -= 1
         else:
-            held[here] -= 1
-            held[here + count] += kind is Kind.BACKWARD_INPUT
+            held[slot] -= 1
+            held[slot + count] += kind is Kind.BACKWARD_INPUT
 
 
 def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:

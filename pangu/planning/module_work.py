@@ -73,6 +73,8 @@ class Piece(NamedTuple):
     """As `memory.recompute`, in words."""
     chunks: int = 1
     """Of products, as `parallel.overlap_chunks`."""
+    offload: bool = False
+    """Of what is saved for backward, as `memory.offload` = [activations]."""
 
 
 @dataclass
@@ -113,7 +115,7 @@ class ModuleCounts:
         return [piece for piece in files if piece not in self._reports]
 
     def of(self, piece: Piece, size: int) -> Modules:
-        """The modules for micro-batches of `size` sequences; of a piece that keeps less than all, its `layer`."""
+        """The modules for micro-batches of `size` sequences."""
         if (piece, size) not in self._modules:
             one, two, three = self._counted(piece)
             line = {kind: _at(size - 1, two[kind], three[kind]) for kind in two}
@@ -129,9 +131,7 @@ class ModuleCounts:
                 counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
             else:
                 plain = self._counted(piece._replace(recompute="none"))
-                counted = [
-                    {"layer": _recomputed(report, kept["layer"])} for report, kept in zip(reports, plain, strict=True)
-                ]
+                counted = [_recomputed(report, whole) for report, whole in zip(reports, plain, strict=True)]
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
 
@@ -158,13 +158,12 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     """What has to be carried out."""
     values = {**asdict(config), "dry_run": True}
     parallel = {"tensor": piece.tensor, "sequence": piece.sequence, "overlap_chunks": piece.chunks, **_PIECES}
-    offload = [what for what in config.memory.offload if what == "activations"]
     # kernels that a dry run cannot carry out keep as much
     attention = "auto" if config.model.attention in ("flex", "flash_attn") else config.model.attention
     changes: dict[str, dict[str, Any]] = {
         "model": {"layers": _LAYERS + 2, "attention": attention},
         "parallel": parallel,
-        "memory": {"recompute": piece.recompute, "offload": offload},
+        "memory": {"recompute": piece.recompute, "offload": ["activations"] * piece.offload},
         "train": {"frozen": ()},
     }
     values |= {group: {**values[group], **change} for group, change in changes.items()}
@@ -236,21 +235,29 @@ def _read(file: Path) -> list[Report] | None:
 
 
 def _modules(second: Report, first: Report) -> Modules:
-    alone, two = (_module(second["phases"][chunk]) for chunk in "12")
-    layer = replace(_less(two, alone), working=alone.working)
+    alone, layer = _inner(second)
     chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
     ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
-    kept = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
-    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, kept)))
+    saved = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
+    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, saved)))
     return {"layer": layer, **ends}
 
 
-def _recomputed(second: Report, kept: ModuleWork) -> ModuleWork:
-    """A layer that is computed again, as it is besides the same layer when all is kept."""
+def _recomputed(second: Report, plain: Modules) -> Modules:
+    """A layer that is computed again, as it is besides the same layer when all is kept. What chunks have besides layers
+    differs where layers are sent to the host: there it is what the last one keeps."""
+    alone, layer = _inner(second)
+    more = _less(plain["inner"], _less(alone, layer))
+    ends = {kind: _less(end, more) for kind, end in plain.items() if kind != "layer"}
+    recompute = _minus(layer.backward_input, plain["layer"].backward_input)
+    back = replace(plain["layer"].backward_input, host_bytes=layer.backward_input.host_bytes)
+    return {"layer": replace(layer, backward_input=back, recompute=replace(recompute, host_bytes=0.0)), **ends}
+
+
+def _inner(second: Report) -> tuple[ModuleWork, ModuleWork]:
+    """A chunk of one layer between the first and the last, and what each further layer adds."""
     alone, two = (_module(second["phases"][chunk]) for chunk in "12")
-    layer = _less(two, alone)
-    recompute = _minus(layer.backward_input, kept.backward_input)
-    return replace(layer, backward_input=kept.backward_input, recompute=recompute, working=alone.working)
+    return alone, replace(_less(two, alone), working=alone.working)
 
 
 def _module(phases: Mapping[str, Any]) -> ModuleWork:
@@ -285,6 +292,7 @@ def _minus(work: Work, other: Work) -> Work:
         work.bytes - other.bytes,
         work.launches - other.launches,
         _joined(work.collectives, other.collectives),
+        work.host_bytes - other.host_bytes,
     )
 
 
@@ -306,7 +314,8 @@ def _work(phase: Mapping[str, Any]) -> Work:
         for hidden, calls, nbytes in _by_exposure(one)
         if axis != "pipeline" and calls  # those are the schedule's
     ]
-    return Work(_joined(products), phase["memory_bound_bytes"], phase["launches"], _joined(collectives))
+    moved, launches, sent = (phase[what] for what in ("memory_bound_bytes", "launches", "copy_bytes"))
+    return Work(_joined(products), moved, launches, _joined(collectives), sent)
 
 
 def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, int, int]]:

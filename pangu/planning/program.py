@@ -76,7 +76,7 @@ class Program:
     def _described(self, plan: Plan) -> Workload:
         self.prepare([plan])
         pieces = _pieces(plan)
-        modules = self._of(pieces["layer"]._replace(recompute="none"), plan)
+        modules = self._of(pieces["layer"], plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
         each = modules["layer"].parameters
         twice = _words(self.config.model, plan.tensor)
@@ -114,7 +114,9 @@ class Program:
         """The modules of a piece, with what ZeRO-3 sends for them."""
         late, two_phases = splits_backward(plan.schedule), SCHEDULES[plan.schedule].two_phases
         often = (plan.micro_batches, plan.virtual) if two_phases else None
-        sends = (plan.schedule, plan.pipeline == 1, often) if _sharding(plan).stage == 3 else None
+        sharding = _sharding(plan)
+        fetches = sharding.size * ("parameters" in plan.offload)
+        sends = (plan.schedule, plan.pipeline == 1, often, fetches) if sharding.stage == 3 else None
         key = piece, plan.micro_size, late, sends
         if key not in self._modules:
             numbers, modules = _numbers(self.config.model, piece.tensor), self._counts.of(piece, plan.micro_size)
@@ -136,9 +138,12 @@ class Program:
         if family.two_phases:  # a chunk is gathered once for all micro-batches, and the last one kept for backward
             forward, back = 1 / plan.micro_batches, (1 - 1 / plan.virtual) / plan.micro_batches
         gather = Collective("all_gather", "shard", system.number_bytes * numbers, forward, system.hidden_data)
-        module = replace(module, forward=_sending(module.forward, gather))
+        # from the host comes this rank's shard
+        fetched = gather.bytes / _sharding(plan).size * ("parameters" in plan.offload)
+        module = replace(module, forward=_sending(module.forward, gather, fetched))
         if kind not in ("embedding", "head"):
-            module = replace(module, backward_input=_sending(module.backward_input, gather._replace(calls=back)))
+            gather = gather._replace(calls=back)
+            module = replace(module, backward_input=_sending(module.backward_input, gather, fetched))
         if plan.schedule not in REDUCES_EACH:
             return module
         if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
@@ -217,12 +222,13 @@ def _sharding(plan: Plan) -> Sharding:
 
 
 def _pieces(plan: Plan) -> dict[str, Piece]:
-    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks)
+    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, "activations" in plan.offload)
     return {"layer": layer} | ({"recomputed": layer._replace(recompute="full")} if plan.recomputed else {})
 
 
-def _sending(work: Work, collective: Collective) -> Work:
-    return replace(work, collectives=(*work.collectives, collective))
+def _sending(work: Work, collective: Collective, fetched: float = 0.0) -> Work:
+    host_bytes = work.host_bytes + fetched * collective.calls
+    return replace(work, collectives=(*work.collectives, collective), host_bytes=host_bytes)
 
 
 def _joined_backward(layer: ModuleWork) -> ModuleWork:

@@ -19,13 +19,9 @@ from pangu.config.cluster import ClusterConfig
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
-from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import cut
-from pangu.pipeline.timeline import Timeline
-from pangu.planning.cost import StepTime, chunk_times, module_time, step_time
+from pangu.planning.cost import StepTime, step_time
 from pangu.planning.layout_work import Plan, Recompute, Shape, System
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
@@ -38,6 +34,8 @@ TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
 """Of products, tried for the `CUT` best layouts."""
 CUT = 10
+OFFLOADED = ("optimizer", "activations", "parameters")
+"""What may wait in host memory, tried where a layout does not fit."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
@@ -63,7 +61,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search comes to."""
 
     best: list[Candidate]
@@ -146,7 +144,7 @@ def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]
     return Space(Program(config), cluster, config, fixed)
 
 
-def search(space: Space, top: int = 10) -> Found:
+def search(space: Space, top: int = 10) -> SearchResult:
     """The `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
     bounds, alone = Bounds(space), space.cluster.alone  # a bound is of the rate when no core is left by others
@@ -171,7 +169,7 @@ def search(space: Space, top: int = 10) -> Found:
     tried = min(top, CUT)
     costed[:tried] = _overlapped(space, bounds, costed[:tried])
     costed.sort(key=_preference)
-    return Found(costed[:top], front_of(costed), refused, len(plans), len(costed))
+    return SearchResult(costed[:top], front_of(costed), refused, len(plans), len(costed))
 
 
 def _overlapped(space: Space, bounds: Bounds, best: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -187,9 +185,12 @@ def _overlapped(space: Space, bounds: Bounds, best: Sequence[Candidate]) -> Iter
 
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
-    """The same layout with less on the device, for one that does not fit: it is never faster."""
-    if not plan.offload and "offload" not in space.fixed:
-        yield plan._replace(offload=("optimizer",))
+    """The same layout with less on the device, for one that does not fit: it is never faster. Each is reached once."""
+    parts = () if "offload" in space.fixed else OFFLOADED
+    for part in parts[parts.index(plan.offload[-1]) + 1 if plan.offload and parts else 0 :]:
+        other = plan._replace(offload=(*plan.offload, part))
+        if not problem_of(space, other):
+            yield other
 
 
 def _memory(space: Space, bounds: Bounds, plan: Plan) -> tuple[Memory, ...] | None:
@@ -323,18 +324,6 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
                     yield plan._replace(
                         zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
                     )
-
-
-def simulated(space: Space, plan: Plan) -> Timeline:
-    """What each stage does when in a step of the plan; of long steps the first micro-batches."""
-    workload = space.program.describe(plan)
-    groups = plan.layout.groups(space.cluster.node)
-    times = {kind: module_time(module, groups, space.cluster) for kind, module in workload.modules.items()}
-    chunks = chunk_times(workload, times)
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))
-    forward, back, weight = ([chunk[place] for chunk in chunks] for place in range(3))
-    durations = Durations(forward, back, weight)
-    return simulate(schedule, durations, checked=True)
 
 
 def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:

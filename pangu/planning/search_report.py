@@ -7,15 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.errors import shown
+from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import simulate
+from pangu.planning.cost import chunk_times, module_time
 from pangu.planning.layout_work import REDUCES_EACH, Plan
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
+    CHUNKS,
     MODEL_ERROR,
     SCHEDULED,
     TOO_LARGE,
     Candidate,
-    Found,
+    SearchResult,
     Space,
     keys_of,
     problem_of,
@@ -32,7 +37,7 @@ class Outcome(NamedTuple):
     """A search and what it was of."""
 
     space: Space
-    found: Found
+    result: SearchResult
     tokens: float | None
     """Of the whole run."""
 
@@ -66,30 +71,30 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
 
 def search_data(outcome: Outcome) -> dict[str, Any]:
     """All of a search as data."""
-    found, cluster = outcome.found, outcome.space.cluster
+    result, cluster = outcome.result, outcome.space.cluster
     return {
         "cluster": cluster.name,
         "devices": cluster.devices,
         "device_memory_gib": cluster.memory.gib,
-        "layouts": found.layouts,
-        "costed": found.costed,
-        "refused": dict(found.refused),
+        "layouts": result.layouts,
+        "costed": result.costed,
+        "refused": dict(result.refused),
         "model_error": MODEL_ERROR,
-        "ties": ties(found.best) if found.best else 0,
-        "best": [as_data(outcome, one) for one in found.best],
-        "front": [as_data(outcome, one) for one in found.front],
+        "ties": ties(result.best) if result.best else 0,
+        "best": [as_data(outcome, one) for one in result.best],
+        "front": [as_data(outcome, one) for one in result.front],
     }
 
 
 def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     """Rows of a table: what distinguishes the layouts, times and memory."""
-    tied = ties(outcome.found.best)
-    for number, one in enumerate(outcome.found.best):
+    tied = ties(outcome.result.best)
+    for number, one in enumerate(outcome.result.best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
         yield (
             f"{number + 1}{' =' if 0 < number < tied else ''}",
-            f"{plan.tensor}{' seq' if plan.sequence else ''}",
+            f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
             f"{plan.pipeline}",
             f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
             f"{plan.data}",
@@ -105,14 +110,14 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 HEADS = (
-    "", "tensor", "pipeline", "schedule", "data", "ZeRO", "micro", "recompute", "step", " + ".join(TERMS), "memory",
-    "tokens/s", "MFU",
+    "", "tensor / chunks", "pipeline", "schedule", "data", "ZeRO", "micro", "recompute", "step", " + ".join(TERMS),
+    "memory", "tokens/s", "MFU",
 )  # fmt: skip
 
 
 def run_words(outcome: Outcome) -> str:
     """How long the fastest takes for the tokens of the run, and what it uses up."""
-    data = as_data(outcome, outcome.found.best[0])
+    data = as_data(outcome, outcome.result.best[0])
     if outcome.tokens is None:
         return ""
     cost = "" if data["cost"] is None else f", {data['cost']:,.0f} of money"
@@ -121,12 +126,13 @@ def run_words(outcome: Outcome) -> str:
 
 def explain(outcome: Outcome) -> Iterator[str]:
     """Why the neighbours of the fastest layout are not it."""
-    space, best = outcome.space, outcome.found.best[0]
-    for name, plan in neighbours(best.plan):
-        made = with_schedule(space, plan)
-        reason = made if isinstance(made, str) else problem_of(space, made)
-        if isinstance(made, str) or reason:
-            yield f"{name}: cannot be: {reason}"
+    space, best = outcome.space, outcome.result.best[0]
+    plans = {name: with_schedule(space, plan) for name, plan in neighbours(best.plan)}
+    reasons = {name: made if isinstance(made, str) else problem_of(space, made) for name, made in plans.items()}
+    space.program.prepare(made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name])
+    for name, made in plans.items():
+        if isinstance(made, str) or reasons[name]:
+            yield f"{name}: cannot be: {reasons[name]}"
             continue
         stages = memory_of_stages(space.program.describe(made), made.steps, space.cluster)
         fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
@@ -149,9 +155,12 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
             changes.append((f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}))
         if value > 1:
             changes.append((f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}))
-    changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in (plan.micro_size * 2,)]
+    sizes = (plan.micro_size * 2, plan.micro_size // 2)
+    changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in sizes if size]
     changes += [(f"ZeRO {zero}", {"zero": zero, "shards": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
     changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
+    counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 else ()
+    changes += [(f"products in {count} chunks", {"chunks": count}) for count in sorted(counts)]
     other = "none" if plan.recompute == "full" else "full"
     changes.append((f"recompute {other}", {"recompute": other, "recomputed": 0}))
     if plan.pipeline > 1:
@@ -173,7 +182,7 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def page(outcome: Outcome) -> str:
     """A page that needs nothing else: memory per stage, terms of the time, the stages' times, memory against time."""
-    best = outcome.found.best
+    best = outcome.result.best
     cluster, cells = outcome.space.cluster, list(lines(outcome))
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
     heads = "".join(f"<th>{html.escape(head)}</th>" for head in HEADS)
@@ -184,7 +193,7 @@ def page(outcome: Outcome) -> str:
         f"<h2>Terms of the time</h2><p>{legend}</p>" + _terms(best),
         "<h2>Memory of each stage of the fastest, GiB</h2>" + _stages(best[0], cluster.memory.gib),
         "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
-        "<h2>Memory against time</h2>" + _front(outcome.found.front, cluster.memory.gib),
+        "<h2>Memory against time</h2>" + _front(outcome.result.front, cluster.memory.gib),
     ]
     style = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}svg{background:#fafafa}"
     return f'<!doctype html><meta charset="utf-8"><title>Layouts</title><style>{style}</style>{"".join(parts)}\n'
@@ -224,9 +233,13 @@ def _stages(one: Candidate, room: float) -> str:
 
 
 def _timeline(outcome: Outcome) -> str:
-    from pangu.planning.search import simulated
-
-    timeline = simulated(outcome.space, outcome.found.best[0].plan)
+    plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
+    workload, groups = outcome.space.program.describe(plan), plan.layout.groups(cluster.node)
+    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
+    forward, back, weight, *_ = map(list, zip(*chunk_times(workload, times), strict=True))
+    # of long steps the first micro-batches
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))
+    timeline = simulate(schedule, Durations(forward, back, weight), checked=True)
     scale, height = 900 / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
     kinds: dict[str, str] = {}
     shapes = []

@@ -90,13 +90,13 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
     return StatePlan(dict(total))
 
 
-def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, int], own: slice) -> int:
+def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, int], shard: slice) -> int:
     """Elements of logical tensors in a shard of a flat parameter, without padding of it or of a vocabulary."""
     begin = total = 0
     for name in names:
         for entry in table.stored_in(name):
             start = begin + entry.offset
-            total += max(0, min(start + entry.local_numel, own.stop) - max(start, own.start))
+            total += max(0, min(start + entry.local_numel, shard.stop) - max(start, shard.start))
         begin += numel[name]
     return total
 

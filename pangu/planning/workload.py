@@ -58,6 +58,8 @@ class Work:
     launches: float = 0.0
     """Kernels, those of the products included."""
     collectives: tuple[Collective, ...] = ()
+    host_bytes: float = 0.0
+    """Sent to or from host memory, beside computing."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class StepWork:
     collectives: tuple[Collective, ...] = ()
     host_bytes: float = 0.0
     """Sent to and from host memory, beside nothing else."""
+    host_update_bytes: float = 0.0
+    """Read and written by an optimizer whose state is in host memory."""
     state_bytes: float = 0.0
     """Parameters, gradients and optimizer state."""
     communicators: int = 0

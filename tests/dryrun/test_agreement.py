@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, own, report_of
+from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, label_states, micro_batches, report_of
 from pangu.planning.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -38,7 +38,7 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
     mesh = Mesh.connect(chosen.layout, torch.device("cpu"), 60.0)
     with audited(chosen.config, mesh) as audit:
         trainer = Trainer(chosen.config, mesh, chosen.stages)
-        own(audit, trainer)
+        label_states(audit, trainer)
         audit.counts.clear()
         audit.memory.restart()
         carry_out(audit, trainer, micro_batches(chosen.config, chosen.layout))

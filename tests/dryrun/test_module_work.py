@@ -43,6 +43,8 @@ PLANNED = (
     "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2",
     "batch.global_size=32 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
+    "batch.global_size=16 parallel.pipeline=2 memory.recompute=full memory.offload=[activations]",
+    "batch.global_size=8 parallel.data=2 parallel.zero=3 memory.offload=[optimizer,parameters,activations]",
 )
 OFF = 0.06
 """Most by which the formulas that are made of counted modules may be off the peak of a dry run."""
@@ -98,6 +100,17 @@ def sent(workload: Workload, plan: Plan, stage: int) -> Counter[tuple[str, str]]
     return total
 
 
+def copied(workload: Workload, plan: Plan, stage: int) -> float:
+    """Bytes that a stage sends to and from the host in a step besides batches."""
+    total = workload.steps[stage].host_bytes
+    for number, chunk in enumerate(workload.chunks):
+        for kind, count in chunk.items() if plan.steps.stage_of[number] == stage else ():
+            module = workload.modules[kind]
+            works = (module.forward, module.backward_input, module.backward_weight, module.recompute)
+            total += count * plan.micro_batches * sum(work.host_bytes for work in works)
+    return total
+
+
 @pytest.mark.parametrize("layout", PLANNED)
 def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, process: SharedWorker) -> None:
     chosen = choose_layout(values(layout, *LARGER), 1)
@@ -109,6 +122,7 @@ def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, proc
         report = process.report(values(layout, *LARGER), rank)
         expected = (stages[stage].states + stages[stage].activations) * 2**30
         assert expected == pytest.approx(report["peak"], rel=OFF), stage
+        assert copied(workload, plan, stage) == pytest.approx(report["copy_bytes"], rel=0.05, abs=1e5)
         assert workload.steps[stage].communicators == report["groups"]
         told = sent(workload, plan, stage)
         for axis, kinds in report["collectives"].items():
