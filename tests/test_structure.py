@@ -139,9 +139,9 @@ def test_the_package_stays_small() -> None:
     backward; 200 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
     through the store, and naming who is stuck where on devices too;
     400 a profile whose parts add up to the step, on every rank; 60 a mode that gives the same bits again; 10 the
-    speed of a host's memory."""
+    speed of a host's memory; 340 products in fp8, whose scales no layout changes."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_070
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_410
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -176,8 +176,9 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_500, "run": 10_500}
-"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
+MOST_LINES = {"trainer": 5_540, "run": 10_500}
+"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. Of the
+former 40 are where matmuls, steps and checkpoints hand over to fp8."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

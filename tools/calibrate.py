@@ -199,6 +199,7 @@ def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick:
         base,
         tflops=peak,
         tflops_fp32=peak if dtype == torch.float32 else base.tflops_fp32,
+        tflops_fp8=None if clock.on_host else base.tflops_fp8,
         efficiency=1 / constant,
         depth=max(0.0, float(depth) / constant),
         waves=max(0.0, float(waves) / constant),

@@ -234,6 +234,8 @@ _FACTS: dict[str, Any] = {
         "left_out?": _is_count,
     },
     "loss_scale?": lambda value: value is None or _matches(value, _LOSS_SCALE),
+    # `pangu.layers.fp8`
+    "fp8?": lambda value: value is None or _are_exponents(value),
     "order?": _is_count,
     # the times of autotuning, as far as a continued run reports them
     "choices?": lambda value: value is None or _are_choices(value),
@@ -242,6 +244,16 @@ _FACTS: dict[str, Any] = {
     "layout?": dict,
 }
 """Facts of a run that an index may hold, with their patterns."""
+
+
+def _are_exponents(value: Any) -> bool:
+    """Of three tensors of each matrix, of the same number of steps."""
+    rows = [value[name] for name in value] if isinstance(value, dict) else [()]
+    return all(
+        _matches(three, [[lambda exponent: _is_count(exponent) and exponent < 255]])
+        and [len(row) for row in three] == [16] * 3
+        for three in rows
+    )
 
 
 def _are_choices(value: Any) -> bool:

@@ -34,11 +34,12 @@ class Completion:
     wait: Callable[[], Any] = lambda: None
 
 
-def start_all_reduce(tensor: Tensor, group: AxisGroup | None) -> Handle:
-    """Begin to sum `tensor` in place."""
+def start_all_reduce(tensor: Tensor, group: AxisGroup | None, largest: bool = False) -> Handle:
+    """Begin to sum `tensor` in place, or to take the `largest` of each element."""
     if group is None:
         return Completion()
-    return _watched(group, dist.all_reduce(tensor, group=group.process_group, async_op=True))
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return _watched(group, dist.all_reduce(tensor, op=op, group=group.process_group, async_op=True))
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:

@@ -140,6 +140,9 @@ def _formats(config: RunConfig) -> Iterator[Problem]:
     if precision.compute != "fp32" and precision.fp32_products != "auto":
         rule = f"concerns fp32, and precision.compute = {precision.compute}"
         yield Problem("precision.fp32_products", precision.fp32_products, rule, "auto works, or precision=fp32")
+    if precision.compute == "fp16" and precision.matmul == "fp8":
+        rule = "does not go with fp16: its loss scale moves, and gradients in e5m2 have scales of their own"
+        yield Problem("precision.matmul", "fp8", rule, "precision=fp8 works, which computes the rest in bf16")
     if precision.compute == "fp64" and precision.reduce == "bf16":
         yield Problem("precision.reduce", "bf16", "fp64 is for exact comparisons", "fp32 keeps sums in fp64")
     if precision.compute == "fp64" and config.optimizer.moments == "bf16":

@@ -40,6 +40,8 @@ class MatmulConfig:
     measured: tuple[tuple[Positive, Positive, Positive, Positive], ...]
     """Products that were timed: [rows, columns, inner dimension, share of the peak]. A shape near one of them takes its
     share; others are computed from the numbers above, which were fitted to these."""
+    tflops_fp8: Positive | None = None
+    """Peak rate in fp8 (dense), of which products reach the same share; null: there is none."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from pangu.config.errors import Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 
+FP8_MULTIPLE = 16
+"""Of the sizes of products in fp8."""
 MOST_FORWARDS = 2**15
 """Forwards of a step, over all stages: a schedule lists each, GPT-3's pipeline of 12 stages on one replica 18,432."""
 
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """What is wrong with the layout of a configuration, on a number of processes."""
-    rules = (_tensor, _shared_sequence, _pipeline, _zero)
+    rules = (_tensor, _shared_sequence, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
     return problems or findings(_batch, config, world)
 
@@ -74,6 +76,24 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
     if parallel.zero_group is not None and parallel.zero == 0:
         rule = "parallel.zero = 0 shards nothing"
         yield Problem("parallel.zero_group", parallel.zero_group, rule, "null works, or parallel.zero=1, 2 or 3")
+
+
+def _fp8(config: RunConfig) -> Iterator[Problem]:
+    """Sizes of products that no kernel takes; in fp64 they are emulated."""
+    if config.precision.matmul != "fp8" or config.precision.compute == "fp64":
+        return
+    model, ranks = config.model, config.parallel.tensor
+    share = "" if ranks == 1 else f" on each of parallel.tensor = {ranks} ranks"
+    sizes = {
+        "model.hidden": model.hidden,
+        f"the queries' width{share}": model.query_size // ranks,
+        f"the keys' and values' width{share}": 2 * model.kv_size // ranks,
+        f"the feed-forward width{share}": model.ffn_size // ranks,
+        "batch.micro_size x model.sequence": config.batch.micro_size * model.sequence,
+    }
+    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]:
+        rule = f"needs multiples of {FP8_MULTIPLE}: {', '.join(wrong)}"
+        yield Problem("precision.matmul", "fp8", rule, "precision=bf16 works")
 
 
 def _devices(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -38,6 +38,11 @@ class PrecisionConfig:
     bytes on the wire, and each gradient loses all but 8 bits before it is added to those of other replicas."""
     loss_scale: LossScaleConfig | None
     """Needed by fp16, null for every other format."""
+    matmul: Literal["compute", "fp8"] = "compute"
+    """Format that the layers' matrices are multiplied in by training: queries, keys and values, the output of
+    attention, the feed-forward layer. `compute`: that of `compute`. `fp8`: inputs and weights in e4m3, gradients in
+    e5m2, with a scale for each tensor from its magnitudes in the last 16 steps; embedding, scores and head stay in the
+    compute format, weights and optimizer as they are. A CPU computes the same numbers by emulation."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ def dry_run(
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
+            if trainer.scales is not None:
+                trainer.scales.known = True  # as in all steps but the first
             label_states(audit, trainer)
             lasting = dict(audit.memory.bytes)
             for _ in range(steps):

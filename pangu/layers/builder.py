@@ -13,6 +13,7 @@ from pangu.collectives.regions import TensorRegion
 from pangu.topology.placement import Placement, PlacementTable
 
 if TYPE_CHECKING:
+    from pangu.layers.fp8 import Fp8Products, Fp8Scales
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -27,6 +28,7 @@ class Builder:
     region: TensorRegion = field(default_factory=TensorRegion)
     """Layers read it; models only pass it on."""
     store: WeightGradientStore | None = None
+    scales: Fp8Scales | None = None
 
     def at(self, name: object) -> Builder:
         return replace(self, path=self._below(str(name)))
@@ -40,6 +42,9 @@ class Builder:
 
     def placements(self, name: str) -> list[Placement]:
         return self.table.stored_in(self._below(name))
+
+    def fp8_products(self, name: str) -> Fp8Products | None:
+        return None if self.scales is None else self.scales.of(self.placements(name)[0].name)
 
     def _below(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

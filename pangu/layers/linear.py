@@ -40,7 +40,7 @@ class _Parallel(nn.Module):
         super().__init__()
         self.placements = build.placements(f"{name}.weight")
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
-        self.region, self.store = build.region, build.store
+        self.region, self.store, self.fp8 = build.region, build.store, build.fp8_products(f"{name}.weight")
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
 
@@ -56,7 +56,7 @@ class ColumnParallelLinear(_Parallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
-        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store)
+        return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
 
 
 class RowParallelLinear(_Parallel):
@@ -67,7 +67,7 @@ class RowParallelLinear(_Parallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
-        return row_parallel_matmul(x, self.weight, self.bias, self.region, self.store)
+        return row_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8)
 
 
 class VocabParallelEmbedding(nn.Module):

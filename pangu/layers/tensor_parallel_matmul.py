@@ -25,11 +25,14 @@ from torch.nn import functional as F
 from pangu.collectives.regions import TensorRegion, start_gather, start_sum
 
 if TYPE_CHECKING:
+    from pangu.layers.fp8 import Fp8Products
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
     Store = WeightGradientStore | None
+    Fp8 = Fp8Products | None
 
 ALONE = TensorRegion()
+Multiply = Callable[[Tensor], Tensor]
 
 
 class _Use(NamedTuple):
@@ -40,40 +43,49 @@ class _Use(NamedTuple):
     region: TensorRegion
     store: Store
     uses: int = 1
+    fp8: Fp8 = None
 
 
 def column_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, uses: int = 1
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, uses: int = 1, fp8: Fp8 = None
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
     ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is, and gathered again in backward; weight and bias are
-    leaves, whose gradients `store` takes while it is open. `uses`: matmuls with this weight in a micro-batch.
+    leaves, whose gradients `store` takes while it is open. `uses`: matmuls with this weight in a micro-batch. `fp8`:
+    multiplies in training; communication stays in the format of x.
     """
-    if region.size == 1 and store is None:
+    fp8 = fp8 if torch.is_grad_enabled() else None
+    if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()  # both passes would copy it
-    rows, use = x.shape[0] * region.num_slices, _Use(weight, bias, region, store, uses)
+    rows, use = x.shape[0] * region.num_slices, _Use(weight, bias, region, store, uses, fp8)
     backward = _node(_ColumnBackward, x, rows, use)
-    return _Value.apply(backward, lambda: _in_order(_gather_and_multiply(x, weight, bias, region)[1], region))
+
+    def value() -> Tensor:
+        return _in_order(_gather_and_multiply(x, _linear(fp8, weight, bias), region)[1], region)
+
+    return _Value.apply(backward, value)
 
 
-def row_parallel_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store) -> Tensor:
+def row_parallel_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, fp8: Fp8 = None
+) -> Tensor:
     """x Wᵀ + b where every rank holds some columns of W: the partial results are summed and the bias is added once.
 
     x [sequence, ..., inputs / ranks], weight [outputs, inputs / ranks], bias [outputs] -> [sequence (/ ranks with
     sequence parallelism), ..., outputs]. Otherwise as `column_parallel_matmul`.
     """
     if region.size == 1:
-        return column_parallel_matmul(x, weight, bias, region, store)
-    x = x.contiguous()
+        return column_parallel_matmul(x, weight, bias, region, store, fp8=fp8)
+    x, fp8 = x.contiguous(), fp8 if torch.is_grad_enabled() else None
 
     def value() -> Tensor:
-        total = _finish(_multiply_and_sum(x, weight, region))
+        total = _finish(_multiply_and_sum(x, _linear(fp8, weight), region))
         return total if bias is None else total.add_(bias)
 
-    rows, use = x.shape[0] // region.num_slices, _Use(weight, bias, region, store)
+    rows, use = x.shape[0] // region.num_slices, _Use(weight, bias, region, store, fp8=fp8)
     return _Value.apply(_node(_RowBackward, x, rows, use), value)
 
 
@@ -83,9 +95,17 @@ def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
     return F.embedding(ids, table) if store is None else _Lookup.apply(ids, table, store)
 
 
-def _gather_and_multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion
-) -> tuple[list[Tensor], list[Tensor]]:
+def _linear(fp8: Fp8, weight: Tensor, bias: Tensor | None = None) -> Multiply:
+    """Rows of x to those of x Wᵀ + b."""
+    return (lambda rows: F.linear(rows, weight, bias)) if fp8 is None else fp8.linear(weight, bias)
+
+
+def _transposed(fp8: Fp8, weight: Tensor) -> Multiply:
+    """Rows of dy to those of dy W."""
+    return _linear(None, weight.t()) if fp8 is None else fp8.input_gradient(weight)
+
+
+def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) -> tuple[list[Tensor], list[Tensor]]:
     """Gathered chunks of x, and the value of each; all gathers are under way before the first matmul. Without sequence
     parallelism x is one chunk."""
     count = min(region.chunks, x.shape[0]) if region.slices_sequence else 1
@@ -94,11 +114,11 @@ def _gather_and_multiply(
     for wait in gathers:
         wholes.append(wait())
         # flat: for a batch of one, whose strides may be any, torch would multiply each row alone
-        values.append(F.linear(wholes[-1].flatten(0, -2), weight, bias).unflatten(0, wholes[-1].shape[:-1]))
+        values.append(multiply(wholes[-1].flatten(0, -2)).unflatten(0, wholes[-1].shape[:-1]))
     return wholes, values
 
 
-def _multiply_and_sum(x: Tensor, weight: Tensor, region: TensorRegion) -> list[Callable[[], Tensor]]:
+def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> list[Callable[[], Tensor]]:
     """Values of chunks of the whole x, each being summed while the next is computed.
 
     A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's slice:
@@ -106,7 +126,7 @@ def _multiply_and_sum(x: Tensor, weight: Tensor, region: TensorRegion) -> list[C
     """
     slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
-    values = (F.linear(chunk.flatten(0, -2), weight).unflatten(0, (-1, *chunk.shape[2:-1])) for chunk in chunks)
+    values = (multiply(chunk.flatten(0, -2)).unflatten(0, (-1, *chunk.shape[2:-1])) for chunk in chunks)
     return [start_sum(value, region) for value in values]
 
 
@@ -125,9 +145,10 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
 def _weight_gradient(use: _Use, grad: Tensor, x: Tensor) -> Tensor | None:
     """From the output's gradient and the whole input; None: it has been added to the weight's."""
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
+    fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
     if use.store is None or use.store.add_product is None:
-        return left @ right
-    use.store.add_product(use.weight, left, right, use.uses)
+        return left @ right if fp8 is None else fp8.weight_gradient(left, right, x.dtype)
+    use.store.add_product(use.weight, left, right, use.uses, fp8)
     return None
 
 
@@ -164,11 +185,11 @@ class _ColumnBackward(_Backward):
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
         if _is_open(use.store):
-            sums = _multiply_and_sum(grad, weight.t(), use.region)
+            sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
             _store(use, x, use.region, grad, grad)
             return _finish(sums), None, None, None, None
         whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
-        sums = _multiply_and_sum(grad, weight.t(), use.region)
+        sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
         grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
         return _finish(sums), grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
@@ -178,7 +199,7 @@ class _RowBackward(_Backward):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
-        wholes, values = _gather_and_multiply(grad, weight.t(), None, use.region)
+        wholes, values = _gather_and_multiply(grad, _transposed(use.fp8, weight), use.region)
         whole_grad, grad_x = _in_order(wholes, use.region), _in_order(values, use.region)
         if _is_open(use.store):
             _store(use, x, ALONE, whole_grad, grad)

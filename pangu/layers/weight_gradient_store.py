@@ -39,9 +39,9 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self._stored: dict[Hashable, deque[_Work]] = {}
         self._open: deque[_Work] | None = None
-        self.add_product: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
-        """Adds the gradient of a matrix, a product of two, to the sum of its gradients, given in how many parts it
-        comes (`WeightProducts.add`); None: autograd is given the product."""
+        self.add_product: Callable[..., None] | None = None
+        """Adds the gradient of a matrix, a product of two, to the sum of its gradients (`WeightProducts.add`); None:
+        autograd is given the product."""
 
     @property
     def is_open(self) -> bool:

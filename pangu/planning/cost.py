@@ -122,9 +122,11 @@ def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
     share = 1.0
     if rate.measured:
         share = timed_share(rate, product.rows, product.columns, product.depth)
-    computing = product.flops * _lost(rate, product) / (rate.tflops * 1e12 * rate.efficiency * share)
-    moved = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
-    least = 2.0 * moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency)
+    peak = (rate.tflops_fp8 if product.fp8 else None) or rate.tflops
+    computing = product.flops * _lost(rate, product) / (peak * 1e12 * rate.efficiency * share)
+    operands = product.rows * product.depth + product.depth * product.columns
+    moved = operands * (1 if product.fp8 else 2) + 2.0 * product.rows * product.columns
+    least = moved * product.batch * product.calls / (memory.gb_s * 1e9 * memory.efficiency)
     return computing if rate.measured else max(computing, least)
 
 

@@ -335,9 +335,10 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
         mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
         # backward: the scores again, the gradients of probabilities, values, queries and keys
         return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
-    first, second = shapes[-2:]
+    fp8 = operator == "_scaled_mm"  # its scales follow
+    first, second = shapes[:2] if fp8 else shapes[-2:]
     batch = first[0] if len(first) == 3 else 1
-    return [Matmul(first[-2], second[-1], first[-1], batch, calls)]
+    return [Matmul(first[-2], second[-1], first[-1], batch, calls, fp8=fp8)]
 
 
 def _at(size: int, one: Any, two: Any) -> Any:

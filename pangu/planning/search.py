@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from pangu.config.cluster import ClusterConfig
+from pangu.config.errors import ConfigError, Problem
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -138,7 +139,11 @@ def keys_of(plan: Plan) -> dict[str, Any]:
 
 
 def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
-    """The space of a configuration's model and batch on a cluster."""
+    """The space of a configuration's model and batch on a cluster. Raises ConfigError if it has no products in fp8 and
+    is asked for them."""
+    if config.precision.matmul == "fp8" and cluster.matmul.tflops_fp8 is None:
+        rule = f"{cluster.name} has none (cluster.matmul.tflops_fp8 = null)"
+        raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
     return Space(Program(config), cluster, config, fixed)

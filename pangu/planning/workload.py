@@ -27,6 +27,8 @@ class Matmul(NamedTuple):
     """Kernels."""
     fused: bool = False
     """Part of a fused attention kernel, which writes no scores."""
+    fp8: bool = False
+    """Of operands in fp8."""
 
     @property
     def flops(self) -> float:

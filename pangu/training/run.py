@@ -64,6 +64,10 @@ def run(values: Mapping[str, Any]) -> None:
         return
     device = choose_device(config.train.device, launch)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
+    if config.precision.matmul == "fp8":
+        from pangu.layers.fp8 import require_fp8
+
+        log.info("%-12s %s", "fp8", require_fp8(config.precision.compute, device))
     if launch.world > 1:
         from pangu.training.preflight import raise_open_files
 

@@ -92,6 +92,7 @@ class Saver:
             "order": ORDER_VERSION,
             "watch": dict(watch),
             "loss_scale": trainer.loss_scale.state(),
+            "fp8": None if trainer.scales is None else trainer.scales.state(),
             "frozen": list(self._config.train.frozen),
             "identity": identity(self._config),
             "layout": asdict(trainer.mesh.layout),

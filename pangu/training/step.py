@@ -18,6 +18,7 @@ from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import Options, build_model
+from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
 from pangu.optim.loss_scale import LossScale
 from pangu.optim.lr_schedule import learning_rate
@@ -97,7 +98,12 @@ class Trainer:
             from pangu.layers.weight_gradient_store import WeightGradientStore
 
             store = WeightGradientStore()
-        build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store)
+        self.scales = None
+        if config.precision.matmul == "fp8":
+            from pangu.layers.fp8 import Fp8Scales
+
+            self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
+        build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store, scales=self.scales)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.parameters = ShardedParameters(self.model, table, chunks, mesh, config, schedule.reduce_each)
@@ -158,6 +164,8 @@ class Trainer:
         optimizer, old_scale = self.config.optimizer, self.loss_scale.scale
         self.doing = "adding up loss and norm"
         sums = self.parameters.norm_and_loss(self._loss, flags)
+        if self.scales is not None:
+            self.scales.start_update(self.mesh.group("world"))
         self.doing = "updating weights"
         norm = sums[0] / old_scale
         numbers = torch.cat([torch.stack([sums[1] * self._per_token, norm, old_scale]), sums[2:]])
@@ -171,6 +179,8 @@ class Trainer:
         # LAMB meets the other ranks in its step
         self.parameters.update(self.optimizer, overflow.float(), divisor.float(), one_by_one=optimizer.name == "adam")
         self.loss_scale.update(overflow)
+        if self.scales is not None:
+            self.scales.finish_update(self.step)
         self.step += 1
         return PendingResult(on_host, rate, self.parameters.gradients.norms, Moment(self.mesh.device))
 

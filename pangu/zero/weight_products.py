@@ -4,12 +4,16 @@ each weight and micro-batch, and no hook."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pangu.models.language_model import LanguageModel
 from pangu.zero.gradients import GradientSum
+
+if TYPE_CHECKING:
+    from pangu.layers.fp8 import Fp8Products
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
@@ -28,10 +32,11 @@ class WeightProducts:
         self._done: Counter[Tensor] = Counter()
         """Parts of gradients that backward is at."""
 
-    def add(self, weight: Tensor, left: Tensor, right: Tensor, parts: int) -> None:
-        """Add left x right to the gradient of a matrix, which comes in so many parts in each backward."""
+    def add(self, weight: Tensor, left: Tensor, right: Tensor, parts: int, fp8: Fp8Products | None = None) -> None:
+        """Add left x right, multiplied by `fp8` if given, to the gradient of a matrix, which comes in so many parts in
+        each backward."""
         total, begins = self._gradients.sum_of(weight)
-        add_product(total, left, right, begins)
+        (add_product if fp8 is None else fp8.add_product)(total, left, right, begins)
         self._done[weight] += 1
         if self._done[weight] == parts:
             del self._done[weight]

@@ -136,6 +136,16 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["batch.micro_size=0"], "batch.micro_size = 0: must be at least 1"),
         (["precision.compute=fp16"], "precision.compute = fp16: fp16 needs precision.loss_scale"),
         (["precision=bf16", "precision.fp32_products=high"], "precision.fp32_products = high: concerns fp32"),
+        (
+            ["precision=fp16", "precision.matmul=fp8"],
+            "precision.matmul = fp8: does not go with fp16: its loss scale moves, and gradients in e5m2 have scales of "
+            "their own; precision=fp8 works",
+        ),
+        (
+            ["precision=fp8", "model.hidden=72", "batch.micro_size=1", "model.sequence=24"],
+            "precision.matmul = fp8: needs multiples of 16: model.hidden = 72, the queries' width = 72, "
+            "batch.micro_size x model.sequence = 24; precision=bf16 works",
+        ),
         (["precision=fp16", "precision.compute=bf16"], "precision.compute = bf16: fp16 needs precision.loss_scale"),
         (
             ["precision=fp16", "precision.loss_scale.initial=0.5"],
@@ -368,3 +378,13 @@ def test_wrong_values_and_contradictions_of_others_are_told_together() -> None:
 
 def test_the_configuration_knows_every_task() -> None:
     assert get_args(TaskName) == tuple(TASKS)
+
+
+def test_fp8_looks_at_each_ranks_share() -> None:
+    """A share of 24 of 48 query rows is none that a kernel takes; in fp64, where products are emulated, any is."""
+    words = ("model.hidden=48", "model.heads=4", "model.ffn=96", "parallel.tensor=2", "precision.matmul=fp8")
+    assert "the queries' width on each of parallel.tensor = 2 ranks = 24; precision=bf16" in problems(
+        *words, "precision=bf16", world=2
+    )
+    assert problems(*words, "precision=fp64", world=2) == str(ConfigError([]))
+    assert problems("precision=fp8") == str(ConfigError([]))

@@ -46,6 +46,7 @@ LAYOUTS = (
     "precision=fp16 memory.recompute=full parallel.data=2",
     "precision=bf16 model.dropout=0.1 model.attention_dropout=0.1 parallel.data=2 parallel.zero=1",
     "batch.global_size=2 precision=bf16 data.packing.reset_mask=true data.packing.eod=3 model.positions=rope",
+    "batch.global_size=2 precision=fp8 parallel.tensor=2 parallel.sequence=true parallel.overlap_chunks=2",
     "memory.offload=[optimizer] parallel.data=2 parallel.zero=1 precision=bf16",
     "memory.offload=[parameters] parallel.data=2 parallel.zero=3 precision=bf16",
     "batch.global_size=2 memory.offload=[activations]",

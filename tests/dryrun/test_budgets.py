@@ -31,6 +31,7 @@ LAYOUTS = {
     "tensor 8": "parallel.tensor=8",
     "data 8, ZeRO-3": "parallel.data=8 parallel.zero=3 batch.global_size=8",
     "LAMB, data 8, ZeRO-1": "optimizer=lamb parallel.data=8 parallel.zero=1 batch.global_size=8",
+    "fp8": "precision.matmul=fp8",
     "documents": "data.packing.reset_mask=true data.packing.eod=3",
     "documents, dropout": "data.packing.reset_mask=true data.packing.eod=3 model.dropout=0.1 "
     "model.attention_dropout=0.1",

@@ -45,6 +45,7 @@ PLANNED = (
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
     "batch.global_size=16 parallel.pipeline=2 memory.recompute=full memory.offload=[activations]",
     "batch.global_size=8 parallel.data=2 parallel.zero=3 memory.offload=[optimizer,parameters,activations]",
+    "batch.global_size=16 precision=fp8 parallel.pipeline=2 parallel.schedule=zb_h1",
 )
 OFF = 0.06
 """Most by which the formulas that are made of counted modules may be off the peak of a dry run."""

@@ -44,6 +44,7 @@ FACTORS = {
     **{f"{name} after": values for name, values in AXES.items()},
     "precision before": ("fp64", "fp32", "bf16"),
     "precision after": ("fp64", "fp32", "bf16"),
+    "matmul": ("compute", "fp8"),  # its scales are those that the checkpoint's history gives
     "freezes": ("never", "always", "after"),
     "optimizer": ("adam", "lamb"),
     "kind": ("pangu", "gpt"),
@@ -110,6 +111,7 @@ def words_of(case: Case, when: str) -> tuple[str, ...]:
         f"parallel.schedule={case[f'schedule {when}']}",
         f"precision={case[f'precision {when}']}",
         f"optimizer={case['optimizer']}",
+        f"precision.matmul={case['matmul']}",
         f"train.frozen=[{FROZEN if frozen else ''}]",
         *(f"model.{name}={case[name]}" for name in model),
     )

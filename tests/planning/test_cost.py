@@ -48,6 +48,13 @@ def test_a_large_product_runs_at_the_peak_and_a_thin_one_at_the_bandwidth() -> N
     assert matmul_seconds(Matmul(8192, 128, 128), perfect()) == pytest.approx(2 * (8192 * 128 * 2 + 128 * 128) / 2039e9)
 
 
+def test_products_in_fp8_have_a_rate_of_their_own_and_operands_of_a_byte() -> None:
+    fast = replace(perfect(), matmul=replace(perfect().matmul, tflops_fp8=624.0))
+    assert matmul_seconds(Matmul(8192, 8192, 8192, fp8=True), fast) == pytest.approx(2 * 8192**3 / 624e12)
+    thin = 8192 * 128 + 128 * 128 + 2 * 8192 * 128
+    assert matmul_seconds(Matmul(8192, 128, 128, fp8=True), fast) == pytest.approx(thin / 2039e9)
+
+
 def test_crooked_shapes_are_slower() -> None:
     straight, odd = Matmul(4096, 1792, 4096), Matmul(4096, 1800, 4096)
     assert matmul_seconds(odd, A100) > matmul_seconds(straight, A100)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pangu.config.errors import ConfigError
 from pangu.config.layout_checks import layout_problems
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import step_time
@@ -98,6 +99,11 @@ def test_irregular_schedules_are_carried_out_before_one_is_called_the_fastest() 
         workload = where.program.describe(best.plan)
         exact = step_time(workload, best.plan.steps, best.plan.layout, where.cluster)
         assert best.time.total == pytest.approx(exact.total)
+
+
+def test_a_cluster_without_fp8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"precision.matmul = fp8: a100 has none .* precision=bf16 works"):
+        space(8, *SMALL, "precision=fp8")
 
 
 def test_few_of_the_layouts_of_200b_on_2048_devices_are_costed() -> None:

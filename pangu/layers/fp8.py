@@ -1,0 +1,228 @@
+"""Products of the layers' matrices in fp8, by delayed scaling (Micikevicius et al. 2022, section 3; the recipe of
+NVIDIA's Transformer Engine).
+
+Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, each tensor times a scale of its own. A scale is a
+power of two and stays for a step. It comes from `amax`, the largest magnitudes that the tensor had in the last
+`HISTORY` steps, in all micro-batches on all ranks:
+
+    2^(e-1) <= amax < 2^e    ->    scale 2^(8-e) in e4m3 (up to 448), 2^(15-e) in e5m2 (up to 57344)
+
+So a tensor may grow by three quarters before it saturates, and no layout changes a scale: a maximum is the same in any
+order, and of `amax` only the exponent counts, which rounding leaves alone. To multiply by a power of two rounds
+nothing. Micro-batches and recomputation meet the same scales. A step without a history, the first of a run, multiplies
+in the compute format and looks at the magnitudes; so do validation, evaluation and generation, which look at nothing.
+What is not finite becomes nan, and the step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pangu.collectives.reduce import Completion, Handle, start_all_reduce
+from pangu.config.errors import UserError
+from pangu.layers.fused import fused
+from pangu.topology.recorder import AxisGroup
+
+HISTORY = 16
+"""Steps."""
+_E4M3, _E5M2 = 448.0, 57344.0
+_FORMATS = {_E4M3: torch.float8_e4m3fn, _E5M2: torch.float8_e5m2}
+_INPUT, _WEIGHT, _GRADIENT = range(3)
+"""The tensors of a matrix: of its input, itself, of its output's gradient."""
+_EXPONENTS = (8, 8, 15)
+"""Of the powers of two that their scaled magnitudes stay below."""
+_APART = 4
+"""Numbers from one scale to the next: a compiled kernel takes 16 bytes at a time."""
+
+
+def _rounded(x: Tensor, scale: Tensor, limit: float) -> Tensor:
+    wide = x.float()
+    # 0 of a number that is finite, otherwise nan
+    return ((wide * scale).clamp(-limit, limit) + 0.0 * wide).to(_FORMATS[limit])
+
+
+def _note(x: Tensor, amax: Tensor) -> None:
+    amax.copy_(torch.maximum(amax, x.abs().amax().float()))
+
+
+def _cast(x: Tensor, scale: Tensor, amax: Tensor, limit: float) -> Tensor:
+    _note(x, amax)
+    return _rounded(x, scale, limit)
+
+
+def _cast_columns(x: Tensor, scale: Tensor, limit: float) -> Tensor:
+    return _rounded(x, scale, limit).t().contiguous()
+
+
+cast = fused(
+    "fp8_cast(Tensor x, Tensor scale, Tensor(a!) amax, float limit) -> Tensor",
+    _cast,
+    lambda x, scale, amax, limit: torch.empty(x.shape, dtype=_FORMATS[limit], device=x.device),
+)
+"""[rows, columns] times the scale in the format of this limit. `amax` becomes the largest magnitude if that is more."""
+cast_columns = fused(
+    "fp8_cast_columns(Tensor x, Tensor scale, float limit) -> Tensor",
+    _cast_columns,
+    lambda x, scale, limit: torch.empty(x.shape[::-1], dtype=_FORMATS[limit], device=x.device),
+)
+"""The same transposed, [columns, rows]: the hardware takes both operands along the dimension that is summed over."""
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes a CPU four times as long."""
+    table = torch.arange(256, dtype=torch.uint8, device=x.device).view(x.dtype).to(dtype)
+    return table.index_select(0, x.view(torch.uint8).view(-1).int()).view(x.shape)
+
+
+def product(
+    left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """left [m, k] x right [n, k] transposed, times the inverses of their scales, + bias [n], accumulated in fp32. On a
+    CPU, and in fp64 everywhere, the values are those of the fp8 operands, multiplied in fp32 or fp64."""
+    if left.device.type == "cpu" or dtype == torch.float64:
+        wide = torch.promote_types(dtype, torch.float32)
+        value = F.linear(_widened(left, wide), _widened(right, wide)) * (inverses[0] * inverses[1]).to(wide)
+        return (value if bias is None else value + bias).to(dtype)
+    fits = bias is not None and dtype == torch.bfloat16  # the kernel adds no other one
+    value = torch._scaled_mm(
+        left, right.t(), *inverses, bias=bias if fits else None, out_dtype=dtype, use_fast_accum=False
+    )
+    return value if bias is None or fits else value + bias
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """Of one matrix [outputs, inputs]."""
+
+    scales: Fp8Scales
+    first: int
+    """Place of its input among the tensors."""
+
+    @property
+    def known(self) -> bool:
+        """Whether its scales are; otherwise it multiplies in the compute format."""
+        return self.scales.known
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """x Wᵀ + b for x [rows, inputs]."""
+        multiply = self._by(weight, bias, _INPUT)
+        if self.known:
+            matrix = self._cast(weight, _WEIGHT)
+            return lambda x: multiply(x, matrix)
+        _note(weight, self.scales.amax[self.first + _WEIGHT])
+        return lambda x: multiply(x, weight)
+
+    def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """dy W for dy [rows, outputs]."""
+        multiply = self._by(weight, None, _GRADIENT)
+        matrix = self._columns(weight, _WEIGHT) if self.known else weight.t()
+        return lambda grad: multiply(grad, matrix)
+
+    def _by(self, weight: Tensor, bias: Tensor | None, which: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+            if not self.known:
+                _note(rows, self.scales.amax[self.first + which])
+                return F.linear(rows, matrix, bias)
+            return product(self._cast(rows, which), matrix, self._inverses(which, _WEIGHT), rows.dtype, bias)
+
+        return multiply
+
+    def weight_gradient(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """dyᵀ x for dyᵀ [outputs, rows] and x [rows, inputs], whose magnitudes have been noted."""
+        grad, x = self._columns(left.t(), _GRADIENT), self._columns(right, _INPUT)
+        return product(grad, x, self._inverses(_GRADIENT, _INPUT), dtype)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+        """Add it to a sum, or begin the sum. The kernel adds to nothing, so that the product is written once and read
+        again."""
+        (total.copy_ if begins else total.add_)(self.weight_gradient(left, right, total.dtype))
+
+    def _cast(self, x: Tensor, which: int) -> Tensor:
+        place, limit = self.first + which, _E5M2 if which == _GRADIENT else _E4M3
+        return cast(x, self.scales.scale[place], self.scales.amax[place], limit)
+
+    def _columns(self, x: Tensor, which: int) -> Tensor:
+        return cast_columns(x, self.scales.scale[self.first + which], _E5M2 if which == _GRADIENT else _E4M3)
+
+    def _inverses(self, one: int, other: int) -> tuple[Tensor, Tensor]:
+        return self.scales.inverse[self.first + one], self.scales.inverse[self.first + other]
+
+
+class Fp8Scales:
+    """Of the tensors of all matrices of a model's layers, the same on every rank. All of it lies on the device."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """`shapes` of all logical tensors of the model. Of several that are stored in one matrix the first one's name
+        is the matrix's."""
+        self._names = [name for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2]
+        shape = (len(_EXPONENTS) * len(self._names), _APART)
+        self.scale, self.inverse = (torch.ones(shape, device=device)[:, 0] for _ in range(2))
+        self.amax = torch.zeros(shape, device=device)[:, 0]
+        """Of this step on this rank."""
+        self._history = torch.zeros(HISTORY, shape[0], dtype=torch.int32, device=device)
+        """Exponents of `amax` as fp32 has them (e + 126) of each step, that of step n at n modulo `HISTORY`; 0: none,
+        as of a gradient that is 0 or was not finite."""
+        self._targets = torch.tensor(_EXPONENTS * len(self._names), dtype=torch.int32, device=device)
+        self._arriving: tuple[Tensor, Handle] = self._targets, Completion()
+        self.known = False
+        """Whether there is a history."""
+
+    def of(self, name: str) -> Fp8Products:
+        return Fp8Products(self, len(_EXPONENTS) * self._names.index(name))
+
+    def start_update(self, everyone: AxisGroup | None) -> None:
+        """Begin to send what this rank has seen in a step. Integers, since nan has no place in an order."""
+        exponents = self.amax.view(torch.int32) >> 23 & 255
+        self._arriving = exponents, start_all_reduce(exponents, everyone, largest=True)
+
+    def finish_update(self, step: int) -> None:
+        """The scales of the steps after `step`."""
+        exponents, handle = self._arriving
+        handle.wait()
+        self._history[step % HISTORY] = exponents.masked_fill(exponents == 255, 0)  # inf or nan
+        self.amax.zero_()
+        self._set()
+
+    def _set(self) -> None:
+        top = self._history.amax(0)
+        # exponents of fp32 again, in which 127 stands for 1
+        scale = (self._targets + 253 - top).clamp(1, 253).masked_fill(top == 0, 127)
+        self.scale.copy_((scale << 23).view(torch.float32))
+        self.inverse.copy_((254 - scale << 23).view(torch.float32))
+        self.known = True
+
+    def state(self) -> dict[str, list[list[int]]] | None:
+        """Name -> exponents of its tensors, for a checkpoint."""
+        tensors = self._history.t().unflatten(0, (len(self._names), len(_EXPONENTS))).tolist()
+        return dict(zip(self._names, tensors, strict=True)) if self.known else None
+
+    def restore(self, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
+        """Continue with the history of a checkpoint; None: it has none, and the next step multiplies in the compute
+        format."""
+        self.amax.zero_()
+        self.known = False
+        if state is not None:
+            rows = [row for name in self._names for row in state[name]]
+            self._history.copy_(torch.tensor(rows, dtype=torch.int32).t())
+            self._set()
+
+
+def require_fp8(compute: str, device: torch.device) -> str:
+    """How a device multiplies in fp8, in words. Raises UserError if it cannot."""
+    if device.type == "cpu" or compute == "fp64":
+        return "emulated: the numbers of a device, and more time than without"
+    module: Any = torch.get_device_module(device)
+    capability = module.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else (0, 0)
+    if capability < (8, 9):
+        name = module.get_device_name(device)
+        raise UserError(
+            f"precision.matmul = fp8: {name} has no products in e4m3 and e5m2 (NVIDIA's have from compute capability "
+            "8.9 on: Ada, Hopper, Blackwell); precision=bf16 works"
+        )
+    return "torch._scaled_mm, accumulated in fp32"
