@@ -160,7 +160,7 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
         stack.enter_context(patch.object(initial, "draw", lambda *_: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention))
         stack.enter_context(patch.object(gpu_kernels, "flash_attention", _flash_attention))
-        stack.enter_context(patch.object(gpu_kernels, "has_flash", lambda device: True))
+        stack.enter_context(patch.object(gpu_kernels, "can_run", lambda kernel, device: True))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)

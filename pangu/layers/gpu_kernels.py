@@ -109,15 +109,18 @@ class FlashAttn(Flash):
 GPU_KERNELS: dict[str, type[Kernel]] = {"cudnn": Cudnn, "flash": Flash, "flex": Flex, "flash_attn": FlashAttn}
 
 
-def has_flash(device: torch.device) -> bool:
-    """Whether this torch has flash attention, and the device can run it."""
-    built = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+BUILT_IN = {"flash": torch.backends.cuda.is_flash_attention_available, "cudnn": torch.backends.cudnn.is_available}
+"""Kernels that come with a torch that was built with them -> whether it was."""
+
+
+def can_run(kernel: str, device: torch.device) -> bool:
+    """Whether this torch has one of `BUILT_IN`, and the device can run it."""
+    return device.type == "cuda" and BUILT_IN[kernel]() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
     """Why a kernel cannot run here at all."""
-    if kernel == "flash" and not has_flash(device):
+    if kernel in BUILT_IN and not can_run(kernel, device):
         rule = "needs a GPU of compute capability 8.0 or later, and a torch that was built with it"
         yield Problem("model.attention", kernel, rule, "model.attention=auto works")
     if kernel == "flash_attn":

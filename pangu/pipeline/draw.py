@@ -1,4 +1,4 @@
-"""Pictures and traces of a pipeline's timeline, simulated or measured."""
+"""Pictures of a pipeline's timeline, simulated or measured."""
 
 from __future__ import annotations
 

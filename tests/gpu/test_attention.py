@@ -11,7 +11,7 @@ import torch
 from pangu.layers.attention import AttentionCore
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.gpu_kernels import has_flash
+from pangu.layers.gpu_kernels import can_run
 from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.metrics.timing import time_candidates
@@ -20,7 +20,7 @@ from pangu.topology.placement import PlacementTable
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not has_flash(torch.device("cuda")), reason="needs torch's flash attention"),
+    pytest.mark.skipif(not can_run("flash", torch.device("cuda")), reason="needs torch's flash attention"),
 ]
 
 

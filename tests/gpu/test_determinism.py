@@ -14,7 +14,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.evaluation.generation import Sampling, pick
-from pangu.layers.gpu_kernels import has_flash
+from pangu.layers.gpu_kernels import can_run
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -64,7 +64,7 @@ def test_two_runs_give_the_same_bits(precision: str, changes: dict[str, Any]) ->
     assert first == second
 
 
-@pytest.mark.skipif(not has_flash(torch.device("cuda")), reason="needs torch's flash attention")
+@pytest.mark.skipif(not can_run("flash", torch.device("cuda")), reason="needs torch's flash attention")
 def test_flash_attention_over_documents_gives_the_same_bits() -> None:
     changes = {"model.attention": "flash", "precision": option("precision", "bf16")}
     changes |= {"data.packing.reset_mask": True, "data.packing.eod": 3}

@@ -293,9 +293,9 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: flash and device.type == "cuda")
+    monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
-    package, flash_alone = (["flash_attn"], ["flash"]) if flash else ([], [])
+    package, built_in, flash_alone = (["flash_attn"], ["flash", "cudnn"], ["flash"]) if flash else ([], [], [])
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
         assert attention_kernels(model, "bf16", CUDA, documents) == [
@@ -310,13 +310,13 @@ def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypa
     biased = variant(**large, positions="alibi")
     assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, "cudnn", *package, "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *built_in, *package, "reference"]
     assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "reference"]
 
 
 def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels draw different masks, so their results are not equal. On a CPU the layout must not change them."""
-    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: True)
+    monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: True)
     drops = variant(attention_dropout=0.1, hidden=64, heads=2)
     assert attention_kernels(drops, "bf16", CPU) == attention_kernels(drops, "bf16", CPU, True) == ["reference"]
     assert attention_kernels(drops, "bf16", CUDA)[0] == "sdpa"
@@ -329,6 +329,7 @@ def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.
     [
         ({"attention": "flex"}, "fp32", CPU, "flex: trains on cuda only, and this run's device is cpu"),
         ({"attention": "flash"}, "bf16", CUDA, "flash: needs a GPU of compute capability 8.0 or later"),
+        ({"attention": "cudnn"}, "bf16", CUDA, "cudnn: needs a GPU of compute capability 8.0 or later"),
         ({"attention": "flash_attn"}, "bf16", CPU, "flash_attn: trains on cuda only, and this run's device is cpu"),
         ({"attention": "flash_attn"}, "bf16", CUDA, "flash_attn: the package flash-attn cannot be imported"),
     ],
@@ -337,7 +338,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(
     changes: dict[str, object], precision: str, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed, wherever this runs
-    monkeypatch.setattr(gpu_kernels, "has_flash", lambda device: False)
+    monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: False)
     with pytest.raises(UserError) as caught:
         attention_kernels(variant(hidden=64, **changes), precision, device)
     assert str(caught.value).startswith("1 problem")
