@@ -48,7 +48,7 @@ def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
         kind = kinds.setdefault(name.split("/")[0], {"tensors": 0, "elements": 0})
         kind["tensors"] += 1
         kind["elements"] += math.prod(entry["shape"])
-    facts = {key: value for key, value in index.items() if key not in ("tensors", "files")}
+    facts = {key: value for key, value in index.items() if key not in ("tensors", "files", "fp8")}
     tensors = {
         name: {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": len(entry["pieces"])}
         for name, entry in index["tensors"].items()

@@ -28,7 +28,7 @@ ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("plain", "plain compiled", "pangu compiled"), ("pangu_350m", "gpt3_1_3b")),
     (("transformers", "fsdp2"), ("gpt3_1_3b",)),
     (("plain", "transformers", "fsdp2"), ("gpt2_124m", "pangu_2_6b")),
-    (("pangu with dropout",), ("pangu_350m", "pangu_2_6b")),
+    (("pangu with dropout", "pangu in fp8"), ("pangu_350m", "pangu_2_6b")),
     (("plain compiled", "pangu compiled"), ("pangu_2_6b", "gpt2_124m")),
 )
 """Peers and the sizes that each is measured with; what stands first is there even if time runs out."""
@@ -123,6 +123,8 @@ def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Ma
         changes["model.layers"] = forecasts[size]["layers"]
     if peer == "pangu with dropout":
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+    if peer == "pangu in fp8":
+        changes["precision.matmul"] = "fp8"
     return setting.values(size, changes)
 
 

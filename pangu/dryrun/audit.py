@@ -250,7 +250,8 @@ class Audit(TorchDispatchMode):
             self._copied(inputs[-1], (written or outputs)[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
             return
         stream = self._stream() if self._device.type in devices else HOST
-        self._touched(stream, inputs, written or outputs)
+        made = written + [tensor for tensor in outputs if all(tensor is not one for one in written)]
+        self._touched(stream, inputs, made)
         if stream == HOST:
             return
         self._count("launches")
@@ -265,7 +266,7 @@ class Audit(TorchDispatchMode):
             shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
             self._count("flops", by=flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result))
         else:
-            self._count("memory_bound_bytes", by=_moved(operator, inputs, written, outputs))
+            self._count("memory_bound_bytes", by=_moved(operator, inputs, made))
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         """A copy between host and device. One that blocks, or whose memory of the host is pageable, holds the host up
@@ -377,9 +378,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _moved(operator: _Operator, inputs: list[Tensor], written: list[Tensor], outputs: list[Tensor]) -> int:
+def _moved(operator: _Operator, inputs: list[Tensor], made: list[Tensor]) -> int:
     """Bytes that an operation reads and writes, each tensor once; of a broadcast one what there is of it."""
-    made = written or outputs
     read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
     sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]
     if operator.name in _LOOKS_UP:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,25 +112,25 @@ class Fp8Products:
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """x Wᵀ + b for x [rows, inputs]."""
-        multiply = self._by(weight, bias, _INPUT)
-        if self.known:
-            matrix = self._cast(weight, _WEIGHT)
-            return lambda x: multiply(x, matrix)
-        _note(weight, self.scales.amax[self.first + _WEIGHT])
-        return lambda x: multiply(x, weight)
+        if not self.known:
+            _note(weight, self.scales.amax[self.first + _WEIGHT])
+        return self._multiply(_INPUT, weight, partial(self._cast, weight, _WEIGHT), bias)
 
     def input_gradient(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """dy W for dy [rows, outputs]."""
-        multiply = self._by(weight, None, _GRADIENT)
-        matrix = self._columns(weight, _WEIGHT) if self.known else weight.t()
-        return lambda grad: multiply(grad, matrix)
+        return self._multiply(_GRADIENT, weight.t(), partial(self._columns, weight, _WEIGHT))
 
-    def _by(self, weight: Tensor, bias: Tensor | None, which: int) -> Callable[[Tensor, Tensor], Tensor]:
-        def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+    def _multiply(
+        self, which: int, matrix: Tensor, in_fp8: Callable[[], Tensor], bias: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Rows of `which` tensor times `matrix` transposed, which is cast when they come: while others are gathered."""
+        operand = cache(in_fp8)
+
+        def multiply(rows: Tensor) -> Tensor:
             if not self.known:
                 _note(rows, self.scales.amax[self.first + which])
                 return F.linear(rows, matrix, bias)
-            return product(self._cast(rows, which), matrix, self._inverses(which, _WEIGHT), rows.dtype, bias)
+            return product(self._cast(rows, which), operand(), self._inverses(which, _WEIGHT), rows.dtype, bias)
 
         return multiply
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.regions import TensorRegion
+from pangu.layers import fp8
 from pangu.layers import tensor_parallel_matmul as matmul
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, row_parallel_matmul
 
@@ -70,6 +71,25 @@ def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> N
     events.clear()
     y.sum().backward()
     assert events == ["start gather", *SUMMED, "wait for gather", "weight gradient", *WAITED]
+
+
+def test_a_weight_is_cast_to_fp8_while_chunks_are_gathered(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk that has come, the weight, once, and the next chunk; the same backward."""
+    for name in ("cast", "cast_columns"):
+        original = getattr(fp8, name)
+        monkeypatch.setattr(fp8, name, lambda *args, name=name, call=original: events.append(name) or call(*args))
+    scales = fp8.Fp8Scales({"layers.0.weight": (16, 16)}, torch.device("cpu"))
+    scales.known = True
+    x, weight = torch.randn(2, 3, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    region = TensorRegion(0, 2, sequence=True, chunks=2)
+    y = column_parallel_matmul(x, weight, None, region, None, fp8=scales.of("layers.0.weight"))
+    gathered = ["start gather", "start gather", "wait for gather"]
+    assert events == [*gathered, "cast", "cast", "product", "wait for gather", "cast", "product"]
+    events.clear()
+    y.sum().backward()
+    summed = ["cast", "cast_columns", "product", "start sum", "cast", "product", "start sum"]
+    gradient = ["wait for gather", "weight gradient", "cast_columns", "cast_columns", "product"]
+    assert events == ["start gather", *summed, *gradient, *WAITED]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
