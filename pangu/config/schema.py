@@ -137,8 +137,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"]
     """`auto`: the accelerator if there is one."""
     deterministic: bool
-    """The same command gives the same bits again on the same devices and libraries: sums in one order, `auto` times
-    nothing. Costs time on GPUs."""
+    """The same command gives the same bits again on the same devices and libraries; GPUs take longer."""
     frozen: tuple[str, ...]
     """Patterns (`layers.0.*`, `*.bias`) of names of tensors that are not trained: they have no gradient, no optimizer
     state and no decay, and are kept in the compute format only."""
@@ -212,8 +211,8 @@ class CheckpointConfig:
     every: Natural
     """Steps between checkpoints; the last step is always saved. 0 saves nothing at all."""
     asynchronous: bool
-    """Training stops only while the state is copied to host memory, which takes that much of it, and goes on while it
-    is written. false: it waits until the checkpoint is written."""
+    """Training goes on while a copy of the state is written, which takes as much host memory; an accelerator makes the
+    copy beside the next step, too. false: training waits until the checkpoint is written."""
     keep: Natural
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: Natural
@@ -228,8 +227,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Loss spikes, gradients that are not finite step after step, slow ranks. A step whose gradient is not finite is
-    skipped in any case."""
+    """Loss spikes, gradients that are not finite, slow ranks. A step with such a gradient is skipped in any case."""
 
     action: Literal["warn", "stop", "rollback"]
     """What follows a spike or too many skipped steps. `warn`: a line in the log; `stop`: the run ends with an error;

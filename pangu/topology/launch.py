@@ -39,15 +39,16 @@ class Launch:
 
 
 def choose_device(requested: str, launch: Launch) -> torch.device:
-    """The device of this process; sets the number of CPU threads too. Raises UserError if the machine lacks the
+    """The device of this process; sets the number of its CPU threads too. Raises UserError if the machine lacks the
     requested kind or has fewer devices than local processes."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = requested if requested != "auto" else (accelerator.type if accelerator else "cpu")
+    # torchrun gives each process one thread, whatever the number of cores; beside an accelerator they compute first
+    # weights, and updates of state on the host
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
     if kind == "cpu":
-        # torchrun gives each process one thread, whatever the number of cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
         raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device=cpu works")

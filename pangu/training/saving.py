@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from pangu.checkpoint.files import (
@@ -73,6 +72,11 @@ class Saver:
         self._trainer = trainer
         self._folder = Path(config.train.output) / "checkpoints"
         self._mesh = trainer.mesh.background()
+        self._arena = None
+        if config.checkpoint.every and config.checkpoint.asynchronous:
+            from pangu.checkpoint.arena import Arena
+
+            self._arena = Arena(self._mesh.device, _slices(trainer, every_kind=True))
         self._save: Future[Path] | None = None
         """The last save, until it is known how it ended."""
         self.newest: Path | None = None
@@ -99,11 +103,11 @@ class Saver:
             "choices": trainer.choices,
         }
         path = checkpoint_path(self._folder, trainer.step)
-        # the other replicas hold copies
-        slices = _slices(trainer) if trainer.mesh.at.data < trainer.mesh.layout.shards else iter(())
+        slices = _slices(trainer)
         self._save = Future()
-        if self._config.checkpoint.asynchronous:
-            arguments = (self._save, partial(self._write, path, _copies(slices, trainer.mesh.device), facts))
+        if self._arena is not None:
+            copies, trainer.copied = self._arena.copy(slices)
+            arguments = (self._save, partial(self._write, path, copies, facts))
             Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
         else:
             complete(self._save, partial(self._write, path, slices, facts))
@@ -158,12 +162,13 @@ class Saver:
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint together with the other ranks: start, each rank's slices, commit, prune."""
+        from pangu.checkpoint.arena import as_saved
         from pangu.collectives.long_work import agree_on_long_work
 
         mesh, keep, first = self._mesh, self._config.checkpoint, self._mesh.is_first
 
         def write(note_progress: Callable[[], None]) -> Written:
-            return write_slices(path, mesh.rank, _noting(slices, note_progress))
+            return write_slices(path, mesh.rank, as_saved(_noting(slices, note_progress)))
 
         def finish(_: Callable[[], None]) -> None:
             # a run that continues from the checkpoint counts on the figures of the steps before it
@@ -204,28 +209,16 @@ def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], Non
         yield part
 
 
-def _copies(slices: Iterable[tuple[str, Slice]], device: torch.device) -> list[tuple[str, Slice]]:
-    """The slices in host memory, where the next step does not change them."""
-    pinned = device.type != "cpu"  # so that the copies need not wait for one another; torch keeps and reuses the pages
-    copies = []
-    for name, part in slices:
-        tensor = torch.empty_like(part.tensor, device="cpu", pin_memory=pinned)
-        copies.append((name, replace(part, tensor=tensor.copy_(part.tensor, non_blocking=pinned))))
-    if pinned:
-        torch.accelerator.synchronize(device)
-    return copies
-
-
 def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
     for shard in trainer.shards:
         yield from _rectangles(shard, shard.main)
 
 
-def state_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+def state_of(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
     """The rectangles of this rank, as `KIND/NAME`: weights and, once a step is made, the optimizer's moments."""
     yield from ((f"weight/{name}", part) for name, part in weights_of(trainer))
-    for kind in MOMENTS if trainer.step > trainer.skipped else ():
+    for kind in MOMENTS if every_kind or trainer.step > trainer.skipped else ():
         for shard in trainer.parameters.trained_shards:
             moments = _rectangles(shard, trainer.optimizer.state[shard.main][kind])
             yield from ((f"{kind}/{name}", part) for name, part in moments)
@@ -237,17 +230,15 @@ def _rectangles(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
         yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
-def _slices(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
+def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
     """What this rank writes. Tensors that all tensor-parallel ranks hold are written by the first, copies of a tied
     embedding by the first stage."""
     at = trainer.mesh.at
+    if at.data >= trainer.mesh.layout.shards:
+        return  # the other replicas hold copies
     skipped = {
         shard.placement.name
         for shard in trainer.shards
         if (shard.placement.cut_dim is None and at.tensor != 0) or (shard.placement.shared and at.pipeline != 0)
     }
-    for name, part in state_of(trainer):
-        if name.partition("/")[2] not in skipped:
-            # frozen weights and moments may be bf16: a checkpoint does not depend on how they are kept
-            tensor = part.tensor.to(torch.promote_types(part.tensor.dtype, torch.float32))
-            yield name, replace(part, tensor=tensor)
+    yield from (named for named in state_of(trainer, every_kind) if named[0].partition("/")[2] not in skipped)

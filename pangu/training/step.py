@@ -90,6 +90,8 @@ class Trainer:
         """Steps made, skipped ones included."""
         self.skipped = 0
         """Those whose result was read."""
+        self.copied = Moment(mesh.device)
+        """When the last save has its copy of what updates change."""
         self.doing = "starting"
         """What this rank is at, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
@@ -176,6 +178,7 @@ class Trainer:
         overflow, divisor = norm.isfinite().logical_not(), old_scale
         if optimizer.clip is not None:  # Pascanu et al. 2013, Algorithm 1
             divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
+        self.copied.precede()
         # LAMB meets the other ranks in its step
         self.parameters.update(self.optimizer, overflow.float(), divisor.float(), one_by_one=optimizer.name == "adam")
         self.loss_scale.update(overflow)

@@ -27,6 +27,8 @@ class Squares:
         """What takes squares of some tensors [..., shards] of this rank to those of the whole tensors: summed over the
         replicas that share a tensor, and over the tensor-parallel ranks where it is sharded."""
         device = self._mesh.device
+        if self._mesh.group("shard") is None and self._mesh.group("tensor") is None:
+            return lambda squares: squares
         order = [self._place[placement.name] for placement in placements]
         places = torch.tensor(order, dtype=torch.int64, device=device)
 

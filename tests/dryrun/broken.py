@@ -16,15 +16,18 @@ from unittest.mock import patch  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from pangu.checkpoint.arena import Arena  # noqa: E402
 from pangu.collectives import point_to_point, reduce, regions  # noqa: E402
 from pangu.data.batch import Batch  # noqa: E402
 from pangu.dryrun.races import RaceDetector  # noqa: E402
 from pangu.dryrun.run import dry_run  # noqa: E402
 from pangu.layers import offload  # noqa: E402
 from pangu.planning.layouts import choose_layout  # noqa: E402
+from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
 from pangu.topology.recording import stop  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
+from pangu.training.saving import state_of  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
 from pangu.zero import gradients, norms, unshard  # noqa: E402
 from tests.dryrun.layouts import values  # noqa: E402
@@ -106,6 +109,28 @@ def recorded(trainer: Trainer, batches: list[Batch]) -> None:
     torch.ones((), device=mesh.device).neg_()  # audits look at streams when they see an operation
 
 
+def saving(trainer: Trainer, batches: list[Batch]) -> None:
+    """A step, a save that begins before the host knows its end, and the next update beside the copies."""
+    trainer.forward_backward(batches)
+    trainer.update()
+    copies, trainer.copied = Arena(trainer.mesh.device, state_of(trainer)).copy(state_of(trainer))
+    trainer.update()
+    assert len(list(copies)) > len(trainer.shards)
+
+
+def while_saving() -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """What is found of saves whose copies nobody waits for, or that do not wait; and of one that is whole."""
+    layout, found = "precision=bf16 optimizer.moments=bf16 optimizer.betas=[0.9,0.95]", {}
+    with patch.object(Trainer, "train_step", saving):
+        with patch.object(Moment, "precede", lambda moment: None):
+            found["update beside a save"] = report(layout).races
+        with patch.object(CopyStream, "after_computation", lambda lane: lane._stream or nullcontext()):
+            found["save beside an update"] = report(layout).races
+        whole = report(layout)
+    assert whole.copy_bytes > 0.9 * 3 * 4 * whole.lasting_bytes["parameters"] / 2  # of fp32 copies
+    return found, {**whole.races, **whole.blocking_copies, **whole.host_syncs}
+
+
 def cost_of_recording(layout: str) -> dict[str, int]:
     """What a recorded step breaks of the rules, and how much more often the host waits in it than in another one."""
     waits: Counter[str] = Counter()
@@ -144,7 +169,7 @@ def main() -> None:
     waits, record = offload.CopyStream.wait, offload.CopyStream.record
     with (
         patch.object(offload.CopyStream, "record", lambda stream: Unsynchronized(record(stream))),
-        patch.object(offload.CopyStream, "wait", staticmethod(lambda handle: waits(handle.event))),
+        patch.object(offload.CopyStream, "wait", staticmethod(lambda handle: waits(getattr(handle, "event", handle)))),
     ):
         found["gradients on the host"] = report("precision=bf16 memory.offload=[optimizer]").races
     with patch.object(Batch, "to", half_moved):
@@ -155,6 +180,8 @@ def main() -> None:
         found["a number that is waited for"] = report("").host_syncs
     with patch.object(Batch, "to", lambda *given: MOVE(pageable(*given), given[1])):
         found["a copy of pageable memory"] = report("").blocking_copies
+    saves, whole["save"] = while_saving()
+    found |= saves
     recording = {layout: cost_of_recording(layout) for layout in RECORDED}
     print(json.dumps([found, whole, recording]))
 

@@ -61,6 +61,12 @@ def test_a_step_with_few_micro_batches_tells_of_all(process: SharedWorker) -> No
             assert short == whole, layout
 
 
+def test_lamb_on_the_host_of_one_process_asks_the_device_nothing(process: SharedWorker) -> None:
+    """Its sums of squares are whole."""
+    report = process.report(values("optimizer=lamb memory.offload=[optimizer] batch.global_size=2"), 0, whole=True)
+    assert report["blocking_copies"] == report["host_syncs"] == {}
+
+
 def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
     """One micro-batch more costs a forward and a backward more; what forward leaves is what backward gives back."""
     fewer, more = (process.report(values(f"batch.global_size={n}"), 0, whole=True) for n in (3, 4))
@@ -73,7 +79,8 @@ def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
 
 
 def test_a_missing_wait_is_found() -> None:
-    """Each wait is taken out in turn, in the process that `broken` is."""
+    """Each wait is taken out in turn, in the process that `broken` is. While they are whole, neither offload nor a save
+    races, and a save blocks nothing."""
     command = [sys.executable, "-m", "tests.dryrun.broken"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=repository(), check=False)
     assert done.returncode == 0, done.stderr

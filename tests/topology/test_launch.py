@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -28,3 +30,19 @@ def test_an_absent_accelerator_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
     ):
         choose_device("cuda", Launch())
     assert choose_device("auto", Launch()).type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_processes_share_the_cores_of_their_machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun leaves each one core; beside an accelerator as well, the host updates what is offloaded."""
+    for name, value in {"is_available": True, "device_count": 2, "set_device_index": None}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert choose_device(kind, Launch(1, 2, 1, 2)).type == kind
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,84 @@
+"""What is saved is copied into memory that the next save uses again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.checkpoint import arena
+from pangu.checkpoint.arena import Arena
+from pangu.checkpoint.files import Slice
+
+CPU = torch.device("cpu")
+
+
+def slices(*tensors: Tensor) -> list[tuple[str, Slice]]:
+    return [(str(i), Slice(tensor, tuple(tensor.shape), (0, 0))) for i, tensor in enumerate(tensors)]
+
+
+def arena_that(keeps: bool) -> Arena:
+    """On a CPU, one that keeps its memory as one of a device does, or not."""
+    made = Arena(CPU, [])
+    made._keeps = keeps
+    return made
+
+
+@pytest.mark.parametrize(("keeps", "chunk_bytes"), [(False, 0), (True, 1024), (True, 2**30)])
+def test_copies_stay_as_they_are_while_the_originals_change(
+    keeps: bool, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several chunks are filled, one tensor is larger than a chunk, and formats are widened."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", chunk_bytes)
+    shapes = [(5, 7), (1,), (40, 40), (3, 3), (11, 13), (2, 1), (16, 16), (1, 17)]
+    formats = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
+    originals = [torch.randn(shape, dtype=formats[i % 4]) for i, shape in enumerate(shapes)]
+    expected = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in originals]
+    expected = [tensor.clone() for tensor in expected]
+    copies, _ = arena_that(keeps).copy(slices(*originals))
+    for tensor in originals:
+        tensor.zero_()
+    for (name, part), tensor in zip(copies, expected, strict=True):
+        assert part.tensor.is_contiguous(), name
+        assert part.tensor.data_ptr() % 64 == 0
+        torch.testing.assert_close(part.tensor, tensor, rtol=0, atol=0)
+
+
+def test_the_next_save_takes_the_same_memory() -> None:
+    """One that has more to save, too: before the first step there are no moments."""
+    held, tensors = arena_that(keeps=True), [torch.randn(30, 30) for _ in range(6)]
+    places = [part.tensor.data_ptr() for _, part in held.rooms(slices(*tensors))]
+    assert len(set(places)) == 6
+    for count in (2, 6):
+        copies, _ = held.copy(slices(*tensors[:count]))
+        assert [part.tensor.data_ptr() for _, part in copies] == places[:count]
+
+
+class Slow:
+    """Memory that is filled in a while."""
+
+    filled = False
+
+    def copy_(self, _: Tensor) -> None:
+        time.sleep(0.05)
+        self.filled = True
+
+
+@pytest.mark.parametrize("way", ["wait", "precede"])
+def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
+    """Writers wait for it, and the update."""
+    pairs: Any = [(Slow(), torch.zeros(1)), (Slow(), torch.zeros(1))]
+    moment = arena._Moment(CPU, pairs)
+    assert not pairs[1][0].filled
+    getattr(moment, way)()
+    assert pairs[0][0].filled
+    assert pairs[1][0].filled
+
+
+def test_nothing_is_a_save_too() -> None:
+    """Of a replica whose tensors others write."""
+    copies, _ = Arena(CPU, []).copy([])
+    assert not list(copies)
