@@ -54,15 +54,15 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: f
         )
     assert config.cluster is not None
     space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given))
-    outcome = search(space, top)
-    if not outcome.best:
+    result = search(space, top)
+    if not result.best:
         fixed = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
         raise UserError(
             f"no layout of {space.cluster.devices} devices of {space.cluster.memory.gib:g} GiB can be: "
-            f"{refusals(outcome.refused) or f'none has {fixed}'}; more devices, a larger batch or fewer fixed keys "
+            f"{refusals(result.refused) or f'none has {fixed}'}; more devices, a larger batch or fewer fixed keys "
             "may work"
         )
-    return Outcome(space, outcome, tokens)
+    return Outcome(space, result, tokens)
 
 
 def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:

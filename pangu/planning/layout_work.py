@@ -31,6 +31,11 @@ class Shape(NamedTuple):
     tied: bool = True
 
     @property
+    def embedding(self) -> int:
+        """Weights of the words' table."""
+        return self.vocab * self.hidden
+
+    @property
     def layer_matrices(self) -> int:
         """Weights of a layer's matrices."""
         kv = self.hidden // self.heads * self.kv_heads

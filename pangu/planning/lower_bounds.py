@@ -112,10 +112,11 @@ class Bounds:
         return self._links[key]
 
     def gib(self, plan: Plan) -> float:
-        """GiB of a stage: states of its layers, activations in flight, a layer at work, the device."""
+        """GiB of the first stage: states of its layers and the embedding, activations in flight, a layer at work, the
+        device."""
         program, layers, pieces = self._space.program, min(plan.layers), self._of(plan, plan.recompute)
-        layer = program.shape.layer_matrices / plan.tensor
-        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer, layer, 0.0, 0.0))
+        layer, words = (size / plan.tensor for size in (program.shape.layer_matrices, program.shape.embedding))
+        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer + words, layer, words, 0.0))
         each = max(0, layers - plan.recomputed)
         if "activations" in plan.offload:  # the last layer of a chunk stays
             each = int(plan.recomputed == 0)
@@ -125,9 +126,9 @@ class Bounds:
         return (states + held) / 2**30 + device_overhead(memory, 0)
 
     def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
-        """Most forwards whose backward is to come on any stage, and with these gradients of weights that are."""
+        """Most forwards whose backward is to come on the first stage, and with these gradients of weights that are."""
         if pipeline not in self._held:
-            sums = {(sum(one.forwards), sum(one.inputs)) for stage in most_held(pipeline) for one in stage}
+            sums = {(sum(one.forwards), sum(one.inputs)) for one in most_held(pipeline)[0]}
             most: dict[int, int] = {}
             for forwards, inputs in sums:
                 most[forwards] = max(inputs, most.get(forwards, 0))

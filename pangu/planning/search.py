@@ -191,11 +191,13 @@ def _overlapped(space: Space, bounds: Bounds, best: Sequence[Candidate]) -> Iter
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
     """The same layout with less on the device, for one that does not fit: it is never faster. Each is reached once."""
-    parts = () if "offload" in space.fixed else OFFLOADED
-    for part in parts[parts.index(plan.offload[-1]) + 1 if plan.offload and parts else 0 :]:
-        other = plan._replace(offload=(*plan.offload, part))
-        if not problem_of(space, other):
-            yield other
+    if "offload" in space.fixed:
+        return
+    # the last layer of a chunk stays; weights that are not sharded are needed all the time
+    saves = {"optimizer": True, "activations": max(plan.layers) > 1, "parameters": plan.zero == 3}
+    for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
+        if saves[part]:
+            yield plan._replace(offload=(*plan.offload, part))
 
 
 def _memory(space: Space, bounds: Bounds, plan: Plan) -> tuple[Memory, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.program import Program
-from pangu.planning.search import enumerate_plans, space_of, time_of
+from pangu.planning.search import OFFLOADED, enumerate_plans, offloaded, problem_of, space_of, time_of
 from pangu.planning.workload import Workload
 from pangu.topology.layout import Coordinates
 from tests.dryrun.conftest import SharedWorker
@@ -163,6 +164,26 @@ def test_no_bound_is_above_the_time_on_slow_links(schedule: str) -> None:
     assert plans
     for plan in plans:
         assert bounds.seconds(plan) <= time_of(where, plan).total, plan
+
+
+def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host() -> None:
+    config = choose_layout(values("batch.global_size=16", *LARGER), 1).config
+    where = space_of(
+        config, replace(A100, devices=4, host_gb_s=2.0), {"micro_size": 1, "tensor": 1, "recompute": "none"}
+    )
+    bounds, plans, tried = Bounds(where), list(enumerate_plans(where, Counter()))[::4], set[Plan]()
+    while plans:
+        plan = plans.pop()
+        tried.add(plan)
+        plans += offloaded(where, plan)
+        stages = memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
+        assert bounds.gib(plan) <= max(stage.total for stage in stages), plan
+        assert bounds.seconds(plan) <= time_of(where, plan).total, plan
+        assert not problem_of(where, plan)
+    assert {plan.offload for plan in tried} == {
+        tuple(part for part, number in zip(OFFLOADED, bits, strict=True) if number)
+        for bits in product((0, 1), repeat=3)
+    }
 
 
 def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
