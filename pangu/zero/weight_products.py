@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
     """Add [m, k] x [k, n] to a sum in fp32, or begin the sum, whatever it holds. The kernel is torch's for CUDA;
-    `tests/gpu` has what a device must show, none has run it."""
+    `tests/gpu` has what a device must show, none has run it. apex's `wgrad_gemm_accum_fp32` is the same product of
+    cuBLAS, which cannot begin a sum: it would have to be filled with zeros first."""
     torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
 
 
