@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
 from pangu.models.size import num_parameters, training_flops_per_token
+from pangu.training.determinism import deterministic
 
 SIZES = (*forecast.SIZES, forecast.SLICE)
 ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -30,6 +32,7 @@ ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("plain", "transformers", "fsdp2"), ("gpt2_124m", "pangu_2_6b")),
     (("pangu with dropout", "pangu in fp8"), ("pangu_350m", "pangu_2_6b")),
     (("plain compiled", "pangu compiled"), ("pangu_2_6b", "gpt2_124m")),
+    (("pangu deterministic",), ("pangu_350m",)),
 )
 """Peers and the sizes that each is measured with; what stands first is there even if time runs out."""
 BUDGET_S = 1.5
@@ -125,13 +128,16 @@ def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Ma
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
     if peer == "pangu in fp8":
         changes["precision.matmul"] = "fp8"
+    if peer == "pangu deterministic":
+        changes["train.deterministic"] = True
     return setting.values(size, changes)
 
 
 def row_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Figures of a size and peer; of a peer that has no room, or of blocks that cannot be compiled, why not."""
     try:
-        figures = measured(setting, peer, values_of(setting, size, peer, forecasts))
+        with deterministic() if peer == "pangu deterministic" else nullcontext():
+            figures = measured(setting, peer, values_of(setting, size, peer, forecasts))
     except Exception as error:
         if peer in ("pangu", "pangu with dropout"):
             raise
