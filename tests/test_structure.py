@@ -140,9 +140,10 @@ def test_the_package_stays_small() -> None:
     through the store, and naming who is stuck where on devices too;
     400 a profile whose parts add up to the step, on every rank; 60 a mode that gives the same bits again; 10 the
     speed of a host's memory; 340 products in fp8, whose scales no layout changes; 110
-    saves that are copied beside the next step, into one memory."""
+    saves that are copied beside the next step, into one memory; 30 sums over
+    copies that hide behind backward."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_520
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_550
 
 
 def public_names(path: Path) -> Iterator[str]:

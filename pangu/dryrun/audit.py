@@ -101,10 +101,6 @@ class _OnItsWay(NamedTuple):
     """What its stream knows once it is done."""
     buffers: list[Tensor]
     """NCCL keeps them until somebody waits."""
-    what: tuple[Any, str, str, int]
-    """Action, axis, kind, bytes."""
-    products: int
-    """That were launched before it: if there are more when it is waited for, computing hides it."""
 
 
 class Audit(TorchDispatchMode):
@@ -139,8 +135,8 @@ class Audit(TorchDispatchMode):
         """Memory of the host that copies read and write beside the computation."""
         self._device, self._groups, self._fake, self._vocab = device, groups, fake, vocab
         self._works: dict[int, _OnItsWay] = {}
-        self._products = 0
-        """Launched so far."""
+        self._begun: list[tuple[Stream, int, tuple[Any, str, str, int]]] = []
+        """Collectives since the last product: stream, when, and action, axis, kind, bytes."""
         self._answered: object = None
         """The storage that was read last; reading its elements one by one is one copy."""
         self._patches = ExitStack()
@@ -258,7 +254,7 @@ class Audit(TorchDispatchMode):
         if operator.name in _ANY_ORDER and (operator.name != "cumsum" or inputs[0].is_floating_point()):
             self._count("any_order", operator.name)
         if operator.product:
-            self._products += 1
+            self._hide(stream)
             # without the sum that a product is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
@@ -300,8 +296,9 @@ class Audit(TorchDispatchMode):
         for tensor in _tensors((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        buffers, what = sources + targets, (self.action, axis, kind, max(_size(sources), _size(targets)))
-        self._works[id(work)] = _OnItsWay(work, dict(self.detector.clock(stream)), buffers, what, self._products)
+        clock, size = dict(self.detector.clock(stream)), max(_size(sources), _size(targets))
+        self._works[id(work)] = _OnItsWay(work, clock, sources + targets)
+        self._begun.append((stream, clock.get(stream, 0), (self.action, axis, kind, size)))
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -313,13 +310,18 @@ class Audit(TorchDispatchMode):
             if done and id(work) in self._works:
                 pending = self._works.pop(id(work))
                 self.detector.order(pending.clock, self._stream() if waits else HOST)
-                if self._products > pending.products:
-                    action, axis, kind, size = pending.what
-                    self.counts[action]["hidden_calls", axis, kind] += 1
-                    self.counts[action]["hidden_bytes", axis, kind] += size
             return done
 
         return watched
+
+    def _hide(self, computing: Stream) -> None:
+        """A product hides what has begun and what its stream has not waited for, be it another stream's wait."""
+        seen = self.detector.clock(computing)
+        for stream, tick, (action, axis, kind, size) in self._begun:
+            if seen.get(stream, 0) < tick:
+                self.counts[action]["hidden_calls", axis, kind] += 1
+                self.counts[action]["hidden_bytes", axis, kind] += size
+        self._begun.clear()
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()

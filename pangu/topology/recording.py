@@ -54,6 +54,7 @@ class Tape:
     def __init__(self, what: Any, device: torch.device) -> None:
         """`what` the time is for that no span claims."""
         self._device = device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
         self._spans: list[_Open] = []
         self._stack: list[int] = []
         self._messages: dict[str, list[tuple[Moment, list[Moment]]]] = {}
@@ -86,6 +87,11 @@ class Tape:
                 for axis, messages in self._messages.items()
             },
         )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the caller gives work to another stream than the one that computes, which waits for nothing then."""
+        return self._stream is not None and self._stream != torch.accelerator.current_stream()
 
     def meeting(self, axis: str) -> AbstractContextManager[None]:
         """Within the block, a collective of this axis is begun and waited for."""
@@ -142,7 +148,7 @@ class Watched(NamedTuple):
 
     def wait(self) -> object:
         tape = self.recorder.tape
-        if tape is None:
+        if tape is None or tape.is_elsewhere:
             return self.waits()
         with tape.span(self.axis, self.number if tape is self.tape else None):
             return self.waits()

@@ -50,7 +50,7 @@ class RankProfile(NamedTuple):
     """Axis -> time that computation waited for its messages, all ranks having come."""
     hidden: dict[str, float]
     """Axis -> time that its collectives took, all ranks having come, before they were waited for. Of messages between
-    stages, and of what begins in one step and ends in another, it is not known."""
+    stages, of what begins in one step and ends in another, and of what other streams wait for, it is not known."""
     recording: Recording | None
     """Of the ranks that are traced."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pangu.collectives.reduce import Completion, Handle, all_reduce, start_ordered_all_reduce, start_reduce_scatter
+from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import IN_FLIGHT
@@ -49,12 +50,8 @@ class GradientSum:
         self._partial = [
             s.grad for flat in self._all for s in flat.shards if s.placement.partial and s.grad is not None
         ]
-        self._shared = [
-            (flat, mesh.group(name))
-            for flat in self._all
-            for name in {shard.placement.shared for shard in flat.shards}
-            if name
-        ]
+        axes = ((flat, {shard.placement.shared for shard in flat.shards}) for flat in self._all)
+        self._shared = [(flat, mesh.group(name)) for flat, names in axes for name in names if name]
         self._places: dict[Tensor, tuple[int, int, slice]] = {
             parameter: (chunk, index, span)
             for chunk, flats in self.flat_parameters.items()
@@ -67,6 +64,7 @@ class GradientSum:
         """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
         self._num_sent: dict[int, int] = {}
         self._in_flight: list[Handle] = []
+        self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
         """Of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
         ranks. Nobody waits for them."""
@@ -180,14 +178,16 @@ class GradientSum:
             in_place = not self.reduce_each and message == flat.grad.dtype
             part = flat.grad if in_place else torch.empty_like(flat.grad, dtype=message)
             handle = start_reduce_scatter(part, total, mesh.group("shard"), mesh.algorithms)
+            if (copies := mesh.group("copies")) is not None:
+                from pangu.zero.copies import start_sum
+
+                handle = start_sum(part, handle, copies, self._stream)
             if flat.sharding.stage >= 2:
                 flat.total = None  # the next micro-batch begins another one
 
         def finish(source: Tensor = total) -> None:
             """The collective reads `source` until it is done."""
             handle.wait()
-            if flat.sharding.size > 1:
-                all_reduce(part, mesh.group("copies"))
             if self.reduce_each:
                 flat.grad.add_(part)
             elif part is not flat.grad:

@@ -29,7 +29,7 @@ from pangu.topology.recording import stop  # noqa: E402
 from pangu.training.profile import Profile  # noqa: E402
 from pangu.training.saving import state_of  # noqa: E402
 from pangu.training.step import Trainer  # noqa: E402
-from pangu.zero import gradients, norms, unshard  # noqa: E402
+from pangu.zero import copies, gradients, norms, unshard  # noqa: E402
 from tests.dryrun.layouts import values  # noqa: E402
 
 
@@ -80,16 +80,24 @@ def pageable(batch: Batch, device: torch.device) -> Batch:
 
 
 MOVE, STEP, FOLLOW = Batch.to, Trainer.train_step, RaceDetector.follow
+HYBRID = "batch.global_size=4 parallel.data=4 parallel.zero=2 parallel.zero_group=2"
 BROKEN = {
     "gather before use": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=3"),
     "gather of what was updated": (unshard, "start_all_gather", "parallel.data=2 parallel.zero=1"),
     "reduction of gradients": (gradients, "start_reduce_scatter", "parallel.data=2 parallel.zero=2"),
+    "sum over copies behind a reduction": (gradients, "start_reduce_scatter", HYBRID),
+    "sum over copies": (copies, "start_all_reduce", HYBRID),
     "gather of a sequence": (regions, "start_all_gather", "parallel.tensor=2 parallel.sequence=true"),
     "sum of a row-parallel product": (regions, "start_all_reduce", "parallel.tensor=2 parallel.overlap_chunks=2"),
 }
 
 
-RECORDED = ("parallel.data=2 parallel.zero=3", "parallel.tensor=2 parallel.sequence=true", "parallel.pipeline=2")
+RECORDED = (
+    "parallel.data=2 parallel.zero=3",
+    "parallel.tensor=2 parallel.sequence=true",
+    "parallel.pipeline=2",
+    HYBRID,
+)
 
 
 def report(layout: str) -> Any:
@@ -105,7 +113,9 @@ def recorded(trainer: Trainer, batches: list[Batch]) -> None:
     Profile.begin(mesh)
     with recorder.span("update"):
         STEP(trainer, batches)
-    stop(recorder)
+    spans = stop(recorder).spans
+    # what another stream waits for
+    assert not any(span.what == "shard" for span in spans) or mesh.group("copies") is None
     torch.ones((), device=mesh.device).neg_()  # audits look at streams when they see an operation
 
 

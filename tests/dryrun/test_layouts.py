@@ -78,6 +78,18 @@ def test_phases_are_those_of_a_micro_batch(process: SharedWorker) -> None:
     assert forward["peak"] >= forward["end"]
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sums_over_copies_hide_where_what_they_sum_does(process: SharedWorker, zero: int) -> None:
+    """Neither the host nor computation waits between a reduce-scatter and the all-reduce behind it."""
+    layout = f"batch.global_size=8 parallel.data=4 parallel.zero={zero} parallel.zero_group=2 model.layers=4"
+    sent = process.report(values(layout), 0, whole=True)["phases"]["0"]["B"]["collectives"]
+    scattered, summed = sent["shard"]["reduce_scatter"], sent["copies"]["all_reduce"]
+    assert scattered["calls"] == summed["calls"] == 5
+    # but of the first layer and the embedding, behind which no product follows
+    assert scattered["hidden_calls"] == summed["hidden_calls"] == 3
+    assert scattered["hidden_bytes"] == 2 * summed["hidden_bytes"] > 0
+
+
 def test_a_missing_wait_is_found() -> None:
     """Each wait is taken out in turn, in the process that `broken` is. While they are whole, neither offload nor a save
     races, and a save blocks nothing."""
@@ -85,11 +97,11 @@ def test_a_missing_wait_is_found() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=repository(), check=False)
     assert done.returncode == 0, done.stderr
     found, whole, recording = json.loads(done.stdout)
-    assert len(found) >= 15
+    assert len(found) >= 17
     assert all(found.values()), found
     assert not any(whole.values()), whole
     # a recorded step waits once, when its times are read
-    assert len(recording) == 3
+    assert len(recording) == 4
     assert all(cost == {"for streams and events": 1} for cost in recording.values()), recording
 
 

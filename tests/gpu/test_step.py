@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu_suite.setting import preset
+from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
+from pangu.topology.copy_stream import CopyStream
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
+from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup
 from pangu.training.step import Trainer
+from pangu.zero.copies import start_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,3 +53,26 @@ def test_a_step_makes_no_host_sync(ahead: bool) -> None:
                     torch.cuda.set_sync_debug_mode("default")
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)  # atomic additions come in any order
     assert len(losses[True]) == 4
+
+
+def test_a_sum_over_copies_waits_for_its_reduction_beside_the_computation() -> None:
+    """Of a reduction that is late, on one device: what is computed meanwhile is done before it."""
+    device = choose_device("cuda", Launch())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        whole, part = torch.ones(2**20, device=device), torch.zeros(2**20, device=device)
+        dist.all_reduce(part)
+        shard, copies = (AxisGroup(dist.group.WORLD, axis) for axis in ("shard", "copies"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(2**31)
+            scattered = start_reduce_scatter(part, whole, shard, Algorithms("own", "own"))
+        summed = start_sum(part, scattered, copies, CopyStream(device))
+        torch.cuda.current_stream().record_event().synchronize()
+        assert isinstance(summed, dist.Work)
+        assert not summed.is_completed()
+        summed.wait()
+        assert bool((part == 1).all())
+    finally:
+        dist.destroy_process_group()
