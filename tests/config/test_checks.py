@@ -88,13 +88,12 @@ def problems(*overrides: str, world: int = 1) -> str:
         ),
         (
             ["model.attention=cudnn", "precision=bf16", "train.deterministic=true"],
-            "model.attention = cudnn: adds up backward in any order, and train.deterministic = True; "
+            "model.attention = cudnn: may add up in another order each time, and train.deterministic = True; "
             "model.attention=auto works, or train.deterministic=false",
         ),
         (
-            ["model.attention=flex", "model.hidden=128", "model.positions=relative", "train.deterministic=true"],
-            "model.attention = flex: adds up the gradient of a learned bias in any order, "
-            "and train.deterministic = True; ",
+            ["model.attention=flex", "model.hidden=128", "train.deterministic=true"],
+            "model.attention = flex: may add up in another order each time, and train.deterministic = True; ",
         ),
         (
             ["model.attention=flex", "model.heads=16"],

@@ -52,7 +52,7 @@ def weights_after(changes: dict[str, Any]) -> str:
         {"model.dropout": 0.1, "model.attention_dropout": 0.1},
         {"data.packing.reset_mask": True, "data.packing.eod": 3},
         {"model.positions": "relative"},
-        {"model.attention": "flex", "model.positions": "alibi"},
+        {"model.positions": "alibi", "model.window": 100},
         {"optimizer": option("optimizer", "lamb")},
     ],
     ids=str,
