@@ -37,7 +37,8 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
         ),
         (
             "numbers",
-            f"{config.precision.compute}, {config.optimizer.name} with {_kept_in(config, config.optimizer.moments)} "
+            f"{config.precision.compute}{', layers multiply in fp8' * (config.precision.matmul == 'fp8')}, "
+            f"{config.optimizer.name} with {_kept_in(config, config.optimizer.moments)} "
             f"moments, gradients reduced in {_kept_in(config, config.precision.reduce)}, recompute "
             f"{config.memory.recompute}",
         ),

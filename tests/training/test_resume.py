@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pangu.checkpoint.files import amend
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import read_tensor
 from pangu.config.errors import UserError
@@ -125,6 +126,19 @@ def test_an_earlier_checkpoint_may_be_continued_and_becomes_the_newest(tmp_path:
     first = tmp_path / "checkpoints" / "step-00000001"
     assert train(tmp_path, 2, f"checkpoint.resume={first}") == losses[:2]
     assert train(tmp_path, 3) == losses
+
+
+def test_fp8_goes_on_bit_for_bit_and_begins_after_any_checkpoint(unbroken: list[float], tmp_path: Path) -> None:
+    """Where a checkpoint has no history, the first step is one in the compute format."""
+    losses = train(tmp_path / "whole", 4, "precision.matmul=fp8")
+    first = tmp_path / "whole" / "checkpoints" / "step-00000001"
+    assert train(tmp_path / "parts", 4, "precision.matmul=fp8", f"checkpoint.resume={first}") == losses[1:]
+    assert losses[0] == unbroken[0]
+    assert losses[1] != unbroken[1]
+    amend(first, {**read_index(first), "fp8": None})
+    later = train(tmp_path / "later", 3, "precision.matmul=fp8", f"checkpoint.resume={first}")
+    assert later[0] == unbroken[1]
+    assert later[1] != unbroken[2]
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_ends(tmp_path: Path) -> None:
