@@ -141,9 +141,10 @@ def test_the_package_stays_small() -> None:
     400 a profile whose parts add up to the step, on every rank; 60 a mode that gives the same bits again; 10 the
     speed of a host's memory; 340 products in fp8, whose scales no layout changes; 110
     saves that are copied beside the next step, into one memory; 30 sums over
-    copies that hide behind backward."""
+    copies that hide behind backward; 420
+    layers compiled whole, and when that pays."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_550
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_970
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -178,9 +179,10 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_540, "run": 10_500}
+MOST_LINES = {"trainer": 5_540, "run": 10_525}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. Of the
-former 40 are where matmuls, steps and checkpoints hand over to fp8."""
+former 40 are where matmuls, steps and checkpoints hand over to fp8, of the latter 25 where a run chooses whether its
+layers are compiled."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from benchmarks.zero import fully_sharded
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import device_name, peak_tflops
+from pangu.models import compiled
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.training.determinism import deterministic
 
@@ -30,7 +32,7 @@ ROUNDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("plain", "plain compiled", "pangu compiled"), ("pangu_350m", "gpt3_1_3b")),
     (("transformers", "fsdp2"), ("gpt3_1_3b",)),
     (("plain", "transformers", "fsdp2"), ("gpt2_124m", "pangu_2_6b")),
-    (("pangu with dropout", "pangu in fp8"), ("pangu_350m", "pangu_2_6b")),
+    (("pangu with dropout", "pangu compiled with dropout", "pangu in fp8"), ("pangu_350m", "pangu_2_6b")),
     (("plain compiled", "pangu compiled"), ("pangu_2_6b", "gpt2_124m")),
     (("pangu deterministic",), ("pangu_350m",)),
 )
@@ -41,20 +43,15 @@ Step = Callable[[], float]
 
 
 def compiler_of(device: torch.device) -> str:
-    """The backend of torch.compile: on a host the one that makes no C++, which takes a minute."""
+    """The backend of torch.compile: on a host one that makes no C++, which takes a minute."""
     torch.compiler.reset()  # what was compiled for other sizes
-    return "aot_eager" if device.type == "cpu" else "inductor"
+    return "aot_eager_decomp_partition" if device.type == "cpu" else "inductor"
 
 
-def ours(values: Mapping[str, Any], device: torch.device, compiled: bool) -> Step:
-    """A step of the trainer, as its loop makes it; `compiled`: every block by itself."""
-    with quick_weights(device):
-        trainer = make_trainer(values, device)
-    if compiled:
-        backend = compiler_of(device)
-        for block in trainer.model.layers.values():
-            block.compile(backend=backend)
-    return looped(trainer)
+def ours(values: Mapping[str, Any], device: torch.device) -> Step:
+    """A step of the trainer, as its loop makes it."""
+    with quick_weights(device), patch.object(compiled, "BACKEND", compiler_of(device)):
+        return looped(make_trainer(values, device))
 
 
 def peer_step(peer: str, config: RunConfig, device: torch.device) -> Step:
@@ -79,7 +76,7 @@ def peer_step(peer: str, config: RunConfig, device: torch.device) -> Step:
 def make(peer: str, values: Mapping[str, Any], device: torch.device) -> Step:
     """The step of a peer."""
     if peer.startswith("pangu"):
-        return ours(values, device, compiled=peer == "pangu compiled")
+        return ours(values, device)
     return peer_step(peer, build(RunConfig, values), device)
 
 
@@ -124,12 +121,13 @@ def values_of(setting: Setting, size: str, peer: str, forecasts: Mapping[str, Ma
         if size not in forecasts:
             raise LookupError(f"forecast.json does not say how many layers of {size} fit: --parts forecast speed does")
         changes["model.layers"] = forecasts[size]["layers"]
-    if peer == "pangu with dropout":
+    if "dropout" in peer:
         changes |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
     if peer == "pangu in fp8":
         changes["precision.matmul"] = "fp8"
     if peer == "pangu deterministic":
         changes["train.deterministic"] = True
+    changes["compile"] = peer.startswith("pangu compiled")
     return setting.values(size, changes)
 
 

@@ -106,6 +106,9 @@ def _query_layer(model: ModelConfig) -> Iterator[Problem]:
 def _kernel(config: RunConfig) -> Iterator[Problem]:
     if config.model.attention != "auto":
         yield from obstacles(config.model.attention, config.model, config.precision.compute)
+    if config.compile and config.model.attention == "flash_attn":
+        rule = "compile = true, and no graph holds the functions of that package"
+        yield Problem("model.attention", "flash_attn", rule, "model.attention=auto works, or compile=false")
 
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:

@@ -32,7 +32,8 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         What `run.RankReport` says of the fullest device, its `fits` and `room_bytes` on the cluster that the
-        configuration names (None without one), `seconds`, and `roles`, the same of each.
+        configuration names (None without one), `seconds`, `compile` (nothing of it is seen), and `roles`, the
+        same of each.
 
     Raises:
         UserError: for everything that is wrong with the configuration.
@@ -44,7 +45,7 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     for role in roles:
         role |= _fit(config, role)
     fullest = max(roles, key=lambda role: role["needed_bytes"])
-    return {**fullest, "seconds": time.perf_counter() - began, "roles": roles}
+    return {**fullest, "seconds": time.perf_counter() - began, "compile": config.compile, "roles": roles}
 
 
 def require_kernels(config: RunConfig) -> None:
@@ -84,6 +85,9 @@ def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], e
 def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if report["device"] is not None:
         yield "no device", f"{report['device']}: tensors are a CPU's, kernels and copies of a device are not seen"
+    if report["compile"]:
+        given = str(report["compile"]).lower()
+        yield "not seen", f"compile={given}: this is the step without it, which has more launches and moves more bytes"
     where = f"rank {report['rank']} (stage {report['stage']})"
     yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
     yield "fullest", f"{where}: {size(report['peak'])} of tensors at the peak, in {report['peak_place']}"

@@ -49,7 +49,7 @@ class Dropout:
 
         assert keys.rows is not None
         rows = self.region.local_sequence(keys.rows)
-        return DropAndAdd.apply(x, residual, rows, self._key(keys), self.probability)
+        return DropAndAdd.apply(x, residual, rows, self.key(keys), self.probability)
 
     def probabilities(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
         """Of attention probabilities [batch, heads / ranks, queries, keys]."""
@@ -61,7 +61,7 @@ class Dropout:
         # -1 is no sample
         heads = row_keys(x.detach()[:1, :, 0, 0], -1, self.region.rank * x.shape[1])
         rows = keys.rows.t()[:, None] ^ heads
-        return DropAndAdd.apply(x, None, rows, self._key(keys), self.probability)
+        return DropAndAdd.apply(x, None, rows, self.key(keys), self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel
@@ -70,12 +70,12 @@ class Dropout:
         if keys is None or self.probability == 0.0:
             return 0.0
         assert keys.rows is not None
-        key, device = random_key(self._key(keys), self.region.rank, *keys.samples), keys.rows.device
+        key, device = random_key(self.key(keys), self.region.rank, *keys.samples), keys.rows.device
         # torch.manual_seed would seed every device
         source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
         source.manual_seed(key)
         return self.probability
 
-    def _key(self, keys: DropoutKeys) -> int:
+    def key(self, keys: DropoutKeys) -> int:
         """Of the place and the step, as a signed integer."""
         return random_key(keys.seed, keys.step, self.place) - 2**63

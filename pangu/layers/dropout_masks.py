@@ -73,7 +73,7 @@ def _bound(probability: float) -> int:
 
 
 def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
-    """`_drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
+    """`drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
     of filling where a mask says so."""
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
     low, high, columns = _words(rows.reshape(-1), key, width)
@@ -93,7 +93,7 @@ def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, 
     return out
 
 
-def _drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
+def drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
     keep_mask = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
     scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
@@ -102,7 +102,7 @@ def _drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probabi
 
 _dropout = fused(
     "dropout(Tensor x, Tensor? residual, Tensor rows, int key, float probability) -> Tensor",
-    _drop,
+    drop,
     lambda x, residual, rows, key, probability: torch.empty_like(x, memory_format=torch.contiguous_format),
     on_cpu=_drop_in_blocks,
 )

@@ -59,14 +59,13 @@ class SavedTensors:
             self._offload.end_layer()
 
     @contextmanager
-    def discarding(
-        self, output: Tensor, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True
-    ) -> Iterator[None]:
-        """Within the block, whoever saves `output` = `compute(source)` saves `source` instead, and `output` is
-        recomputed when its backward begins. Unlike a checkpoint around both, this never repeats the consumer or its
-        communication. It saves memory where `source` is saved anyway, as for the backward of a norm."""
+    def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:
+        """`compute(source)`. Within the block, whoever saves it saves `source` instead, and it is recomputed when the
+        backward of that begins. Unlike a checkpoint around both, this never repeats the consumer or its communication.
+        It saves memory where `source` is saved anyway, as for the backward of a norm."""
+        output = compute(source)
         if not (on and torch.is_grad_enabled()):
-            yield
+            yield output
             return
         saved = self._keep(source.detach())
 
@@ -76,8 +75,8 @@ class SavedTensors:
 
         self._recomputed[address(output)] = recompute
         with saved_tensors_hooks(self._pack, _unpack):
-            yield
-        del self._recomputed[address(output)]  # the caller still holds it, so no other tensor has had its address
+            yield output
+        del self._recomputed[address(output)]  # this still holds it, so no other tensor has had its address
 
     def _pack(self, tensor: Tensor) -> Saved:
         recompute = self._recomputed.get(address(tensor))

@@ -35,7 +35,7 @@ ALONE = TensorRegion()
 Multiply = Callable[[Tensor], Tensor]
 
 
-class _Use(NamedTuple):
+class Use(NamedTuple):
     """Of a weight in a matmul."""
 
     weight: Tensor
@@ -60,8 +60,8 @@ def column_parallel_matmul(
     if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()  # both passes would copy it
-    rows, use = x.shape[0] * region.num_slices, _Use(weight, bias, region, store, uses, fp8)
-    backward = _node(_ColumnBackward, x, rows, use)
+    rows, use = x.shape[0] * region.num_slices, Use(weight, bias, region, store, uses, fp8)
+    backward = _node(ColumnBackward, x, rows, use)
 
     def value() -> Tensor:
         return _in_order(_gather_and_multiply(x, _linear(fp8, weight, bias), region)[1], region)
@@ -85,8 +85,8 @@ def row_parallel_matmul(
         total = _finish(_multiply_and_sum(x, _linear(fp8, weight), region))
         return total if bias is None else total.add_(bias)
 
-    rows, use = x.shape[0] // region.num_slices, _Use(weight, bias, region, store, fp8=fp8)
-    return _Value.apply(_node(_RowBackward, x, rows, use), value)
+    rows, use = x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8=fp8)
+    return _Value.apply(_node(RowBackward, x, rows, use), value)
 
 
 def lookup(ids: Tensor, table: Tensor, store: Store) -> Tensor:
@@ -142,7 +142,7 @@ def _in_order(chunks: Sequence[Tensor], region: TensorRegion) -> Tensor:
     return torch.cat([chunk.unflatten(0, (region.num_slices, -1)) for chunk in chunks], dim=1).flatten(0, 1)
 
 
-def _weight_gradient(use: _Use, grad: Tensor, x: Tensor) -> Tensor | None:
+def _weight_gradient(use: Use, grad: Tensor, x: Tensor) -> Tensor | None:
     """From the output's gradient and the whole input; None: it has been added to the weight's."""
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
     fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
@@ -172,14 +172,14 @@ class _Backward(Function):
     """Does backward. Its output stands for the matmul in the graph: the shape without the memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, use: _Use) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, use: Use) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
         ctx.use = use
         return x.new_empty(()).expand(rows, *x.shape[1:-1], weight.shape[0])
 
 
-class _ColumnBackward(_Backward):
+class ColumnBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -194,7 +194,7 @@ class _ColumnBackward(_Backward):
         return _finish(sums), grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
-class _RowBackward(_Backward):
+class RowBackward(_Backward):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -208,7 +208,7 @@ class _RowBackward(_Backward):
         return grad_x, grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
-def _node(kind: type[_Backward], x: Tensor, rows: int, use: _Use) -> Tensor:
+def _node(kind: type[_Backward], x: Tensor, rows: int, use: Use) -> Tensor:
     # torch calls the hooks of a weight that gets no gradient in another thread; without an edge to it, not at all
     apart = use.store is not None and use.store.add_product is not None and x.requires_grad
     return kind.apply(x, use.weight.detach() if apart else use.weight, use.bias, rows, use)
@@ -218,7 +218,7 @@ def _is_open(store: Store) -> bool:
     return store is not None and store.is_open
 
 
-def _store(use: _Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
+def _store(use: Use, x: Tensor, region: TensorRegion, grad_of_weight: Tensor, grad_of_bias: Tensor) -> None:
     """Store the gradients of W, from x (gathered over `region`) and the output's gradient, and of b."""
     assert use.store is not None
     use.store.put(use.weight, x, region, partial(_weight_gradient, use, grad_of_weight))

@@ -151,24 +151,20 @@ class Block(nn.Module):
         self.mlp = FeedForward(config, build.at("mlp"), options)
         self.attention_dropout = Dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = Dropout(build, config.dropout, "mlp_output")
-        self.post_norm = config.norm_placement == "post"
-        self.recompute_norm = "norm" in options.recompute_parts
+        self.post_norm, self.recompute_norm = config.norm_placement == "post", "norm" in options.recompute_parts
 
     def forward(self, below: HiddenStates, context: ForwardContext, queries: Tensor | None) -> HiddenStates:
         x, scores = below
         if self.post_norm:
             attended, scores = self.attention(x, context, scores, queries)
             x = self.attention_dropout.hidden(attended, context.keys, x)
-            normed = self.attention_norm(x)
             # the other norm's output is the layer's, which full recompute keeps as well
-            with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+            with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
                 change = self.mlp(normed)
             return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
-        normed = self.attention_norm(x)
-        with context.saved.discarding(normed, self.attention_norm, x, self.recompute_norm):
+        with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
             attended, scores = self.attention(normed, context, scores, queries)
         x = self.attention_dropout.hidden(attended, context.keys, x)
-        normed = self.mlp_norm(x)
-        with context.saved.discarding(normed, self.mlp_norm, x, self.recompute_norm):
+        with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
             change = self.mlp(normed)
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -65,6 +65,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.hooks = ModuleHooks()
+        self.compute: Callable[..., HiddenStates] = checkpointed
         self.embedding = TokenEmbedding(config, build.at("embedding")) if any(part.first for part in parts) else None
         self.position_bias = None
         if config.positions in ("alibi", "relative"):
@@ -86,8 +87,7 @@ class LanguageModel(nn.Module):
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = kernel_named(options.kernel)
         self._lasting_kernel = lru_cache(1)(self.kernel)
-        self.recomputed_layers = options.recompute
-        self.offload = options.offload
+        self.recomputed_layers, self.offload = options.recompute, options.offload
 
     def forward(
         self,
@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
                     # the query at a token's position is for the token after it; the index is not shifted
                     queries = self.query_embedding(batch.positions)
                 block, below = self.layers[str(layer)], HiddenStates(hidden, scores)
-                hidden, scores = checkpointed(block, below, context, queries, on=layer < part.layers.start + recomputed)
+                hidden, scores = self.compute(block, below, context, queries, on=layer < part.layers.start + recomputed)
                 hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)

@@ -61,6 +61,8 @@ class Choices:
     """Its `precision.compute`."""
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Choice -> candidate -> time for a micro-batch, or for a message; empty where there was only one."""
+    compile: str = "false"
+    """Whether layers are compiled, `true` or `false`."""
 
 
 Timer = Callable[[Mapping[Any, Callable[[], object]], torch.device, float | None], dict[Any, float]]
@@ -73,9 +75,15 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
     kernels = attention_kernels(config.model, compute, device, config.data.packing.reset_mask)
+    compiles = ["false"]
+    if config.compile:
+        from pangu.models.compiled import ways
+
+        compiles = ways(config.compile, device)
+        kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
     precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
-    of_ranks = gather_objects((processor_name(device), kernels, precisions), mesh.group("world"))
-    processors, kernels_of_ranks, precisions_of_ranks = zip(*of_ranks, strict=True)
+    of_ranks = gather_objects((processor_name(device), kernels, precisions, compiles), mesh.group("world"))
+    processors, kernels_of_ranks, precisions_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
     collectives = _collectives(config, mesh) if mesh.groups else []
     gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
@@ -84,6 +92,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         "products": _common(precisions_of_ranks, ""),
         "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
         "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
+        "compile": _common(compiles_of_ranks, ""),
     }
     if config.train.deterministic:  # times differ from start to start
         candidates = {key: names[:1] for key, names in candidates.items()}
@@ -104,13 +113,19 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     attention, products = fastest(both)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
+    seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
+    if len(seconds["compile"]) > 1:
+        from pangu.training.layer_timing import time_layers
+
+        seconds["compile"] = time_layers(config, mesh, attention, products, timer)
     saved = previous.get("milliseconds")
     milliseconds = {key: saved[key] for key in recalled if key in saved} if isinstance(saved, dict) else {}
-    for key in ("attention", "products", "gather", "scatter"):
-        if len(seconds[key]) > 1:
-            milliseconds[key] = {k: round(1000 * time, 3) for k, time in seconds[key].items() if math.isfinite(time)}
+    for key, times in seconds.items():
+        if len(times) > 1:
+            milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
     algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
-    choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds)
+    compiled = fastest(seconds["compile"])
+    choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds, compiled)
     _log_choices(config, choices, recalled)
     return choices
 
@@ -271,8 +286,9 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",
+        **({"compile": f"compile={config.compile}"} if config.compile else {}),
     }
-    for name in ("attention", "products", "gather", "scatter"):
+    for name in ("attention", "products", "gather", "scatter", "compile"):
         figures = choices.milliseconds.get(name, {})
         if name not in keys and not figures:
             continue

@@ -113,19 +113,18 @@ class Trainer:
             from pangu.zero.weight_products import WeightProducts
 
             store.add_product = WeightProducts(self.parameters.gradients, self.model).add
+        if config.compile is True or (choices is not None and choices.compile == "true"):
+            from pangu.models.compiled import CompiledBlocks
+
+            self.model.compute = CompiledBlocks(self.model, schedule.splits_backward)
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
         self.optimizer = make_optimizer(config.optimizer, trained, self.parameters.squares.over)
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
+        dtype, region = DTYPES[config.precision.compute], TensorRegion.of(mesh)
+        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
         self.runner = Runner.on(
-            mesh,
-            self.model,
-            chunks,
-            schedule,
-            dtype=DTYPES[config.precision.compute],
-            region=TensorRegion.of(mesh),
-            store=store,
-            hooks=ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce),
+            mesh, self.model, chunks, schedule, dtype=dtype, region=region, store=store, hooks=hooks
         )
 
     @property

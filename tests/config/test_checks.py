@@ -45,6 +45,11 @@ def problems(*overrides: str, world: int = 1) -> str:
         (["precision=fp64", "optimizer.moments=bf16"], "optimizer.moments = bf16: fp64 is for exact comparisons"),
         (["precision=fp64", "precision.reduce=bf16"], "precision.reduce = bf16: fp64 is for exact comparisons"),
         (["metrics.trust_ratios=true"], "metrics.trust_ratios = true: Adam has none; false works, or optimizer=lamb"),
+        (
+            ["model.attention=flash_attn", "precision=bf16", "compile=true"],
+            "model.attention = flash_attn: compile = true, and no graph holds the functions of that package; "
+            "model.attention=auto works, or compile=false",
+        ),
         (["model.heads=7"], "model.heads = 7: must divide model.hidden = 128; nearest that work: 2, 4, 8"),
         (
             ["model.rope_base=500"],

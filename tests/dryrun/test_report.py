@@ -40,9 +40,10 @@ def test_a_plan_gives_the_step_as_data() -> None:
 
 @SHARED
 def test_a_dry_run_prints_the_fullest_device() -> None:
-    done = called("pretrain", *SMALL, "dry_run=true")
+    done = called("pretrain", *SMALL, "dry_run=true", "compile=true")
     assert done.returncode == 0, done.stderr
     for words in (
+        "not seen     compile=true: this is the step without it",
         "fullest      rank 0",
         "of these     parameters",
         "host waits",

@@ -26,12 +26,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_makes_no_host_sync(ahead: bool) -> None:
+@pytest.mark.parametrize(("ahead", "compiled"), [(False, False), (True, False), (True, True)])
+def test_a_step_makes_no_host_sync(ahead: bool, compiled: bool) -> None:
     """Steps whose synchronizations are errors, with batches that are copied in the step or by the loader before it;
     both read the result of the step before, and give the losses of steps that are waited for."""
     device = choose_device("cuda", Launch())
-    config = build(RunConfig, preset("tiny"))
+    config = build(RunConfig, preset("tiny", {"compile": compiled}))
     size, micro = config.batch.global_size, config.batch.micro_size
     losses: dict[bool, list[float]] = {}
     for waits in (True, False):

@@ -27,10 +27,8 @@ def test_every_consumer_of_a_discarded_tensor_gets_it_again(moves: bool) -> None
 
     def gradients(discard: bool) -> tuple[Tensor, ...]:
         saved = SavedTensors(Offload(x.device, set()) if moves else None)
-        with saved.layer():
-            y = compute(x)
-            with saved.discarding(y, compute, x, discard):
-                out = y @ first + second @ y + y * y.t()
+        with saved.layer(), saved.discarding(compute, x, discard) as y:
+            out = y @ first + second @ y + y * y.t()
         with saved.layer():  # only now does the first layer give its memory back
             out = out * out
         del y
@@ -68,6 +66,6 @@ def test_memory_is_moved_once_for_all_its_views(moved: list[int]) -> None:
 
 def test_evaluation_moves_nothing(moved: list[int]) -> None:
     saved, x = SavedTensors(Offload(torch.device("cpu"), set())), numbers(0, 64, 64)
-    with torch.no_grad(), saved.layer(), saved.discarding(y := x.sin(), torch.sin, x):
+    with torch.no_grad(), saved.layer(), saved.discarding(torch.sin, x) as y:
         y @ y
     assert moved == []

@@ -22,6 +22,7 @@ from pangu.evaluation.loading import load_model
 from pangu.layers import fp32_matmul
 from pangu.layers.fp32_matmul import matmul_precisions
 from pangu.metrics.devices import processor_name
+from pangu.models import compiled
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.recorder import AxisGroup
@@ -74,6 +75,31 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("attention    sdpa (model.attention=auto; ms of a micro-batch: sdpa 3e+03, ")
     assert lines[1].startswith("products     highest (precision.fp32_products=auto; ms of a micro-batch: highest ")
+
+
+def test_layers_are_compiled_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a resumed run keeps it, and not where the compiler fails."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    run = tiny("compile=auto", "model.attention=sdpa", "model.dropout=0.1")
+    faster = choose(run, ONE, timer=table({"true": 1.0, "false": 2.0}))
+    slower = choose(run, ONE, timer=table({"true": 2.0, "false": 1.0}))
+    assert (faster.compile, slower.compile) == ("true", "false")
+    assert faster.milliseconds["compile"] == {"false": 6000, "true": 3000}
+    assert "compile      true (compile=auto; ms of a micro-batch: false 6e+03, true 3e+03)" in caplog.messages
+    assert isinstance(Trainer(run, ONE, choices=faster).model.compute, compiled.CompiledBlocks)
+    assert not isinstance(Trainer(run, ONE, choices=slower).model.compute, compiled.CompiledBlocks)
+    assert choose(run, ONE, asdict(faster), timer=table({"false": 1.0})).compile == "true"
+    assert choose(tiny("compile=auto", "train.deterministic=true"), ONE, timer=table({"true": 1.0})).compile == "false"
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no room for C++")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    assert choose(run, ONE, timer=table({"true": 1.0, "false": 2.0})).compile == "false"
+    assert "a layer cannot be compiled" in caplog.text
 
 
 def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:

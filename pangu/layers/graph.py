@@ -1,0 +1,199 @@
+"""What stands in the graph of a compiled block for code that no graph can hold.
+
+One compiled code serves all layers of a kind. What differs between them (weights, the place of a dropout, which matrix
+a gradient is for) comes as a tensor, whose value no guard looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.dropout_masks import drop, row_keys
+from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, _Parallel
+from pangu.layers.recompute import SavedTensors, checkpointed
+from pangu.layers.tensor_parallel_matmul import ColumnBackward, RowBackward, Use
+from pangu.topology.placement import TensorRank
+
+_LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+_NUMBERS = itertools.count()
+_PRODUCTS: WeakValueDictionary[int, _GraphProduct] = WeakValueDictionary()
+"""By number: operators take tensors and numbers only."""
+
+
+class _GraphProduct(_Parallel):
+    """A product that communicates, is in fp8, or whose weight gradient is not autograd's. It is one operator in forward
+    and one in backward, each whole with its communication: that overlaps as it does without a graph."""
+
+    by_rows: bool
+    """Whether partial sums are added up."""
+    postpones: bool
+    """Whether the weight-gradient store may be open in backward."""
+    number: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        slices, x = self.region.num_slices, x.contiguous()
+        rows = x.shape[0] // slices if self.by_rows else x.shape[0] * slices
+        # autograd would leave out a node of which it gets no gradient
+        apart = self.store is not None and x.requires_grad
+        weight = self.weight.detach() if apart else self.weight
+        bias = self.bias.detach() if self.bias is not None and apart and self.postpones else self.bias
+        out: Tensor = torch.ops.pangu.product(x, weight, bias, self.number, rows, apart)
+        return out
+
+    def value(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():  # as in training; what autograd notes is dropped
+            return super().forward(x.detach().requires_grad_()).detach()
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, apart: bool, of_bias: bool) -> tuple[Tensor, ...]:
+        """Of the input, the weight and, if asked for, the bias. What is `apart` goes where it belongs, and stands here
+        without elements."""
+        use = Use(self.weight, self.bias, self.region, self.store if apart else None, fp8=self.fp8)
+        has_bias = self.bias is not None and self.bias.requires_grad
+        node = SimpleNamespace(saved_tensors=(x, weight), use=use, needs_input_grad=(True, True, has_bias))
+        kind = RowBackward if self.by_rows else ColumnBackward
+        grad_x, *others = kind.backward(node, grad)[:3]
+        found: list[Any] = [grad_x]
+        for parameter, gradient, asked in zip((self.weight, self.bias), others, (not apart, of_bias), strict=True):
+            if gradient is not None and parameter is not None and not asked:
+                parameter.backward(gradient)  # the store was not open
+            found.append(x.new_empty(0) if gradient is None or not asked else gradient)
+        return tuple(found)
+
+
+class _GraphColumnProduct(_GraphProduct, ColumnParallelLinear):
+    pass
+
+
+class _GraphRowProduct(_GraphProduct, RowParallelLinear):
+    pass
+
+
+def hold_in_graph(layer: nn.Module, postpones: bool) -> None:
+    """Make a layer whose product is not one for the compiler an operator in the graph that is traced of it."""
+    if not isinstance(layer, _Parallel) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
+        return
+    by_rows = isinstance(layer, RowParallelLinear)
+    layer.__class__ = _GraphRowProduct if by_rows else _GraphColumnProduct
+    assert isinstance(layer, _GraphProduct)
+    layer.by_rows, layer.postpones = by_rows and layer.region.size > 1, postpones
+    layer.number = torch.tensor(number := next(_NUMBERS))
+    _PRODUCTS[number] = layer
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
+    return _PRODUCTS[int(number)].value(x)
+
+
+def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:-1], weight.shape[0])
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, ...]:
+    return _PRODUCTS[int(number)].gradients(grad, x, weight, apart, of_bias)
+
+
+def _like_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, ...]:
+    of_weights = torch.empty_like(weight) if of_weight else x.new_empty(0)
+    return torch.empty_like(x), of_weights, x.new_empty(weight.shape[0] if of_bias else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, number, _, ctx.apart = inputs
+    ctx.save_for_backward(x, weight, number)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, number = ctx.saved_tensors
+    _, of_weight, of_bias, *_ = ctx.needs_input_grad
+    grad_x, grad_weight, grad_bias = torch.ops.pangu.product_gradients(
+        grad.contiguous(), x, weight, number, ctx.apart, of_weight, of_bias
+    )
+    return grad_x, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None
+
+
+_LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias, Tensor number, int rows, bool apart) -> Tensor")
+_LIBRARY.define(
+    "product_gradients(Tensor grad, Tensor x, Tensor weight, Tensor number, bool apart, bool of_weight, bool of_bias)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("product_gradients", _gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("pangu::product", _like_product, lib=_LIBRARY)
+torch.library.register_fake("pangu::product_gradients", _like_gradients, lib=_LIBRARY)
+torch.library.register_autograd("pangu::product", _backward, setup_context=_save, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class TensorKeys(DropoutKeys):
+    """Keys of a layer's masks, as tensors. `rows` are those of this rank's part of the sequence."""
+
+    heads: Tensor | None = None
+    """int64 [batch, heads / ranks, sequence], keys of the rows of attention probabilities."""
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of a dropout in its layer -> key of its place and step, int64 without dimensions, on the host."""
+
+    @classmethod
+    def of(cls, keys: DropoutKeys, region: TensorRank, num_heads: int) -> TensorKeys:
+        """What all layers share in a micro-batch; `num_heads`: those of all ranks."""
+        assert keys.rows is not None
+        like = keys.rows[:1, :1].expand(1, num_heads // region.size)
+        heads = keys.rows.t()[:, None] ^ row_keys(like, -1, region.rank * like.shape[1])
+        rows = keys.rows.chunk(region.size)[region.rank] if region.slices_sequence else keys.rows
+        return cls(keys.seed, keys.step, keys.samples, rows, heads)
+
+    def at(self, dropouts: Iterable[Dropout]) -> TensorKeys:
+        """Those of a layer with these dropouts."""
+        return replace(self, places={_name(dropout): torch.tensor(dropout.key(self)) for dropout in dropouts})
+
+
+def _name(dropout: Dropout) -> str:
+    """The same in every layer."""
+    return dropout.place.rpartition(".")[2]
+
+
+class GraphDropout(Dropout):
+    """The masks of `Dropout`, from keys that are tensors."""
+
+    def __init__(self, dropout: Dropout) -> None:
+        self.probability, self.place, self.region = dropout.probability, dropout.place, dropout.region
+        self.name = _name(dropout)
+
+    def hidden(self, x: Tensor, keys: DropoutKeys | None, residual: Tensor | None = None) -> Tensor:
+        if self.probability == 0.0 or not isinstance(keys, TensorKeys):
+            return super().hidden(x, keys, residual)
+        assert keys.rows is not None
+        return drop(x, residual, keys.rows, keys.places[self.name], self.probability)
+
+    def probabilities(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        if self.probability == 0.0 or not isinstance(keys, TensorKeys):
+            return super().probabilities(x, keys)
+        assert keys.heads is not None
+        return drop(x, None, keys.heads, keys.places[self.name], self.probability)
+
+    def in_kernel(self, keys: DropoutKeys | None) -> float:
+        """The generator has been seeded before."""
+        return self.probability if isinstance(keys, TensorKeys) else super().in_kernel(keys)
+
+
+class GraphTensors(SavedTensors):
+    """What the compiler keeps for backward. It is told what to compute again; hooks would see nothing."""
+
+    @contextmanager
+    def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:
+        yield checkpointed(compute, source, on=on)

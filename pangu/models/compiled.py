@@ -1,0 +1,127 @@
+"""Layers compiled whole by torch.compile: each is one graph without a break, and layers of a kind share one code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils._triton import has_triton
+
+from pangu.config.errors import ConfigError, LocalError, Problem
+from pangu.layers.dropout import DropoutKeys
+from pangu.layers.graph import GraphDropout, GraphTensors, TensorKeys, hold_in_graph
+from pangu.layers.kernels import Reference
+from pangu.layers.recompute import checkpointed
+from pangu.models.block import Block, ForwardContext, HiddenStates
+from pangu.models.language_model import LanguageModel
+from pangu.topology.placement import TensorRank
+
+log = logging.getLogger("pangu")
+
+BACKEND = "inductor"
+MOST_KINDS = 64
+"""Of layers: with and without a query, recompute, frozen weights, in one process."""
+ALIGNMENT = 16
+"""Bytes that a kernel of a GPU reads at once."""
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled for a device here; None: nothing speaks against it."""
+    if device.type != "cpu":
+        return None if has_triton() else f"torch has no Triton for {device.type} here"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler is found (CXX names one)"
+    return None
+
+
+def ways(asked: bool | str, device: torch.device) -> list[str]:
+    """The candidates for a value of `compile` but false, "true" if layers are compiled. Raises ConfigError if they have
+    to be, and nothing can be compiled for the device here."""
+    reason = obstacle(device)
+    if asked == "auto":
+        if reason:
+            log.info("%-12s false (compile=auto; %s)", "compile", reason)
+        return ["false"] if reason else ["false", "true"]
+    if reason:
+        raise ConfigError([Problem("compile", True, reason, "compile=false works, and compile=auto does without")])
+    return ["true"]
+
+
+class CompiledBlocks:
+    """Computes the blocks of a model, in training by compiled code. Evaluation, whose lengths vary, is not compiled."""
+
+    def __init__(self, model: LanguageModel, splits_backward: bool) -> None:
+        """`splits_backward`: the schedule has weight gradients computed later."""
+        self._heads = model.config.heads
+        self._last: tuple[DropoutKeys, TensorKeys] | None = None
+        """Of the last micro-batch."""
+        for block in model.layers.values():
+            assert isinstance(block, Block)
+            _require_alignment(block)
+            for layer in block.modules():
+                hold_in_graph(layer, splits_backward)
+            block.attention_dropout = GraphDropout(block.attention_dropout)
+            block.mlp_dropout = GraphDropout(block.mlp_dropout)
+            block.attention.core.dropout = GraphDropout(block.attention.core.dropout)
+        torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
+        self._compute = _compiled(splits_backward)
+
+    def __call__(
+        self, block: Block, below: HiddenStates, context: ForwardContext, queries: Tensor | None, on: bool
+    ) -> HiddenStates:
+        """`checkpointed(block, below, context, queries, on=on)`. Raises LocalError if that cannot be compiled."""
+        if not torch.is_grad_enabled():
+            return checkpointed(block, below, context, queries, on=on)
+        keys, kernel = context.keys, context.kernel
+        if keys is not None:
+            dropouts = block.attention.core.dropout, block.attention_dropout, block.mlp_dropout
+            if not isinstance(kernel, Reference):
+                dropouts[0].in_kernel(keys)  # seeds the generator that the kernel draws from
+            keys = self._shared(keys, dropouts[0].region).at(dropouts)
+        if isinstance(bounds := vars(kernel).get("bounds"), Tensor):
+            torch._dynamo.maybe_mark_dynamic(bounds, 0)  # as many as the micro-batch has documents
+        try:
+            return self._compute(block, below, replace(context, keys=keys, saved=GraphTensors()), queries, on)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).strip().splitlines()[:2])
+            raise LocalError(f"compile = true: a layer cannot be compiled ({reason}); compile=false works") from error
+
+    def _shared(self, keys: DropoutKeys, region: TensorRank) -> TensorKeys:
+        if self._last is None or self._last[0] is not keys:
+            self._last = keys, TensorKeys.of(keys, region, self._heads)
+        return self._last[1]
+
+
+def _compiled(splits_backward: bool) -> Callable[..., HiddenStates]:
+    options: dict[str, Any] | None = None
+    if BACKEND == "inductor":
+        options = {"fallback_random": True}  # a kernel drops what it does without a graph
+        if splits_backward:
+            # postponed gradients keep tensors of backward: their memory is not to be used again
+            options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+    return torch.compile(_compute, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
+
+
+def _compute(
+    block: Block, below: HiddenStates, context: ForwardContext, queries: Tensor | None, recompute: bool
+) -> HiddenStates:
+    return checkpointed(block, below, context, queries, on=recompute)
+
+
+def _require_alignment(block: Block) -> None:
+    """The weights of the layers that share a code must all lie as the first one's: the code does not look."""
+    for parameter in block.parameters():
+        if parameter.device.type != "cpu" and parameter.storage_offset() * parameter.itemsize % ALIGNMENT:
+            rule = f"a weight of shape {list(parameter.shape)} does not begin at a multiple of {ALIGNMENT} bytes"
+            works = "compile=false works, or sizes that are multiples of 8 on each rank"
+            raise ConfigError([Problem("compile", True, rule, works)])

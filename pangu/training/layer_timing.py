@@ -1,0 +1,77 @@
+"""Trials of a layer on a run's shapes, compiled and not."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pangu.collectives.reduce import largest_of
+from pangu.collectives.regions import TensorRegion
+from pangu.config.errors import LocalError
+from pangu.config.schema import RunConfig
+from pangu.data.batch import make_batch
+from pangu.layers.builder import DTYPES, Builder
+from pangu.layers.dropout import DropoutKeys
+from pangu.layers.fp32_matmul import matmul_precision, random
+from pangu.layers.initial import replace_parameter
+from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.models.compiled import CompiledBlocks
+from pangu.models.language_model import HiddenStates, Options, build_model
+from pangu.models.parameters import ModelPart
+from pangu.topology.mesh import Mesh
+from pangu.zero.gradients import products_add
+
+log = logging.getLogger("pangu")
+Trial = Callable[[], object]
+Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
+BUDGET_S = 2.0
+"""Of timing; compiling comes on top."""
+
+
+def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer: Timer) -> dict[str, float]:
+    """Seconds of the layers of a micro-batch, forward and backward, as they are ("false") and compiled ("true"), on the
+    slowest rank. Nothing is sent: that takes both the same time. Infinite where a layer cannot be compiled."""
+    with matmul_precision(products):
+        trials = {"false": _trial(config, mesh, kernel, compiled=False)}
+        compiled = _trial(config, mesh, kernel, compiled=True)
+        try:
+            compiled()
+        except LocalError as error:
+            log.info("%-12s %s", "compile", error)
+        else:
+            trials["true"] = compiled
+        times = timer(trials, mesh.device, BUDGET_S)
+    seconds = [config.model.layers * times.get(name, math.inf) for name in ("false", "true")]
+    return dict(zip(("false", "true"), largest_of(seconds, mesh), strict=True))
+
+
+def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
+    region = replace(TensorRegion.of(mesh), sequence=False, group=None)
+    store, part = None, ModelPart(range(1))
+    if products_add(mesh.device):
+        store = WeightGradientStore()
+        store.add_product = lambda weight, left, right, *_: left @ right
+    build = Builder(region=region, store=store)
+    model, table = build_model(config.model, Options.of(config, kernel), build, [part])
+    dtype, device = DTYPES[config.precision.compute], mesh.device
+    for name, shape in table.shapes.items():
+        replace_parameter(model, name, random(device, dtype, tuple(shape))[0] * config.model.init_std)
+    if compiled:
+        model.compute = CompiledBlocks(model, splits_backward=False)
+    micro, length = config.batch.micro_size, config.model.sequence
+    tokens = np.zeros((micro, length + 1), dtype=np.int64)
+    batch = make_batch(tokens, range(micro), config.data.packing).to(device)
+    (x,) = random(device, dtype, (length, micro, config.model.hidden))
+    keys, given = DropoutKeys(config.train.seed, 0, batch.samples), [x.requires_grad_(), *model.parameters()]
+
+    def once() -> object:
+        found = model(part, HiddenStates(x), batch, keys).hidden
+        return torch.autograd.grad(found, given, torch.ones_like(found), allow_unused=True)
+
+    return once

@@ -1,0 +1,180 @@
+"""Compiled layers: each is one graph whatever the options, layers of a kind share it, and it computes what they do.
+
+torch traces and differentiates as for its compiler, but most of these tests run the graph as it stands: to make C++ of
+it takes a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from pangu.config.errors import ConfigError, LocalError
+from pangu.layers.dropout import DropoutKeys
+from pangu.models import compiled
+from pangu.models.compiled import ways
+from pangu.topology.layout import Layout
+from tests.covering import Case, Cover
+from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout, whole
+from tests.parallel.test_layouts import (
+    FACTORS,
+    MODEL,
+    RECOMPUTE,
+    cost,
+    fits,
+    keys_of,
+    layout_of,
+    name_of,
+    way_of_collectives,
+    way_of_gradients,
+)
+from tests.threads import Ranks
+
+TRACED = "aot_eager_decomp_partition"
+"""What the compiler begins with: forward and backward in simple operations, divided between the two."""
+MODES = ("one_layer", "selective", "full", "none")
+FIRST = {name: values[0] for name, values in FACTORS.items()}
+THREE = {  # the ways in which a gradient of a matrix gets where it belongs: autograd, the store, the product itself
+    "autograd": {"tensor": "2", "sequence": "true", "data": "2", "zero": "3", "recompute": "selective"},
+    "store": {"tensor": "2", "pipeline": "2", "schedule": "zb_h1", "recompute": "one_layer", "frozen": "scattered"},
+    "product": {"pipeline": "2", "schedule": "zb_v", "data": "2", "zero": "2", "frozen": "bottom", "products": "true"},
+}
+MORE = {
+    "autograd": {"overlap_chunks": "3", "offload": "activations", "qk_norm": "true", "residual_scores": "true"},
+    "store": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
+    "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
+}
+COVER = Cover({"compile": ("true",), **FACTORS}, fits, cost, of="compile")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing compiled before, nothing left behind."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def gradients(*overrides: str) -> dict[str, Tensor]:
+    trainer, batches = small_trainer(Layout(), "precision=fp64", *overrides)
+    trainer.forward_backward(batches)
+    return whole(trainer, of_gradients=True)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int) -> None:
+    """Every value of each in some of four models. The graph is what is done without it, in the same order."""
+    chosen = {name: FACTORS[name][number % len(FACTORS[name])] for name in MODEL}
+    recompute = MODES[number]
+    words = [*keys_of({**FIRST, **chosen})[0], "model.layers=4", *RECOMPUTE[recompute].split()]
+    with patch.object(compiled, "BACKEND", "eager"):
+        found = gradients(*words, "compile=true")
+    # others have a query, recompute, or scores from the layer below
+    assert graphs() <= 1 + (chosen["kind"] == "pangu") + (recompute == "one_layer") + (
+        chosen["residual_scores"] == "true"
+    )
+    for name, gradient in gradients(*words).items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
+
+
+def test_layers_steps_and_micro_batches_share_a_graph() -> None:
+    words = (*OVERRIDES, "model.layers=6", "batch.micro_size=2", "compile=true")
+    trainer, batches = small_trainer(Layout(), *words)
+    with patch.object(compiled, "BACKEND", "eager"):
+        trainer, batches = small_trainer(Layout(), *words)
+        for _ in range(3):
+            trainer.train_step(batches)
+    assert len(batches) == 4
+    assert graphs() == 2  # five layers, and the query layer
+
+
+def same_run(ranks: Ranks, case: Case, backend: str, tolerance: float = 1e-12) -> None:
+    """A layout with compiled layers and one process without, number by number."""
+    layout, (model, own) = layout_of(case), keys_of(case)
+    words = (*model, "precision=fp64")
+    one = one_process(2, *words)
+    with patch.object(compiled, "BACKEND", backend), way_of_collectives(case), way_of_gradients(case):
+        ours = ranks.run(layout.world, train_layout, layout, 2, *words, *own, "compile=true")
+    assert graphs() > 0
+    still = {name for name, weight in one["weights"].items() if torch.equal(weight, one["first"][name])}
+    compare(ours[0], one, tolerance, still)
+
+
+@pytest.mark.parametrize("way", THREE)
+def test_a_layout_with_compiled_layers_is_one_process(ranks: Ranks, way: str) -> None:
+    same_run(ranks, {**FIRST, **THREE[way], **MORE[way]}, TRACED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", COVER.cases, ids=name_of)
+def test_every_option_with_compiled_layers_is_one_process(ranks: Ranks, case: Case) -> None:
+    same_run(ranks, case, TRACED)
+
+
+@pytest.mark.slow
+def test_the_compiler_leaves_postponed_gradients_what_they_need(ranks: Ranks) -> None:
+    """Its own code, with tensor and sequence parallelism and a backward that is split."""
+    case = {**FIRST, **THREE["store"], "sequence": "true", "kind": "gpt", "frozen": "nothing", "recompute": "selective"}
+    same_run(ranks, case, "inductor")
+
+
+def kept_bytes(*overrides: str) -> int:
+    """What a forward leaves in memory for backward."""
+    trainer, batches = small_trainer(
+        Layout(), *OVERRIDES, "model.kind=gpt", "model.hidden=64", "model.layers=4", "batch.global_size=2", *overrides
+    )
+    trainer.forward_backward(batches)  # compiles
+    ((part,), batch) = trainer.runner.parts.values(), batches[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        states = trainer.model(part, None, batch, DropoutKeys(1, 1, batch.samples))
+    assert states.hidden.requires_grad
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_compiler_keeps_no_more_for_backward(recompute: str) -> None:
+    """But keys of dropout, which are a hundredth in layers as narrow as these."""
+    with patch.object(compiled, "BACKEND", TRACED):
+        found = kept_bytes(f"memory.recompute={recompute}", "compile=true")
+    assert graphs() == 1
+    assert 0 < found < 1.02 * kept_bytes(f"memory.recompute={recompute}")
+
+
+def test_where_nothing_can_be_compiled_a_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    assert ways(True, torch.device("cpu")) == ["true"]
+    assert ways("auto", torch.device("cpu")) == ["false", "true"]
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(ConfigError, match=r"compile = true: no C\+\+ compiler is found .*; compile=false works"):
+        ways(True, torch.device("cpu"))
+    monkeypatch.setattr(compiled, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="compile = true: torch has no Triton for cuda here"):
+        ways(True, torch.device("cuda"))
+    assert ways("auto", torch.device("cpu")) == ways("auto", torch.device("cuda")) == ["false"]
+
+
+def test_a_compiler_that_fails_is_named() -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no room for C++")
+
+    with patch.object(compiled, "BACKEND", broken):
+        trainer, batches = small_trainer(Layout(), "compile=true")
+    with pytest.raises(LocalError, match=r"a layer cannot be compiled \(.*no room for C\+\+.*compile=false works"):
+        trainer.train_step(batches)
