@@ -47,20 +47,38 @@ class Transfer:
         return self.tensors
 
 
+def _rounds(channels: Sequence[tuple[str, int, int]]) -> list[dict[int, tuple[str, int, int]]]:
+    """Rounds in which each stage has one channel at most: stage -> its channel."""
+    # four stages, one kind of message:    0-1 2-3    1-2
+    rounds: list[dict[int, tuple[str, int, int]]] = []
+    for channel in channels:
+        free = next((stages for stages in rounds if stages.keys().isdisjoint(channel[1:])), None)
+        if free is None:
+            rounds.append(free := {})
+        free |= dict.fromkeys(channel[1:], channel)
+    return rounds
+
+
 class Channels:
     """Channels between the stages of this rank's pipeline.
 
-    A channel is one kind of message in one direction (to a later or to an earlier stage). Each has a process group,
-    hence on GPUs a communicator and a stream for each pair of stages: messages of one pair and channel arrive in order
-    and never wait for another channel's, as they would where NCCL puts both directions of a pair on one stream.
+    A channel is one kind of message from one stage to another. Each has a process group of these two, hence on GPUs a
+    communicator and a stream: messages of one channel arrive in order and never wait for another channel's. In a larger
+    group NCCL makes such a communicator for each pair when it first sends; other backends send all on one stream.
     """
 
     def __init__(self, mesh: Mesh, channels: Sequence[tuple[str, int, int]]) -> None:
         """`channels`: (kind of message, from stage, to stage) of all messages, in the same order on every stage."""
         self._stage, self._device = mesh.at.pipeline, mesh.device
         ranks = mesh.layout.peers(mesh.rank, "pipeline")
-        directions = dict.fromkeys((kind, target > source) for kind, source, target in channels)
-        self._groups = {direction: mesh.new_group(ranks, "messages") for direction in directions}
+        self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        # a group's name counts the process's groups: every stage makes one in each round, if need be of itself alone
+        for stages in _rounds(channels):
+            channel = stages.get(self._stage)
+            members = [mesh.rank] if channel is None else sorted(ranks[stage] for stage in channel[1:])
+            group = mesh.new_group(members, "messages")
+            if channel is not None:
+                self._groups[channel] = group
         # NCCL makes a pair's communicator at its first message, which both sides then wait for: once now, in an order
         # that all stages agree on
         for kind, source, target in channels:
@@ -70,13 +88,13 @@ class Channels:
                 self.receive(kind, [(1,)], torch.float32, source).wait()
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int) -> Transfer:
-        group = self._groups[kind, peer > self._stage]
+        group, place = self._groups[kind, self._stage, peer], int(peer > self._stage)
         dense = tuple(tensor.contiguous() for tensor in tensors)
-        works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=peer)) is not None]
+        works = [work for tensor in dense if (work := dist.isend(tensor, group=group, group_dst=place)) is not None]
         return Transfer(dense, tuple(map(_WatchedSend, works) if dist.get_backend(group) == "gloo" else works))
 
     def receive(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, peer: int) -> Transfer:
-        group = self._groups[kind, peer < self._stage]
+        group, place = self._groups[kind, peer, self._stage], int(peer > self._stage)
         empty = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
-        works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=peer)) is not None]
+        works = [work for tensor in empty if (work := dist.irecv(tensor, group=group, group_src=place)) is not None]
         return Transfer(empty, tuple(works))

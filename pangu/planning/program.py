@@ -245,13 +245,14 @@ def _joined_backward(layer: ModuleWork) -> ModuleWork:
 
 def _communicators(plan: Plan, stage: int, model: ModelConfig) -> int:
     """Groups in which a stage sends: of tensor ranks, of replicas (all; those that share states, to reduce and to
-    gather; those that hold the same share), of each kind and direction of message, of the first and the last stage, of
-    all stages, which share relative positions, and of all ranks."""
+    gather; those that hold the same share), of two stages for each kind of message from one to the other, of the first
+    and the last stage, of all stages, which share relative positions, and of all ranks."""
     shards = _sharding(plan).size
     replicas = (plan.data > 1) + 2 * (shards > 1) + (1 < shards < plan.data)
     v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
-    # a chunk's output goes to the next stage, and from the last one to the first if it has further chunks
-    messages = 0 if plan.pipeline == 1 else 4 if v_shape or (plan.virtual > 1 and end) else 2
+    # activations to the next stage and gradients back, both ways in a V; with further chunks stages form a ring
+    neighbours = 0 if plan.pipeline == 1 else 1 if end and (v_shape or plan.virtual == 1) else 2
+    messages = 2 * neighbours * (1 + v_shape)
     ends = model.tied_head and plan.pipeline > 1 and not v_shape and end
     stages = model.positions == "relative" and plan.pipeline > 1
     world = plan.tensor * plan.data * plan.pipeline > 1

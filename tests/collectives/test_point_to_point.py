@@ -1,0 +1,49 @@
+"""Each channel between stages has a group of its two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pangu.collectives.point_to_point import Channels
+from pangu.pipeline.schedule import make_schedule
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from tests.threads import Ranks
+
+Channel = tuple[str, int, int]
+
+
+def groups_of(rank: int, world: int, layout: Layout, channels: list[Channel]) -> dict[Channel, tuple[str, list[int]]]:
+    """This rank's channels with their groups' names and ranks; messages have come through them."""
+    mesh = Mesh.connect(layout, torch.device("cpu"))
+    groups = Channels(mesh, channels)._groups
+    name_of = dist.distributed_c10d._get_process_group_name
+    return {channel: (name_of(group), dist.get_process_group_ranks(group)) for channel, group in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("1f1b", Layout(pipeline=4)),
+        ("1f1b", Layout(pipeline=3, data=2)),
+        ("interleaved", Layout(pipeline=2, virtual=2)),
+        ("interleaved", Layout(pipeline=3, virtual=2)),  # a ring that two rounds do not make
+        ("zb_v", Layout(pipeline=4, virtual=2)),
+    ],
+    ids=str,
+)
+def test_a_channel_is_a_group_of_two(ranks: Ranks, schedule: str, layout: Layout) -> None:
+    """The same one on both sides, and no other channel's: not that of the other direction, nor of another pair."""
+    channels = make_schedule(schedule, layout.pipeline, layout.virtual, 2 * layout.pipeline).channels
+    made = ranks.run(layout.world, groups_of, layout, channels)
+    names: dict[str, tuple[Channel, int]] = {}
+    for rank, groups in enumerate(made):
+        at = layout.coordinates(rank)
+        assert set(groups) == {channel for channel in channels if at.pipeline in channel[1:]}
+        for channel, (name, members) in groups.items():
+            stages = layout.peers(rank, "pipeline")
+            assert members == sorted(stages[stage] for stage in channel[1:])
+            assert names.setdefault(name, (channel, at.data)) == (channel, at.data)
+    assert len(names) == len(channels) * layout.data
