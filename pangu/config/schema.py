@@ -48,7 +48,7 @@ class ParallelConfig:
     a divisor of the data-parallel size. null: all replicas."""
     bucket_mib: Positive | None
     """Layers are joined to buckets of about this many MiB of fp32 gradients; a bucket is what is communicated at once.
-    null: 25 with `zero=0`, otherwise one layer."""
+    null: 25 with `zero=0`, otherwise one layer; with `zero` 0 and 1 at least 4 for each replica that gets a piece."""
     overlap: bool
     """Communication between replicas runs while layers compute; false: one after the other, with the same results."""
     timeout_s: Annotated[float, Bounds(above=0, most=1e9)]
@@ -62,10 +62,10 @@ class ParallelConfig:
     """The planner chooses this group, `batch.micro_size`, `memory.recompute` and `memory.offload` for the devices of
     `cluster`, or for those that the run finds; what is given on the command line is kept."""
 
-    @property
-    def bucket_bytes(self) -> float:
-        """`bucket_mib` in bytes, or what null means."""
-        default = 0.0 if self.zero else 25.0
+    def bucket_bytes(self, replicas: int) -> float:
+        """`bucket_mib` in bytes, or what null means for so many replicas: a million numbers each, as in Megatron-LM."""
+        least = 0.0 if self.zero else 25.0
+        default = least if self.zero >= 2 else max(least, 4.0 * replicas)
         return 2**20 * (default if self.bucket_mib is None else self.bucket_mib)
 
 

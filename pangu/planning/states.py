@@ -86,7 +86,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         if trained and (unpadded := _unpadded(table, names, numel, sharding.span(padded))):
             total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unpadded * moment
 
-    divide(table, used, config.parallel.bucket_bytes, add)
+    divide(table, used, config.parallel.bucket_bytes(layout.data), add)
     return StatePlan(dict(total))
 
 

@@ -44,7 +44,7 @@ class ShardedParameters:
                 trained_of.setdefault(chunk, []).append(flat)
             return flat
 
-        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes, make)
+        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes(sharding.replicas), make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = sharding.offload, mesh
         message = torch.bfloat16 if config.precision.reduce == "bf16" else None
