@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,12 +205,15 @@ class Fp8Scales:
         tensors = self._history.t().unflatten(0, (len(self._names), len(_EXPONENTS))).tolist()
         return dict(zip(self._names, tensors, strict=True)) if self.known else None
 
-    def restore(self, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
-        """Continue with the history of a checkpoint; None: it has none, and the next step multiplies in the compute
-        format."""
+    def restore(self, path: Path, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
+        """Continue with the history of the checkpoint at `path`; None: it has none, and the next step multiplies in the
+        compute format. Raises UserError if it lacks a matrix."""
         self.amax.zero_()
+        self._history.zero_()
         self.known = False
         if state is not None:
+            if missing := [name for name in self._names if name not in state]:
+                raise UserError(f"{path / 'index.json'}: damaged: fp8 has no magnitudes of {', '.join(missing[:3])}")
             rows = [row for name in self._names for row in state[name]]
             self._history.copy_(torch.tensor(rows, dtype=torch.int32).t())
             self._set()

@@ -70,7 +70,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
     if trainer.scales is not None:
-        trainer.scales.restore(index.get("fp8"))
+        trainer.scales.restore(path, index.get("fp8"))
     folder = Path(config.train.output) / "checkpoints"
     (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), runs_here=trainer.mesh.is_first)
     for checkpoint in abandoned or ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -54,10 +55,14 @@ def scales_after(*steps: tuple[float, float, float]) -> Fp8Scales:
     """Of steps with these magnitudes of input, weight and gradient."""
     scales = Fp8Scales({NAME: (32, 16), "layers.0.mlp.up.bias": (32,), "head.weight": (64, 16)}, CPU)
     for number, magnitudes in enumerate(steps):
-        scales.amax.copy_(torch.tensor(magnitudes))
-        scales.start_update(None)
-        scales.finish_update(number)
+        note(scales, number, magnitudes)
     return scales
+
+
+def note(scales: Fp8Scales, step: int, magnitudes: tuple[float, float, float]) -> None:
+    scales.amax.copy_(torch.tensor(magnitudes))
+    scales.start_update(None)
+    scales.finish_update(step)
 
 
 def test_a_scale_is_a_power_of_two_that_leaves_room() -> None:
@@ -81,14 +86,21 @@ def test_the_largest_magnitude_of_the_last_steps_counts() -> None:
 
 
 def test_a_history_is_restored_or_begun_anew() -> None:
-    scales = scales_after((64.0, 2.0, 1.0), (1.0, 2.0, 1.0))
+    """Of what a run that goes back had seen nothing stays, as if it were resumed."""
+    scales, path = scales_after((64.0, 2.0, 1.0), (1.0, 2.0, 1.0)), Path("step-00000002")
     again = scales_after((5.0, 5.0, 5.0))
-    again.restore(scales.state())
+    again.restore(path, scales.state())
     assert again.state() == scales.state()
     assert torch.equal(again.scale, scales.scale)
-    again.restore(None)
+    again.restore(path, None)
     assert not again.known
     assert again.state() is None
+    fresh = scales_after()
+    for each in (again, fresh):
+        note(each, 7, (1.0, 1.0, 1.0))
+    assert again.state() == fresh.state()
+    with pytest.raises(UserError, match=rf"{path}.index\.json: damaged: fp8 has no magnitudes of {NAME}"):
+        again.restore(path, {})
 
 
 WORDS = (*OVERRIDES, "model.dropout=0", "model.attention_dropout=0", "precision=bf16")
