@@ -50,7 +50,7 @@ def ways(asked: bool | str, device: torch.device) -> list[str]:
     reason = obstacle(device)
     if asked == "auto":
         if reason:
-            log.info("%-12s false (compile=auto; %s)", "compile", reason)
+            log.info("%-12s %s", "compile", reason)
         return ["false"] if reason else ["false", "true"]
     if reason:
         raise ConfigError([Problem("compile", True, reason, "compile=false works, and compile=auto does without")])

@@ -286,7 +286,7 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",
-        **({"compile": f"compile={config.compile}"} if config.compile else {}),
+        **({"compile": f"compile={str(config.compile).lower()}"} if config.compile else {}),
     }
     for name in ("attention", "products", "gather", "scatter", "compile"):
         figures = choices.milliseconds.get(name, {})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
 from pangu.config.errors import ConfigError, LocalError
@@ -126,6 +127,15 @@ def test_the_compiler_leaves_postponed_gradients_what_they_need(ranks: Ranks) ->
     """Its own code, with tensor and sequence parallelism and a backward that is split."""
     case = {**FIRST, **THREE["store"], "sequence": "true", "kind": "gpt", "frozen": "nothing", "recompute": "selective"}
     same_run(ranks, case, "inductor")
+
+
+def test_a_kernel_draws_the_masks_that_it_draws_without() -> None:
+    """In the recompute too. Here as the compiler is told to: by torch's own generator, seeded before each layer."""
+    words = (*OVERRIDES, "model.attention=sdpa", "model.kind=gpt", "memory.recompute=selective")
+    with patch.object(compiled, "BACKEND", TRACED), inductor_config.patch(fallback_random=True):
+        found = gradients(*words, "compile=true")
+    for name, gradient in gradients(*words).items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
 def kept_bytes(*overrides: str) -> int:
