@@ -351,7 +351,6 @@ def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
             by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
-                "copy_bytes": counts["copy_bytes",],
                 "products": _products(counts),
                 "collectives": _collectives(counts, ("calls", "bytes", "hidden_calls", "hidden_bytes")),
                 **audit.spans[action]._asdict(),

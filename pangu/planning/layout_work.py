@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
@@ -13,6 +13,8 @@ from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Workload
 
 Recompute = Literal["none", "selective", "full"]
+RESIDENT = "resident"
+"""Kind of module: the last layer of a chunk, which keeps its activations where those of others are offloaded."""
 REDUCES_EACH = ("1f1b", "interleaved")
 """Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
 
@@ -172,8 +174,8 @@ def assemble(
         shape: of the model.
         system: how states are kept and sent.
         plan: the layout.
-        modules: `embedding`, `layer`, `recomputed` if there are such, `head`, and `inner` if the chunks between the
-            first and the last one do more than their layers.
+        modules: `embedding`, `layer`, `recomputed` and `resident` if there are such, `head`, and `inner` if the chunks
+            between the first and the last one do more than their layers.
         update: what the optimizer does.
         twice: numbers of the matrix that embedding and head share where they are on one stage; None: all of the head's.
     """
@@ -205,8 +207,24 @@ def _modules_of(
     """How many modules of each kind a chunk has."""
     num_recomputed = min(layers, recomputed)
     counts = Counter({"layer": layers - num_recomputed, "embedding": first, "head": last, "recomputed": num_recomputed})
+    if RESIDENT in modules:
+        counts["layer" if counts["layer"] else "recomputed"] -= 1
+        counts[RESIDENT] = 1
     counts["inner"] = "inner" in modules and not (first or last)
     return +counts
+
+
+def sent_to_host(layer: ModuleWork) -> ModuleWork:
+    """A layer whose saved activations wait on the host (`pangu.layers.offload`): those of the layer before it are still
+    there while it is in forward, and back already while it is in backward."""
+    saved = layer.saved_bytes
+    return replace(
+        layer,
+        forward=replace(layer.forward, host_bytes=layer.forward.host_bytes + saved),
+        backward_input=replace(layer.backward_input, host_bytes=layer.backward_input.host_bytes + saved),
+        saved_bytes=0.0,
+        working=(*(most + saved for most in layer.working[:2]), *layer.working[2:]),
+    )
 
 
 def state_bytes(system: System, plan: Plan, numbers: float) -> float:
@@ -257,7 +275,7 @@ def _step(
     host = numbers / shards * (gradients * on_host + weights)
     updated = numbers / shards * update.bytes
     moved = updated * (not on_host) + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
-    launches = update.launches * (counts["layer"] + counts["recomputed"])
+    launches = update.launches * sum(counts[kind] for kind in ("layer", "recomputed", RESIDENT))
     groups = sum(size > 1 for size in plan.layout[:4])
     working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * (not on_host)
     return StepWork(

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.cost import collective_seconds, module_time
-from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute
+from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute, sent_to_host
 from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Collective
 
 if TYPE_CHECKING:
     from pangu.planning.search import Space
-
-SENT_AWAY = 0.9
-"""Of what an offloaded layer saves, what it sends to the host at least. Such layers are counted for the layouts alone
-whose bound is among the best."""
 
 
 class Pieces(NamedTuple):
@@ -30,6 +25,8 @@ class Pieces(NamedTuple):
     weight: float
     head: float
     """Seconds."""
+    copies: float
+    """Seconds that a layer takes longer whose activations are sent to the host."""
     saved: float
     """Bytes of a layer, this and the following ones as in `ModuleWork`."""
     deferred: float
@@ -41,7 +38,7 @@ class Bounds:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._pieces: dict[tuple[int, int, bool, str, bool], Pieces] = {}
+        self._pieces: dict[tuple[int, int, bool, str], Pieces] = {}
         self._held: dict[Pipeline, list[tuple[int, int]]] = {}
         self._links: dict[tuple[int, int, int], tuple[float, float]] = {}
 
@@ -51,6 +48,8 @@ class Bounds:
         pieces = self._of(plan, plan.recompute)
         each, longest = pieces.whole, max(layers) if plan.virtual == 1 else self._space.program.shape.layers / p
         whole = each * self._space.program.shape.layers + pieces.head
+        if "activations" in plan.offload:  # but those of each chunk's last layer
+            whole += pieces.copies * (self._space.program.shape.layers - p * plan.virtual)
         stage = max(whole / p, longest * each, layers[-1] * each + pieces.head)
         if plan.recomputed:
             share = min(1.0, plan.recomputed / max(layers))
@@ -118,10 +117,11 @@ class Bounds:
         layer, words = (size / plan.tensor for size in (program.shape.layer_matrices, program.shape.embedding))
         states = sum(program.stored_bytes(plan, layers * plan.virtual * layer + words, layer, words, 0.0))
         each = max(0, layers - plan.recomputed)
-        if "activations" in plan.offload:  # the last layer of a chunk stays
-            each = int(plan.recomputed == 0)
+        more = 0.0
+        if "activations" in plan.offload:  # of the last layer of a chunk they stay
+            each, more = int(plan.recomputed == 0), pieces.saved * (layers > 1 and plan.recomputed == 0)
         most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
-        memory, working = self._space.cluster.memory, pieces.working if each else 0.0
+        memory, working = self._space.cluster.memory, pieces.working + more if each else 0.0
         held = (each * most + working) * (1 + memory.fragmentation)
         return (states + held) / 2**30 + device_overhead(memory, 0)
 
@@ -137,8 +137,7 @@ class Bounds:
 
     def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
         """The pieces of a layout."""
-        offload = "activations" in plan.offload
-        key = (plan.tensor, plan.micro_size, plan.sequence, recompute, offload)
+        key = (plan.tensor, plan.micro_size, plan.sequence, recompute)
         if key not in self._pieces:
             space = self._space
             alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
@@ -146,12 +145,11 @@ class Bounds:
             modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)
             counted = modules["layer"]
-            copied = SENT_AWAY * counted.saved_bytes * offload
-            works = {name: replace(getattr(counted, name), host_bytes=copied) for name in ("forward", "backward_input")}
-            sent = replace(counted, **works)
-            layer, head = (module_time(module, groups, space.cluster) for module in (sent, modules["head"]))
+            those = (counted, modules["head"], sent_to_host(counted))
+            layer, head, sent = (module_time(module, groups, space.cluster) for module in those)
             forward, back, weight = map(sum, layer)
             times = (forward + back + weight, forward, back, weight, sum(map(sum, head)))
+            copies = sum(map(sum, sent)) - times[0]
             bytes_ = (counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)
-            self._pieces[key] = Pieces(*times, *bytes_)
+            self._pieces[key] = Pieces(*times, copies, *bytes_)
         return self._pieces[key]

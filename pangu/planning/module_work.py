@@ -73,8 +73,6 @@ class Piece(NamedTuple):
     """As `memory.recompute`, in words."""
     chunks: int = 1
     """Of products, as `parallel.overlap_chunks`."""
-    offload: bool = False
-    """Of what is saved for backward, as `memory.offload` = [activations]."""
 
 
 @dataclass
@@ -131,7 +129,10 @@ class ModuleCounts:
                 counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
             else:
                 plain = self._counted(piece._replace(recompute="none"))
-                counted = [_recomputed(report, whole) for report, whole in zip(reports, plain, strict=True)]
+                counted = [
+                    whole | {"layer": _recomputed(report, whole["layer"])}
+                    for report, whole in zip(reports, plain, strict=True)
+                ]
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
 
@@ -163,7 +164,7 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     changes: dict[str, dict[str, Any]] = {
         "model": {"layers": _LAYERS + 2, "attention": attention},
         "parallel": parallel,
-        "memory": {"recompute": piece.recompute, "offload": ["activations"] * piece.offload},
+        "memory": {"recompute": piece.recompute, "offload": []},
         "train": {"frozen": ()},
     }
     values |= {group: {**values[group], **change} for group, change in changes.items()}
@@ -243,15 +244,11 @@ def _modules(second: Report, first: Report) -> Modules:
     return {"layer": layer, **ends}
 
 
-def _recomputed(second: Report, plain: Modules) -> Modules:
-    """A layer that is computed again, as it is besides the same layer when all is kept. What chunks have besides layers
-    differs where layers are sent to the host: there it is what the last one keeps."""
-    alone, layer = _inner(second)
-    more = _less(plain["inner"], _less(alone, layer))
-    ends = {kind: _less(end, more) for kind, end in plain.items() if kind != "layer"}
-    recompute = _minus(layer.backward_input, plain["layer"].backward_input)
-    back = replace(plain["layer"].backward_input, host_bytes=layer.backward_input.host_bytes)
-    return {"layer": replace(layer, backward_input=back, recompute=replace(recompute, host_bytes=0.0)), **ends}
+def _recomputed(second: Report, plain: ModuleWork) -> ModuleWork:
+    """A layer that is computed again, as it is besides the same layer when all is kept."""
+    _, layer = _inner(second)
+    recompute = _minus(layer.backward_input, plain.backward_input)
+    return replace(layer, backward_input=plain.backward_input, recompute=recompute)
 
 
 def _inner(second: Report) -> tuple[ModuleWork, ModuleWork]:
@@ -292,7 +289,6 @@ def _minus(work: Work, other: Work) -> Work:
         work.bytes - other.bytes,
         work.launches - other.launches,
         _joined(work.collectives, other.collectives),
-        work.host_bytes - other.host_bytes,
     )
 
 
@@ -314,8 +310,7 @@ def _work(phase: Mapping[str, Any]) -> Work:
         for hidden, calls, nbytes in _by_exposure(one)
         if axis != "pipeline" and calls  # those are the schedule's
     ]
-    moved, launches, sent = (phase[what] for what in ("memory_bound_bytes", "launches", "copy_bytes"))
-    return Work(_joined(products), moved, launches, _joined(collectives), sent)
+    return Work(_joined(products), phase["memory_bound_bytes"], phase["launches"], _joined(collectives))
 
 
 def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, int, int]]:

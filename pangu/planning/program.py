@@ -12,7 +12,16 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.orders import SCHEDULES
-from pangu.planning.layout_work import REDUCES_EACH, Plan, Shape, System, Update, assemble
+from pangu.planning.layout_work import (
+    REDUCES_EACH,
+    RESIDENT,
+    Plan,
+    Shape,
+    System,
+    Update,
+    assemble,
+    sent_to_host,
+)
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
@@ -78,6 +87,9 @@ class Program:
         pieces = _pieces(plan)
         modules = self._of(pieces["layer"], plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
+        if "activations" in plan.offload:
+            away = {kind: sent_to_host(modules[kind]) for kind in pieces}
+            modules = modules | away | {RESIDENT: modules["layer"]}
         each = modules["layer"].parameters
         twice = _words(self.config.model, plan.tensor)
         update = Update(*self._counts.update(pieces["layer"], int(each)))
@@ -222,7 +234,7 @@ def _sharding(plan: Plan) -> Sharding:
 
 
 def _pieces(plan: Plan) -> dict[str, Piece]:
-    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, "activations" in plan.offload)
+    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks)
     return {"layer": layer} | ({"recomputed": layer._replace(recompute="full")} if plan.recomputed else {})
 
 

@@ -124,7 +124,7 @@ def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, proc
         report = process.report(values(layout, *LARGER), rank)
         expected = (stages[stage].states + stages[stage].activations) * 2**30
         assert expected == pytest.approx(report["peak"], rel=OFF), stage
-        assert copied(workload, plan, stage) == pytest.approx(report["copy_bytes"], rel=0.05, abs=1e5)
+        assert copied(workload, plan, stage) == pytest.approx(report["copy_bytes"], rel=0.05, abs=4e6)
         assert workload.steps[stage].communicators == report["groups"]
         told = sent(workload, plan, stage)
         for axis, kinds in report["collectives"].items():
