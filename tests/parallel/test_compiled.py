@@ -153,7 +153,9 @@ def kept_bytes(*overrides: str) -> int:
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["selective", *(pytest.param(m, marks=pytest.mark.long) for m in ("none", "full"))]
+)
 def test_the_compiler_keeps_no_more_for_backward(recompute: str) -> None:
     """But keys of dropout, which are a hundredth in layers as narrow as these."""
     with patch.object(compiled, "BACKEND", TRACED):
