@@ -12,8 +12,8 @@ from torch.utils import deterministic as memory
 
 from pangu.config.errors import UserError
 
-WORKSPACES = (":4096:8", ":16:8")
-"""Those with which cuBLAS adds up in one order on every stream."""
+TOLD = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_NVLS_ENABLE": ("0",)}
+"""Environment variable -> values with which cuBLAS adds up in one order on every stream, and NCCL not in switches."""
 REPLACED = {
     *(f"_{name}_attention_backward" for name in ("flash", "scaled_dot_product_flash")),
     *(f"_{name}_attention_backward" for name in ("efficient", "scaled_dot_product_efficient")),
@@ -34,14 +34,12 @@ backward and single operators that no model here has, torch's documentation list
 def deterministic(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Within the block every operator adds up in an order that only its input decides: torch takes other kernels,
     Inductor times none, and NCCL leaves no sums to switches, which add in the order of arrival. To be entered before a
-    device computes and before groups are made: libraries read once what they are told. Raises UserError if cuBLAS was
+    device computes and before groups are made: libraries read once what they are told. Raises UserError if they were
     told otherwise."""
-    workspace = environment.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
-    if workspace not in WORKSPACES:
-        works = f"{' or '.join(WORKSPACES)} work, or train.deterministic=false"
-        message = f"CUBLAS_WORKSPACE_CONFIG = {workspace}: sums differ from run to run"
-        raise UserError(f"train.deterministic = True: {message}; {works}")
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    for name, values in TOLD.items():
+        if (value := environment.setdefault(name, values[0])) not in values:
+            message = f"train.deterministic = True: {name} = {value}: sums differ from run to run"
+            raise UserError(f"{message}; {name}={' or '.join(values)} works, or train.deterministic=false")
     settings: Any = memory
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
