@@ -33,7 +33,7 @@ from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
-from pangu.planning.report import describe, make_table
+from pangu.planning.report import describe
 from pangu.planning.roles import DryRunError
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
@@ -47,6 +47,7 @@ from pangu.planning.search_report import (
     run_words,
     search_data,
 )
+from pangu.planning.sharding_tables import make_table
 from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
 from pangu.topology.launch import Launch

@@ -16,7 +16,7 @@ from benchmarks.gpu_suite.setting import Setting
 from pangu.config.attention import ABILITIES
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
-from pangu.layers.kernel_timing import AttentionShape, attention_trial
+from pangu.layers.kernel_choice import AttentionShape, attention_trial
 from pangu.layers.masks import AttentionMask
 from tools.calibrate import Clock
 

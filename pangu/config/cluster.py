@@ -125,5 +125,4 @@ class ClusterConfig:
     alone: Annotated[float, Bounds(least=1)] = 1.0
     """Factor by which a device is faster while the others of its node are idle: processes that share cores."""
     host_memory_gb_s: Positive = 40.0
-    """10^9 bytes a second that the host reads and writes for one of its devices while all want it: of two sockets with
-    eight channels of DDR4 each for eight devices."""
+    """10^9 bytes a second that the host reads and writes for one of its devices while all want it."""

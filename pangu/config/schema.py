@@ -318,9 +318,8 @@ class RunConfig:
     sample: SampleConfig
     """Text sampled at the end."""
     compile: bool | Literal["auto"]
-    """torch.compile makes one code of all layers of a kind, for training, when the first step comes to it: that takes
-    minutes, the first time on a machine. Needs Triton on a GPU, a C++ compiler on a CPU. Results differ in rounding.
-    `auto`: a layer is timed at the start, compiled and not, and without compilers nothing is compiled."""
+    """torch.compile makes one code of all layers of a kind for training, which takes minutes the first time. It needs
+    Triton or, on a CPU, a C++ compiler; results differ in rounding. `auto`: a layer is timed at start, both ways."""
     profile: bool
     """Record the tenth step (the last one, if there are fewer): where its time goes on each rank, in the log, in
     summary.json and plots/profile.png; plots/profile.json, a trace that ui.perfetto.dev opens;

@@ -15,8 +15,8 @@ from pangu.metrics.text import size
 from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import device_overhead
-from pangu.planning.report import make_table
 from pangu.planning.roles import role_ranks, run_jobs
+from pangu.planning.sharding_tables import make_table
 from pangu.topology.layout import Layout
 
 WIDTH = 200

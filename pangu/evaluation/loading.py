@@ -28,7 +28,7 @@ from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.initial import replace_parameter
-from pangu.layers.kernels import attention_kernels
+from pangu.layers.kernel_choice import attention_kernels
 from pangu.models.language_model import LanguageModel, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.pipeline.runner import Runner

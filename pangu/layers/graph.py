@@ -64,12 +64,12 @@ class _GraphProduct(_Parallel):
         node = SimpleNamespace(saved_tensors=(x, weight), use=use, needs_input_grad=(True, True, has_bias))
         kind = RowBackward if self.by_rows else ColumnBackward
         grad_x, *others = kind.backward(node, grad)[:3]
-        found: list[Any] = [grad_x]
+        asked_for: list[Any] = [grad_x]
         for parameter, gradient, asked in zip((self.weight, self.bias), others, (not apart, of_bias), strict=True):
             if gradient is not None and parameter is not None and not asked:
                 parameter.backward(gradient)  # the store was not open
-            found.append(x.new_empty(0) if gradient is None or not asked else gradient)
-        return tuple(found)
+            asked_for.append(x.new_empty(0) if gradient is None or not asked else gradient)
+        return tuple(asked_for)
 
 
 class _GraphColumnProduct(_GraphProduct, ColumnParallelLinear):

@@ -1,4 +1,4 @@
-"""The attention kernels, and the choice among them."""
+"""The attention kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pangu.config.attention import obstacles
-from pangu.config.errors import ConfigError
-from pangu.config.model import ModelConfig
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.masks import AttentionMask
 
@@ -134,28 +131,3 @@ def densely_masked(kernel: type[Kernel]) -> type[Kernel]:
     """The kernel for queries whose keys lie in a cache, and for documents whose bounds nobody knows: `sdpa` in place of
     one that needs bounds, or as many queries as keys."""
     return kernel if kernel is Reference else Sdpa
-
-
-def attention_kernels(model: ModelConfig, precision: str, device: torch.device, documents: bool = False) -> list[str]:
-    """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding, but each draws different dropout masks: with dropout the first is taken; on a
-    CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
-    theirs. Raises UserError if the requested kernel cannot train this model on this device."""
-    if model.attention != "auto":
-        problems = list(obstacles(model.attention, model, precision, device.type))
-        if not problems and model.attention not in KERNELS:
-            from pangu.layers.gpu_kernels import missing
-
-            problems = list(missing(model.attention, device))
-        if problems:
-            raise ConfigError(problems)
-        return [model.attention]
-    order = ["sdpa", "reference"]
-    if device.type != "cpu":
-        from pangu.layers.gpu_kernels import candidates
-
-        masked, biased = documents or model.window is not None, model.positions in ("alibi", "relative")
-        order = candidates(device, masked or biased)
-    elif model.attention_dropout > 0:
-        order = ["reference"]
-    return [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]

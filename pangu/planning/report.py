@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.planning.states import StatePlan
@@ -13,8 +11,7 @@ from pangu.topology.layout import Layout
 def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
     """The configuration in a few lines: model, layout, what the fullest device keeps, batch and length of the run."""
     model, batch = config.model, config.batch
-    parameters = num_parameters(model)
-    tokens = batch.global_size * model.sequence
+    parameters, tokens = num_parameters(model), batch.global_size * model.sequence
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
     rows = [
@@ -44,14 +41,6 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
         ),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
-
-
-def make_table(*columns: str) -> Table:
-    """A table without lines; columns of numbers are set right."""
-    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("calls", "tensor", "sent by each rank") else "left")
-    return table
 
 
 def _kept_in(config: RunConfig, format_: str) -> str:

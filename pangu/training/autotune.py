@@ -23,8 +23,7 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
-from pangu.layers.kernel_timing import AttentionShape, attention_trial
-from pangu.layers.kernels import attention_kernels
+from pangu.layers.kernel_choice import AttentionShape, attention_kernels, attention_trial
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.models.size import layer_matrices

@@ -17,7 +17,7 @@ from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
-from pangu.layers.kernels import attention_kernels
+from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation

@@ -16,7 +16,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernels import attention_kernels
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
@@ -80,6 +79,8 @@ class Trainer:
         self.choices = None if choices is None else asdict(choices)
         """What `auto` stood for, as checkpoints hold it."""
         if choices is None:
+            from pangu.layers.kernel_choice import attention_kernels
+
             documents = config.data.packing.reset_mask
             kernel = attention_kernels(config.model, config.precision.compute, mesh.device, documents)[0]
         else:

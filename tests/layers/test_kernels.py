@@ -20,7 +20,8 @@ from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernels import QKV, MaskAndBias, attention_kernels, kernel_named
+from pangu.layers.kernel_choice import attention_kernels
+from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 from pangu.training.determinism import deterministic

@@ -1,4 +1,4 @@
-"""Trials of the attention kernels on a run's shapes."""
+"""The choice among the attention kernels: which can train a model, and their trials on a run's shapes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,40 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pangu.config.attention import obstacles
+from pangu.config.errors import ConfigError
+from pangu.config.model import ModelConfig
 from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.fp32_matmul import random
-from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
+from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
+
+
+def attention_kernels(model: ModelConfig, precision: str, device: torch.device, documents: bool = False) -> list[str]:
+    """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
+    They give the same result to rounding, but each draws different dropout masks: with dropout the first is taken; on a
+    CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
+    theirs. Raises UserError if the requested kernel cannot train this model on this device."""
+    if model.attention != "auto":
+        problems = list(obstacles(model.attention, model, precision, device.type))
+        if not problems and model.attention not in KERNELS:
+            from pangu.layers.gpu_kernels import missing
+
+            problems = list(missing(model.attention, device))
+        if problems:
+            raise ConfigError(problems)
+        return [model.attention]
+    order = ["sdpa", "reference"]
+    if device.type != "cpu":
+        from pangu.layers.gpu_kernels import candidates
+
+        masked, biased = documents or model.window is not None, model.positions in ("alibi", "relative")
+        order = candidates(device, masked or biased)
+    elif model.attention_dropout > 0:
+        order = ["reference"]
+    return [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
 
 
 @dataclass(frozen=True)
