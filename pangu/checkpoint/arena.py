@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Thread
 
 import torch
 from torch import Tensor
@@ -34,16 +34,17 @@ class _Moment(Moment):
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """`pairs`: of the host's tensors, copy and original."""
         super().__init__(device)
-        self._thread = Thread(target=_copy, args=(pairs,), name="copies for a checkpoint", daemon=True)
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "copies for a checkpoint")
+        self._copied = thread.submit(_copy, pairs)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        self._thread.join()
+        self._copied.result()
         super().wait()
 
     def precede(self) -> None:
         """The host waits for its own copies: it is who changes what is offloaded."""
-        self._thread.join()
+        self._copied.exception()  # it is the save's
         super().precede()
 
 
@@ -70,8 +71,8 @@ class Arena:
         it is kept."""
         slices = list(slices)
         if not self._keeps:
-            own = (torch.empty_like(part.tensor, dtype=_format(part.tensor)) for _, part in slices)
-            return [(name, replace(part, tensor=tensor)) for (name, part), tensor in zip(slices, own, strict=True)]
+            rooms = (torch.empty_like(part.tensor, dtype=_format(part.tensor)) for _, part in slices)
+            return [(name, replace(part, tensor=room)) for (name, part), room in zip(slices, rooms, strict=True)]
         sizes = [part.tensor.numel() * _format(part.tensor).itemsize for _, part in slices]
         places = self._places([size + -size % _ALIGNMENT for size in sizes])
         return [

@@ -78,6 +78,13 @@ def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
     assert pairs[1][0].filled
 
 
+def test_a_copy_that_fails_is_the_saves_and_not_the_steps() -> None:
+    moment = arena._Moment(CPU, [(torch.empty(2), torch.ones(3))])
+    moment.precede()
+    with pytest.raises(RuntimeError, match="size"):
+        moment.wait()
+
+
 def test_nothing_is_a_save_too() -> None:
     """Of a replica whose tensors others write."""
     copies, _ = Arena(CPU, []).copy([])
