@@ -47,9 +47,9 @@ from pangu.planning.search_report import (
     run_words,
     search_data,
 )
-from pangu.planning.sharding_tables import make_table
 from pangu.planning.stages import view_stages
 from pangu.planning.states import fullest_states
+from pangu.planning.table import make_table
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import asks_for_layout, compose

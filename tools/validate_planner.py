@@ -35,7 +35,7 @@ from pangu.planning.accuracy import (
 )
 from pangu.planning.cluster import load_clusters
 from pangu.planning.measurements import Row, read_rows
-from pangu.planning.sharding_tables import make_table
+from pangu.planning.table import make_table
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"

@@ -16,7 +16,7 @@ from pangu.planning.cluster import cluster_in
 from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import device_overhead
 from pangu.planning.roles import role_ranks, run_jobs
-from pangu.planning.sharding_tables import make_table
+from pangu.planning.table import make_table
 from pangu.topology.layout import Layout
 
 WIDTH = 200

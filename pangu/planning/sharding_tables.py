@@ -15,19 +15,12 @@ from pangu.pipeline.stages import Stages
 from pangu.planning.forecast import plan_of
 from pangu.planning.program import Program
 from pangu.planning.sharding import Part, plan_sharding
+from pangu.planning.table import make_table
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
 
 Sent = defaultdict[tuple[str, str, str], float]
 """Phase, collective and `calls`, `bytes` (of the whole tensor) or `wire` (sent by each rank) -> how many."""
-
-
-def make_table(*columns: str) -> Table:
-    """A table without lines; columns of numbers are set right."""
-    table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("calls", "tensor", "sent by each rank") else "left")
-    return table
 
 
 def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
