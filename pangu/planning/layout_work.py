@@ -127,6 +127,11 @@ class Plan(NamedTuple):
         return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
 
     @property
+    def axes(self) -> int:
+        """Axes along which there is more than one rank, each with a group that sends at least."""
+        return sum(size > 1 for size in self.layout[:4])
+
+    @property
     def steps(self) -> Pipeline:
         """Its schedule."""
         return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
@@ -276,7 +281,6 @@ def _step(
     updated = numbers / shards * update.bytes
     moved = updated * (not on_host) + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
     launches = update.launches * sum(counts[kind] for kind in ("layer", "recomputed", RESIDENT))
-    groups = sum(size > 1 for size in plan.layout[:4])
     working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * (not on_host)
     return StepWork(
         numbers,
@@ -286,6 +290,6 @@ def _step(
         host,
         updated * on_host,
         state,
-        groups,
+        plan.axes,
         update_working_bytes=working,
     )

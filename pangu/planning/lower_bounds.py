@@ -123,7 +123,7 @@ class Bounds:
         most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
         memory, working = self._space.cluster.memory, pieces.working + more if each else 0.0
         held = (each * most + working) * (1 + memory.fragmentation)
-        return (states + held) / 2**30 + device_overhead(memory, 0)
+        return (states + held) / 2**30 + device_overhead(memory, plan.axes)
 
     def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
         """Most forwards whose backward is to come on the first stage, and with these gradients of weights that are."""
