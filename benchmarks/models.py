@@ -39,7 +39,11 @@ class PlainBlock(nn.Module):
         query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.feed_forward(self.norm2(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What a block makes of tokens one by one."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
-from pangu.data.documents import find_inputs, read_documents
+from pangu.data.documents import read_documents
+from pangu.data.inputs import find_inputs
 from pangu.data.progress import progress_bar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.threads import replaced_here
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
 
 class Traffic(NamedTuple):
@@ -28,12 +28,12 @@ COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
     "all_gather_single": (ALL_GATHER, lambda whole, part: whole.nbytes),
     "all_gather": (ALL_GATHER, lambda parts, part: sum(each.nbytes for each in parts)),
     # of the kind that `EXCHANGES` says; each rank sends as much as the whole holds
-    "all_to_all_single": ("", lambda received, sent: sent.nbytes),
+    "all_to_all_single": ("", lambda received, sent, *sizes: sent.nbytes),
     "reduce_scatter_tensor": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
     "reduce_scatter_single": (REDUCE_SCATTER, lambda part, whole: whole.nbytes),
 }
-EXCHANGES = {"start_all_gather": ALL_GATHER, "start_reduce_scatter": REDUCE_SCATTER}
-"""Functions of pangu/collectives that exchange parts on gloo, and what that stands for."""
+EXCHANGES = {"start_all_gather": ALL_GATHER, "start_reduce_scatter": REDUCE_SCATTER, "start_exchange": ALL_TO_ALL}
+"""Functions of pangu/collectives that exchange parts, and what that stands for on gloo."""
 REFUSED = (
     "all_gather_object",
     "all_to_all",

@@ -97,6 +97,17 @@ def _usual_products() -> None:
 
 
 @pytest.fixture
+def empty_compiler() -> Iterator[None]:
+    """Nothing compiled before, nothing left behind."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches and forecasts of this process go by published formulas, and carry nothing out."""
     from pangu.planning import search

@@ -41,6 +41,7 @@ class Cover:
         rule: Rule,
         cost: Callable[[Mapping[str, str]], float],
         of: str | None = None,
+        of_more: Rule | None = None,
     ) -> None:
         """
         Args:
@@ -48,11 +49,16 @@ class Cover:
             rule: what cannot be together.
             cost: of a case, in new pairs that would pay for it.
             of: if given, only pairs with a value of this option are asked for.
+            of_more: of the rule, what single pairs do not tell; None: all of it.
         """
-        self._factors, self._rule, self._cost = factors, rule, cost
+        self._factors, self._rule, self._cost = factors, of_more or rule, cost
         self._chance = random.Random(0)
         self.apart = {pair for pair in all_pairs(factors) if not rule(dict(pair))}
         """Pairs that the rule forbids by themselves."""
+        self._never: dict[Choice, set[Choice]] = {(n, v): set() for n, values in factors.items() for v in values}
+        for one, other in map(tuple, self.apart):
+            self._never[one].add(other)
+            self._never[other].add(one)
         self.impossible: set[Pair] = set()
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
@@ -66,7 +72,7 @@ class Cover:
             self._wanted[other].add(one)
         while missing:
             pair = next(iter(missing))
-            tries = [] if pair in self.apart else [self._complete(dict(pair)) for _ in range(TRIES)]
+            tries = [] if pair in self.apart else [self.complete(dict(pair)) for _ in range(TRIES)]
             made = [case for case in tries if case is not None]
             if made:
                 best = max(made, key=self._worth)
@@ -83,7 +89,7 @@ class Cover:
         decided = set(case.items())
         return sum(len(self._wanted[choice] & decided) for choice in decided) / 2 - self._cost(case)
 
-    def _complete(self, case: Case) -> Case | None:
+    def complete(self, case: Case) -> Case | None:
         """The case with values for what is missing; None if there is none."""
         allowed = {}
         for name, values in self._factors.items():
@@ -102,13 +108,10 @@ class Cover:
             return len(self._wanted[name, value] & decided) - self._cost({**case, name: value})
 
         for value in sorted(self._chance.sample(allowed[name], fewest), key=worth, reverse=True):
-            whole = self._complete({**case, name: value})
+            whole = self.complete({**case, name: value})
             if whole is not None:
                 return whole
         return None
 
     def _fits(self, case: Case, name: str, value: str) -> bool:
-        choice = (name, value)
-        return not any(frozenset({choice, other}) in self.apart for other in case.items()) and self._rule(
-            {**case, name: value}
-        )
+        return self._never[name, value].isdisjoint(case.items()) and self._rule({**case, name: value})

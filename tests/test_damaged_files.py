@@ -6,7 +6,9 @@ error of another kind, an answer that takes seconds, or an escape sequence in a 
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import shutil
 import time
 from collections.abc import Callable
@@ -15,8 +17,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from pangu.checkpoint.files import Slice, checkpoint_path, commit, list_checkpoints, start, write_slices
 from pangu.checkpoint.formats.mindspore import MindSporeSource
@@ -26,8 +30,10 @@ from pangu.checkpoint.run_folder import save_config
 from pangu.config.build import build
 from pangu.config.errors import UserError, printable
 from pangu.config.schema import RunConfig
+from pangu.data.documents import documents
 from pangu.data.indexed import open_indexed
 from pangu.data.indexed_writer import IndexedWriter
+from pangu.data.inputs import read_chunks
 from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer
@@ -47,6 +53,8 @@ from tests.library import PACKING
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_shapes, random_weights
 from tools.inspect_checkpoint import main as inspect
+from tools.inspect_data import main as inspect_data
+from tools.preprocess_data import main as preprocess
 
 TEXT = "def f(x):\n    return '今天 是一个好天气' <eot> \0"
 """For tokenizers."""
@@ -111,6 +119,18 @@ def _data(folder: Path) -> None:
         damage_of_data(paths)
 
 
+def _documents(path: Path) -> None:
+    """Every document, or what stands in its place."""
+    for chunk in read_chunks([str(path)], "text"):
+        for document in documents(chunk, "text"):
+            str(document)
+
+
+def _inspect_data(folder: Path) -> None:
+    if inspect_data([str(folder / "corpus"), "--samples", "1", "--sequence", "8"]):
+        raise UserError(f"{folder / 'corpus'}.json, as the command said")
+
+
 KINDS = {
     "index": Kind("run/checkpoints/*/index.json", _checkpoint),
     "crafted index": Kind("run/checkpoints/*/index.json", _checkpoint, crafted=True),
@@ -127,8 +147,29 @@ KINDS = {
     "crafted manifest": Kind("data/manifest.json", _data, crafted=True),
     "metrics": Kind("metrics.jsonl", _metrics),
     "crafted metrics": Kind("metrics.jsonl", _metrics, crafted=True),
+    "Parquet": Kind("text.parquet", lambda folder: _documents(folder / "text.parquet")),
+    "Arrow": Kind("text.arrow", lambda folder: _documents(folder / "text.arrow")),
+    "file of Arrow": Kind("file.arrow", lambda folder: _documents(folder / "file.arrow")),
+    "packed by zstd": Kind("text.jsonl.zst", lambda folder: _documents(folder / "text.jsonl.zst")),
+    "packed by gzip": Kind("text.jsonl.gz", lambda folder: _documents(folder / "text.jsonl.gz")),
+    "packed by xz": Kind("text.jsonl.xz", lambda folder: _documents(folder / "text.jsonl.xz")),
+    "manifest of tokens": Kind("corpus.json", _inspect_data),
+    "crafted manifest of tokens": Kind("corpus.json", _inspect_data, crafted=True),
     "prompts": Kind("prompts.jsonl", lambda folder: read_prompts(folder / "prompts.jsonl")),
 }
+
+
+def _write_texts(folder: Path, texts: list[str]) -> None:
+    """The same documents in several kinds of files."""
+    table = pyarrow.table({"text": [part for text in texts for part in text.split("\n\n")[:20]]})
+    parquet.write_table(table, folder / "text.parquet", row_group_size=20)
+    for name, opened in (("text.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with pyarrow.OSFile(str(folder / name), "wb") as sink, opened(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=20)
+    lines = "\n".join(json.dumps(record) for record in table.to_pylist()).encode()
+    for suffix, packed in ((".gz", gzip.compress(lines)), (".xz", lzma.compress(lines))):
+        (folder / f"text.jsonl{suffix}").write_bytes(packed)
+    (folder / "text.jsonl.zst").write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +190,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [path.read_text(encoding="utf-8") for path in library_files("bisect.py", "textwrap.py", "heapq.py")]
     (folder / "exact.model").write_bytes(train_sentencepiece(texts, 400, "bpe"))
     (folder / "jieba.model").write_bytes(train_sentencepiece(texts, 400, "unigram", jieba=True))
+    _write_texts(folder, texts)
+    words = ("--tokenizer", "sentencepiece", "--tokenizer-path", str(folder / "exact.model"), "--workers", "1")
+    assert preprocess(["--input", str(folder / "text.jsonl.gz"), "--output", str(folder / "corpus"), *words]) == 0
     record = StepRecord(1, 100, 5.0, 0.1, 1.0, 0.1, 1000.0, 0.1, None, 0.5, 0, None)
     (folder / "metrics.jsonl").write_text(to_json(record) + "\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "今天"}\n{"prompt": "a ${b}"}\n', encoding="utf-8")

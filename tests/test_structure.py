@@ -142,9 +142,21 @@ def test_the_package_stays_small() -> None:
     speed of a host's memory; 340 products in fp8, whose scales no layout changes; 110
     saves that are copied beside the next step, into one memory; 30 sums over
     copies that hide behind backward; 420
-    layers compiled whole, and when that pays."""
+    layers compiled whole, and when that pays; 140 words as jieba has them, at twice its speed; 220 ranks that share a
+    sequence or the experts of a layer, whose weights have other replicas; 230 block-sparse
+    attention: three patterns and their keys; 890 mixtures of experts, 360 their
+    exchange between ranks; 900 attention over a
+    sequence that ranks share, in three ways, each forward and backward; 60
+    experts in the files of transformers, 70 first weights from a dense model;
+    10 gradients of words that are added to their rows;
+    1,020 text of every kind into tokens at any size: read from any place
+    on, written so that a kill costs a minute, without duplicates, with checksums;
+    150 four kinds of
+    tokenizers;
+    60 weights that change
+    during a run; 60 choices of experts without sorting, and in sequences that ranks share."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 19_970
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 24_110
 
 
 def public_names(path: Path) -> Iterator[str]:
@@ -179,8 +191,15 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 5_450, "run": 10_500}
-"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run."""
+MOST_LINES = {"trainer": 5_960, "run": 11_195}
+"""What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
+lines are two more axes: what layouts without them have of them too; 90 and
+120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
+batches, dropout and checks know of parts of sequences;
+10 kinds of
+tokenizers;
+40 weights
+that change."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

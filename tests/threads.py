@@ -183,16 +183,15 @@ class ThreadGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, out_sizes: Any = None, in_sizes: Any = None, opts: Any = None
     ) -> _Meeting:
-        assert not out_sizes
-        assert not in_sizes
-
-        def work(data: list[tuple[Tensor, Tensor]]) -> None:
-            sources = [whole.clone().chunk(self._size) for _, whole in data]
-            for at, (out, _) in enumerate(data):
-                for part, parts in zip(out.chunk(self._size), sources, strict=True):
+        def work(data: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            sources = [[part.clone() for part in parts] for _, parts in data]
+            for at, (outs, _) in enumerate(data):
+                for part, parts in zip(outs, sources, strict=True):
                     part.copy_(parts[at])
 
-        return self._meet((output.detach(), source.detach()), work)
+        whole = zip((output, source), (out_sizes, in_sizes), strict=True)
+        outs, parts = (x.detach().split(sizes or len(x) // self._size) for x, sizes in whole)
+        return self._meet((outs, parts), work)
 
     # names before torch 2.13
     _allgather_base = all_gather_single

@@ -301,7 +301,7 @@ def collective_terms(kind: str, nbytes: int, size: int, base: ClusterConfig) -> 
 def actions_of(buffer: Tensor, group: Any, size: int) -> dict[str, list[Callable[[], object]]]:
     """The collectives of layers and replicas on a buffer, each by the algorithms that autotuning chooses from."""
     shard = torch.zeros_like(buffer[: buffer.numel() // size])
-    along = AxisGroup(group, "data")
+    along = AxisGroup(group, "replicas")
     scatters = Repeated("scatter", along, buffer.numel(), buffer.dtype).algorithms
     gathers = Repeated("gather", along, buffer.numel(), buffer.dtype).algorithms
 

@@ -1,9 +1,9 @@
 """Converts a checkpoint between pangu's own format and those of Hugging Face, Megatron and MindSpore, tensor by tensor.
 
 pangu: a run folder, or a checkpoint in one; what is written is a run folder. huggingface: a folder of transformers
-(GPT-2, Llama, Mistral, Qwen2, Qwen3, PanGu-α). megatron: the folder that --load names (GPT of Megatron-Core in either
-of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with the slices, the
-strategy file and the .npy tables of PanGu-α."""
+(GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, PanGu-α). megatron: the folder that --load names (GPT of
+Megatron-Core in either of its formats, and the PanGu-α port of Megatron 1.1). mindspore: a .ckpt file, or a folder with
+the slices, the strategy file and the .npy tables of PanGu-α."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
+from pangu.data.other_tokenizers import ENCODINGS
 from pangu.data.progress import progress_bar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
@@ -98,6 +99,11 @@ def run(options: argparse.Namespace) -> None:
     config = configure(source, options.overrides, options.output)
     assert isinstance(config.data, IndexedData)
     tokenizer = config.data.tokenizer
+    if tokenizer is not None and options.target == "huggingface" and tokenizer.kind in (*ENCODINGS, "bytes"):
+        raise UserError(
+            f"data.tokenizer.kind = {tokenizer.kind}: there is no form of it for transformers; data.tokenizer=null"
+            " writes the model alone"
+        )
     if tokenizer is not None and not Path(tokenizer.path).exists():
         raise UserError(
             f"the tokenizer {tokenizer.path} does not exist; "

@@ -6,23 +6,21 @@ import argparse
 import os
 import sys
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
-import numpy as np
-from numpy.typing import NDArray
+from rich.progress import Progress
 
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
-from pangu.data.documents import add_input_arguments, batched, find_inputs, parallel_map, read_documents
-from pangu.data.indexed import bin_path, idx_path
-from pangu.data.indexed_writer import IndexedWriter
+from pangu.data.inputs import add_input_arguments, find_inputs
+from pangu.data.near_duplicates import bands_of
+from pangu.data.preprocessing import Preprocessing, Recipe, input_record, tokenizer_digest
 from pangu.data.progress import progress_bar
+from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.tokenizers import load_tokenizer
-from pangu.topology.random import random_key
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt
@@ -30,16 +28,6 @@ _EXAMPLE = """example:
   python tools/preprocess_data.py --input /tmp/text.txt --output /tmp/corpus \\
       --tokenizer sentencepiece --tokenizer-path /tmp/tokenizer.model --overwrite
 """
-_CHARACTERS_AT_ONCE = 200_000
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One document as a worker returns it."""
-
-    ids: NDArray[np.int32]
-    validation: bool
-    num_bytes: int
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -51,11 +39,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", required=True, metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
     parser.add_argument(
         "--tokenizer",
-        choices=["sentencepiece", "pangu", "huggingface"],
+        choices=get_args(get_type_hints(TokenizerConfig)["kind"]),
         default="pangu",
-        help="pangu (the default): jieba, then SentencePiece",
+        help="pangu (the default): jieba, then SentencePiece; huggingface: a folder or a tokenizer.json; gpt2: a folder"
+        " with vocab.json and merges.txt; r50k_base to o200k_base: a .tiktoken file; bytes: no file",
     )
-    parser.add_argument("--tokenizer-path", required=True, metavar="PATH", help="the .model file, or the folder")
+    parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="the file, or the folder")
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
@@ -72,60 +61,103 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FRACTION",
         help="share of the documents, chosen by a hash of their text, for PREFIX-validation (0)",
     )
+    parser.add_argument(
+        "--max-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N lines that hold no document, each named (0: the first one ends the command)",
+    )
+    parser.add_argument(
+        "--remove-duplicates", action="store_true", help="leave out documents whose text came before, to the character"
+    )
+    parser.add_argument(
+        "--remove-near-duplicates",
+        type=float,
+        metavar="SHARE",
+        help="leave out documents that have about that share of their stretches of 8 characters in common with one"
+        " before, e.g. 0.8 (MinHash; needs rensa)",
+    )
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (CPUs, at most 8)")
+    parser.add_argument(
+        "--commit-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="what a kill costs at most: the same command goes on from the last commit (60)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     options = parser.parse_args(arguments)
     if options.workers < 1:
         parser.error(f"--workers {options.workers}: must be at least 1")
     if not 0 <= options.holdout < 1:
         parser.error(f"--holdout {options.holdout}: must be at least 0 and less than 1")
+    if bool(options.tokenizer_path) == (options.tokenizer == "bytes"):
+        needed = "no" if options.tokenizer_path else "a"
+        parser.error(f"--tokenizer {options.tokenizer} needs {needed} --tokenizer-path")
+    if options.max_bad < 0:
+        parser.error(f"--max-bad {options.max_bad}: must be at least 0")
+    if options.remove_near_duplicates is not None and not 0.1 <= options.remove_near_duplicates < 1:
+        parser.error(f"--remove-near-duplicates {options.remove_near_duplicates}: must be from 0.1 to less than 1")
+    if not options.commit_every >= 0:
+        parser.error(f"--commit-every {options.commit_every}: must be at least 0")
     return options
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    """Carry out the command. Raises UserError and then leaves no file."""
-    prefixes = [options.output, *([f"{options.output}-validation"] if options.holdout else [])]
-    existing = [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
-    if existing and not options.overwrite:
-        raise UserError(f"{', '.join(existing)} exist already; choose another --output or add --overwrite")
-    files = find_inputs(options.input)
+    """Carry out the command. Raises UserError, after which the same command goes on from the last commit."""
+    inputs = find_inputs(options.input)
+    if options.remove_near_duplicates:
+        bands_of("", options.remove_near_duplicates)  # which needs a library
     config = TokenizerConfig(options.tokenizer, options.tokenizer_path)
     tokenizer = load_tokenizer(config)
-    eod = _end_of_document(options, tokenizer.eod, tokenizer.vocab_size)
-    encode = partial(encode_documents, config, eod, options.holdout)
-    batches = batched(read_documents(files, options.text_key), _CHARACTERS_AT_ONCE)
-    started, num_bytes = time.perf_counter(), 0
-    with writing(Path(options.output)), progress_bar(True) as progress, ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, tokenizer.vocab_size)) for prefix in prefixes]
-        task = progress.add_task("Encoding documents", total=None)
-        for documents in parallel_map(encode, batches, options.workers):
-            for document in documents:
-                writers[document.validation].add(document.ids)
-                num_bytes += document.num_bytes
-            progress.advance(task, len(documents))
-        _check_filled(options, writers)
+    recipe = Recipe(
+        inputs=tuple(input_record(source) for source in inputs),
+        text_key=options.text_key,
+        tokenizer=config,
+        tokenizer_digest=tokenizer_digest(options.tokenizer_path),
+        vocab=tokenizer.vocab_size,
+        eod=_end_of_document(options, tokenizer.eod, tokenizer.vocab_size),
+        holdout=options.holdout,
+        exact_duplicates=options.remove_duplicates,
+        near_duplicates=options.remove_near_duplicates,
+    )
+    started = time.perf_counter()
+    with writing(Path(options.output)), Preprocessing(options.output, recipe, options.overwrite) as work:
+        before = sum(writer.num_bytes for writer in work.writers)
+        with progress_bar(True) as progress:
+            if work.resumed:
+                done = sum(writer.num_documents for writer in work.writers)
+                progress.console.print(f"going on after {done:,} documents", highlight=False)
+            task = progress.add_task("Encoding documents", total=None)
+            work.run(
+                options.workers,
+                options.max_bad,
+                options.commit_every,
+                tell=partial(progress.advance, task),
+                warn=partial(_warn, progress),
+            )
+        num_bytes = sum(writer.num_bytes for writer in work.writers) - before
+        _check_filled(options, work.writers)
+        statistics = work.publish()
     seconds = time.perf_counter() - started
-    for prefix, writer in zip(prefixes, writers, strict=True):
-        mean = writer.num_tokens / writer.num_documents
-        print(f"{prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, {mean:.1f} per document")
+    for prefix, found in zip(work.prefixes, statistics, strict=True):
+        print(
+            f"{prefix}: {found['documents']:,} documents, {found['tokens']:,} tokens,"
+            f" {found['lengths']['mean']:.1f} per document, {found['bytes_per_token']:.2f} bytes per token"
+        )
+    for count, what in (
+        (work.progress.exact_duplicates, "duplicates"),
+        (work.progress.near_duplicates, "near duplicates"),
+        (work.progress.num_bad, "bad lines"),
+    ):
+        if count:
+            print(f"left out: {count:,} {what}")
     print(f"{num_bytes / 1e6:.2f} MB of text in {seconds:.1f} s, {num_bytes / 1e6 / seconds:.2f} MB/s")
 
 
-def encode_documents(config: TokenizerConfig, eod: int | None, holdout: float, documents: list[str]) -> list[Encoded]:
-    """What a worker does with a batch of documents."""
-    tokenizer = _tokenizer(config)
-    end = [] if eod is None else [eod]
-    return [
-        Encoded(
-            ids=np.array([*tokenizer.encode(document), *end], dtype=np.int32),
-            validation=random_key("held out", document) < holdout * 2**64,
-            num_bytes=len(document.encode()),
-        )
-        for document in documents
-    ]
-
-
-_tokenizer = cache(load_tokenizer)  # each process loads it once
+def _warn(progress: Progress, message: str) -> None:
+    progress.console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def _end_of_document(options: argparse.Namespace, eod: int | None, vocab: int) -> int | None:
@@ -139,7 +171,7 @@ def _end_of_document(options: argparse.Namespace, eod: int | None, vocab: int) -
     return eod
 
 
-def _check_filled(options: argparse.Namespace, writers: list[IndexedWriter]) -> None:
+def _check_filled(options: argparse.Namespace, writers: list[ResumableWriter]) -> None:
     """Raise UserError, while the files have no name yet, if one of them would be empty."""
     if not any(writer.num_tokens for writer in writers):
         raise UserError(f"--input {' '.join(options.input)}: there is no text in it")

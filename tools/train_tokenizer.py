@@ -13,7 +13,8 @@ from rich.progress import Progress
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import write_atomically
-from pangu.data.documents import add_input_arguments, find_inputs, read_documents
+from pangu.data.documents import read_documents
+from pangu.data.inputs import add_input_arguments, find_inputs
 from pangu.data.progress import progress_bar
 from pangu.data.vocabulary import train_sentencepiece
 

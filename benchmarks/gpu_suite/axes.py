@@ -29,7 +29,7 @@ from pangu.collectives.reduce import (
     start_reduce_scatter,
 )
 from pangu.planning.layouts import choose_layout
-from pangu.topology.layout import AXES
+from pangu.topology.layout import GROUPS
 from pangu.topology.mesh import Algorithms, Mesh
 
 SENT = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
@@ -50,8 +50,7 @@ def mesh_with_groups(values: dict[str, Any], device: torch.device) -> Iterator[M
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
-        axes = (*AXES, "shard", "gather", "copies", "ends")
-        groups = {"world": dist.group.WORLD, **{axis: mesh.new_group([0], axis) for axis in axes}}
+        groups = {"world": dist.group.WORLD, **{axis: mesh.new_group([0], axis) for axis in GROUPS}}
         algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         yield replace(mesh, groups=groups, algorithms=algorithms)
     finally:

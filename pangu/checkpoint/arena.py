@@ -28,7 +28,7 @@ def as_saved(slices: Iterable[tuple[str, Slice]]) -> Iterator[tuple[str, Slice]]
     return ((name, replace(part, tensor=part.tensor.to(_format(part.tensor)))) for name, part in slices)
 
 
-class _Moment(Moment):
+class _CopiesMade(Moment):
     """When the device has made its copies, and a thread those of the host, which training does not wait for either."""
 
     def __init__(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -91,7 +91,7 @@ class Arena:
                 if tensor.device.type == self._device.type:
                     copied.copy_(tensor.to(copied.dtype), non_blocking=True)
             # what is offloaded lies on the host
-            moment = _Moment(self._device, [pair for pair in pairs if pair[1].device.type != self._device.type])
+            moment = _CopiesMade(self._device, [pair for pair in pairs if pair[1].device.type != self._device.type])
 
         def arrived() -> Iterator[tuple[str, Slice]]:
             moment.wait()

@@ -69,8 +69,10 @@ def kept_tokenizer(run: Path, data: DataConfig) -> TokenizerConfig | None:
 
 
 def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
-    """Copy a tokenizer into a run folder, whole or not at all; returns its name there. Raises UserError if it is
-    missing, or a foreign folder's link leads out of it."""
+    """Copy a tokenizer into a run folder, whole or not at all; returns its name there, or nothing for one without
+    files. Raises UserError if it is missing, or a foreign folder's link leads out of it."""
+    if not tokenizer.path:
+        return ""
     source = Path(tokenizer.path)
     name = _TOKENIZER_FOLDER if source.is_dir() else _TOKENIZER_FILE
     if source.resolve() == (run / name).resolve():

@@ -27,16 +27,24 @@ class Abilities:
     """Values of `model.positions`."""
     scores: bool = False
     """Gives its scores away."""
+    sparse: bool = True
+    """Takes the mask of `model.sparse`."""
+    blocks: bool = False
+    """Can attend to a part of the keys, as context parallelism by gathering or in a ring asks for."""
 
 
 ABILITIES = {
-    "reference": Abilities(scores=True),
-    "sdpa": Abilities(),
+    "reference": Abilities(scores=True, blocks=True),
+    "sdpa": Abilities(blocks=True),
     "cudnn": Abilities(("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope")),
-    "flash": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope")),
+    "flash": Abilities(
+        ("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope"), sparse=False, blocks=True
+    ),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
     "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),
-    "flash_attn": Abilities(("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi")),
+    "flash_attn": Abilities(
+        ("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi"), sparse=False
+    ),
 }
 """By the values of `model.attention`."""
 
@@ -67,6 +75,8 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
         yield problem(rule, "model.attention_dropout=0 works")
     if model.positions not in can.positions:
         yield problem(f"cannot add the bias of model.positions = {model.positions} to its scores")
+    if model.sparse is not None and not can.sparse:
+        yield problem(f"cannot leave out the blocks of model.sparse.kind = {model.sparse.kind}", "flex or sdpa works")
     if model.residual_scores and not can.scores:
         yield problem("never holds the scores that model.residual_scores=true passes on", "reference works")
 

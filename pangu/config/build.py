@@ -135,8 +135,8 @@ class _Reader:
         """What is wrong with a key that a group does not have, and what would work."""
         for other in options:
             if key in hints_of(other) and (tag := tag_of(kind)) and (chosen := tag_of(other)):
-                option = f"{path}={chosen[1]}"
-                return f"there is no such key with {_join(path, tag[0])} = {tag[1]}", f"choose {option}, which has it"
+                rule = f"there is no such key with {_join(path, tag[0])} = {tag[1]}"
+                return rule, f"choose {_option(path, chosen)}, which has it"
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         if close:
             return "there is no such key", f"did you mean {_join(path, close[0])}?"
@@ -225,7 +225,12 @@ def _tags(options: tuple[Any, ...]) -> tuple[Any, str]:
 def _choices(options: tuple[Any, ...], path: str) -> str:
     """How a group is chosen, if there are several."""
     tags = [tag for option in options if (tag := tag_of(option))]
-    return f"{' or '.join(f'{path}={word}' for _, word in tags)} works" if len(tags) > 1 else ""
+    return f"{' or '.join(_option(path, tag) for tag in tags)} works" if len(tags) > 1 else ""
+
+
+def _option(path: str, tag: tuple[str, str]) -> str:
+    """How one of several dataclasses is chosen: a group of keys by a file of it, what lies in a group by its tag."""
+    return f"{path}.{tag[0]}={tag[1]}" if "." in path else f"{path}={tag[1]}"
 
 
 def _number(value: Any) -> float | None:

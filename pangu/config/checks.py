@@ -14,6 +14,7 @@ from pangu.config.errors import ConfigError, Problem
 from pangu.config.layout_checks import any_of, data_size, divisors_near, layout_problems, multiples_near
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
+from pangu.config.sparse import FixedSparsity
 
 MINIMUM_STDLIB_VOCAB = 512
 """256 bytes, ten special pieces and the characters of Python sources need about this many pieces."""
@@ -49,7 +50,7 @@ def find_model_problems(model: ModelConfig) -> list[Problem]:
 
 def contradictions(model: ModelConfig) -> list[Problem]:
     """What is wrong between the keys of an architecture, whatever computes it."""
-    rules = (_heads, _rotation, _scaling, _distances, _query_layer)
+    rules = (_heads, _rotation, _scaling, _distances, _sparse, _query_layer, _experts)
     return [problem for rule in rules for problem in findings(rule, model)]
 
 
@@ -96,11 +97,25 @@ def _distances(model: ModelConfig) -> Iterator[Problem]:
             yield Problem("model.relative_distance", furthest, rule, f"{4 * buckets} works")
 
 
+def _sparse(model: ModelConfig) -> Iterator[Problem]:
+    sparse = model.sparse
+    if isinstance(sparse, FixedSparsity) and sparse.global_blocks > sparse.local_blocks:
+        rule = f"must not be above model.sparse.local_blocks = {sparse.local_blocks}, of which they are the last"
+        yield Problem("model.sparse.global_blocks", sparse.global_blocks, rule, "1 works")
+
+
 def _query_layer(model: ModelConfig) -> Iterator[Problem]:
     if model.kind == "gpt" and model.final_norm == "after_query":
         yield Problem("model.final_norm", "after_query", "GPT has no query layer", "before_query works")
     if model.kind == "pangu" and model.layers == 1:
         yield Problem("model.layers", 1, "PanGu-α needs a block below its query layer", "2 or more work")
+
+
+def _experts(model: ModelConfig) -> Iterator[Problem]:
+    if model.experts is not None or model != model.without_experts:
+        from pangu.config.expert_checks import expert_problems
+
+        yield from expert_problems(model)
 
 
 def _kernel(config: RunConfig) -> Iterator[Problem]:
@@ -219,9 +234,20 @@ def _files(config: RunConfig) -> Iterator[Problem]:
     if not data.train and not config.dry_run:
         works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
         yield Problem("data.train", [], "names no files", works)
-    if data.weights is not None and len(data.weights) != len(data.train):
-        rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
-        yield Problem("data.weights", data.weights, rule, "null: in proportion to their tokens")
+    later = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(data.later_weights)]
+    for key, weights in (("data.weights", data.weights), *later):
+        if weights is not None and len(weights) != len(data.train):
+            rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
+            yield Problem(key, weights, rule, "data.weights=null: in proportion to their tokens")
+        elif weights is not None and not any(weights):
+            yield Problem(key, weights, "one of them must be above 0")
+    samples = [stage.sample for stage in data.later_weights]
+    if samples != sorted(set(samples)):
+        yield Problem("data.later_weights", samples, "each `sample` must be larger than the one before")
+    if data.tokenizer is not None and bool(data.tokenizer.path) == (data.tokenizer.kind == "bytes"):
+        kind = data.tokenizer.kind
+        rule = "bytes have no file" if kind == "bytes" else f"a tokenizer of kind {kind} has a file or a folder"
+        yield Problem("data.tokenizer.path", data.tokenizer.path, rule)
 
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
@@ -246,6 +272,10 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "none"):
         rule = f"a run that continues checkpoint.resume = {checkpoint.resume} has its weights from there"
         yield Problem("checkpoint.init_from", checkpoint.init_from, rule, "null works, or checkpoint.resume=auto")
+    if checkpoint.upcycle:
+        from pangu.config.expert_checks import upcycling_problems
+
+        yield from upcycling_problems(checkpoint, config.model)
     if checkpoint.every > 0 and checkpoint.keep_every % checkpoint.every:
         near = multiples_near(checkpoint.every, checkpoint.keep_every)
         rule = f"must be a multiple of checkpoint.every = {checkpoint.every}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pangu.config.bounds import Bounds, Filename, Natural, Positive
+from pangu.config.bounds import Bounds, Count, Filename, Natural, NotNegative
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,21 @@ class PackingConfig:
     """Ids that end a generated text beside `eod`, e.g. a chat model's end of turn; in samples they are as any other."""
 
 
+Encoding = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base"]
+"""tiktoken's."""
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Turns text into ids."""
 
-    kind: Literal["sentencepiece", "pangu", "huggingface"]
+    kind: Literal["sentencepiece", "pangu", "huggingface", "gpt2", Encoding, "bytes"]
     """`sentencepiece`: the model file as it is; `pangu`: jieba, then SentencePiece, as PanGu-α's corpus was made;
-    `huggingface`: a local folder that transformers' AutoTokenizer loads."""
-    path: Filename
-    """The `.model` file, or the folder."""
+    `huggingface`: a local folder that transformers' AutoTokenizer loads, or a tokenizer.json; `gpt2`: a folder with
+    vocab.json and merges.txt; `r50k_base` to `o200k_base`: a .tiktoken file with that encoding; `bytes`: those of
+    UTF-8, and 256 as the end of a document."""
+    path: str = ""
+    """The file or the folder; `bytes` has none."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,16 @@ class StdlibData:
 
 
 @dataclass(frozen=True)
+class LaterWeights:
+    """A blend that takes over from another one."""
+
+    sample: Count
+    """Number of the first sample that is drawn so: samples are counted from 0, `batch.global_size` of them a step."""
+    weights: tuple[NotNegative, ...]
+    """One for each prefix of `data.train`; 0: nothing of it is drawn. Each prefix goes on where it was."""
+
+
+@dataclass(frozen=True)
 class IndexedData:
     """Indexed token files (`PREFIX.bin` and `PREFIX.idx`, Megatron's format), as tools/preprocess_data.py writes."""
 
@@ -59,7 +75,7 @@ class IndexedData:
     """Selects the data source."""
     train: tuple[Filename, ...]
     """Prefixes, e.g. [/data/web, /data/books]."""
-    weights: tuple[Positive, ...] | None
+    weights: tuple[NotNegative, ...] | None
     """One for each prefix of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
     validation: tuple[Filename, ...]
     """Prefixes of held-out data, read in proportion to their tokens; may be empty if `validation.every` is 0."""
@@ -67,6 +83,9 @@ class IndexedData:
     """Used to sample text from the model; null samples nothing."""
     packing: PackingConfig
     """Documents, masks and padding."""
+    later_weights: tuple[LaterWeights, ...] = ()
+    """Weights from some sample on, e.g. [{sample: 100000, weights: [0.5, 0.5]}]. A resumed run may get more of them,
+    and prefixes that had the weight 0: what was drawn before stays what it was."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,19 @@ MOST_FORWARDS = 2**15
 
 def layout_problems(config: RunConfig, world: int) -> list[Problem]:
     """What is wrong with the layout of a configuration, on a number of processes."""
-    rules = (_tensor, _shared_sequence, _pipeline, _zero, _fp8)
+    rules = (_tensor, _shared_sequence, _context, _pipeline, _zero, _fp8)
     problems = [problem for rule in rules for problem in findings(rule, config)] + findings(_devices, config, world)
-    return problems or findings(_batch, config, world)
+    return problems or findings(_batch, config, world) + findings(_experts, config, world)
 
 
 def data_size(config: RunConfig, world: int) -> int:
     """`parallel.data`, or what `world` leaves for it."""
-    return config.parallel.data or max(1, world // (config.parallel.tensor * config.parallel.pipeline))
+    return config.parallel.data or max(1, world // one_copy(config))
+
+
+def one_copy(config: RunConfig) -> int:
+    """Devices that hold one copy of the model, or share its sequences."""
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
 
 
 def _tensor(config: RunConfig) -> Iterator[Problem]:
@@ -36,7 +41,11 @@ def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False) -> 
     """What keeps `tensor` devices from sharing every matrix of a model, and with `sequence` what is between them."""
     # a number that divides the key heads divides the query heads too
     key = "heads" if model.kv_heads is None else "kv_heads"
-    cut = {f"model.{key} = ": getattr(model, key), "the feed-forward width ": model.ffn_size}
+    cut = {f"model.{key} = ": getattr(model, key)}
+    if len(model.expert_layers) < model.layers:
+        cut["the feed-forward width "] = model.ffn_size
+    if model.experts is not None:
+        cut["an expert's width "] = model.expert_size
     if sequence:
         cut["model.sequence = "] = model.sequence
     wrong = [f"{name}{size}" for name, size in cut.items() if size % tensor]
@@ -52,9 +61,20 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
     if parallel.tensor == 1 and parallel.sequence:
         rule = "has nothing to share with parallel.tensor = 1"
         yield Problem("parallel.sequence", True, rule, "false works, or a larger parallel.tensor")
-    if parallel.tensor == 1 and parallel.overlap_chunks > 1:
+    if parallel.tensor == parallel.expert == 1 and parallel.overlap_chunks > 1:
         rule = "has no communication to hide with parallel.tensor = 1"
         yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
+
+
+def _context(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.context > 1:
+        from pangu.config.context import context_problems
+
+        yield from context_problems(config)
+    elif parallel.context_kind != "auto":
+        rule, works = "has nothing to exchange with parallel.context = 1", "auto works, or a larger parallel.context"
+        yield Problem("parallel.context_kind", parallel.context_kind, rule, works)
 
 
 def _pipeline(config: RunConfig) -> Iterator[Problem]:
@@ -80,16 +100,21 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
 
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     """Sizes of products that no kernel takes; in fp64 they are emulated."""
+    if config.precision.matmul == "fp8" and config.model.experts is not None:
+        rule = f"model.experts = {config.model.experts}, whose products are not done in fp8"
+        yield Problem("precision.matmul", "fp8", rule, "precision=bf16 works")
+        return
     if config.precision.matmul != "fp8" or config.precision.compute == "fp64":
         return
-    model, ranks = config.model, config.parallel.tensor
+    model, ranks, context = config.model, config.parallel.tensor, config.parallel.context
     share = "" if ranks == 1 else f" on each of parallel.tensor = {ranks} ranks"
+    shared = "" if context == 1 else f" / parallel.context = {context}"
     sizes = {
         "model.hidden": model.hidden,
         f"the queries' width{share}": model.query_size // ranks,
         f"the keys' and values' width{share}": 2 * model.kv_size // ranks,
         f"the feed-forward width{share}": model.ffn_size // ranks,
-        "batch.micro_size x model.sequence": config.batch.micro_size * model.sequence,
+        f"batch.micro_size x model.sequence{shared}": config.batch.micro_size * model.sequence // context,
     }
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]:
         rule = f"needs multiples of {FP8_MULTIPLE}: {', '.join(wrong)}"
@@ -100,9 +125,11 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
     parallel = config.parallel
     if config.dry_run:
         return
-    one_model = parallel.tensor * parallel.pipeline
-    keys = "parallel.tensor, parallel.pipeline" + (", parallel.data" if parallel.data else "")
-    values = f"{parallel.tensor}, {parallel.pipeline}" + (f", {parallel.data}" if parallel.data else "")
+    one_model = one_copy(config)
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    sizes |= {"context": parallel.context} if parallel.context > 1 else {}
+    sizes |= {"data": parallel.data} if parallel.data else {}
+    keys, values = ", ".join(f"parallel.{name}" for name in sizes), ", ".join(map(str, sizes.values()))
     least = one_model * (parallel.data or 1)
     if world < least:
         yield Problem(
@@ -120,9 +147,11 @@ def _devices(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
     batch, group, data = config.batch, config.parallel.zero_group, data_size(config, world)
-    if group is not None and data % group:
-        near = any_of(divisors_near(data, group))
-        yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}", near)
+    replicas = data * config.parallel.context
+    if group is not None and replicas % group:
+        near = any_of(divisors_near(replicas, group))
+        shared = f" x parallel.context = {replicas}" if replicas > data else ""
+        yield Problem("parallel.zero_group", group, f"must divide the data-parallel size {data}{shared}", near)
     unit = batch.micro_size * data
     if batch.global_size % unit:
         rule = f"must be a multiple of batch.micro_size x data-parallel size = {batch.micro_size} x {data} = {unit}"
@@ -137,6 +166,13 @@ def _batch(config: RunConfig, world: int) -> Iterator[Problem]:
         rule = f"makes {accumulation:,} micro-batches{through} in a step; {MOST_FORWARDS // chunks:,} are possible"
         works = f"{MOST_FORWARDS // chunks * unit} works, or a larger batch.micro_size"
         yield Problem("batch.global_size", batch.global_size, rule, works)
+
+
+def _experts(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.expert > 1 or config.parallel.expert_tensor is not None:
+        from pangu.config.expert_layout import spread_problems
+
+        yield from spread_problems(config, data_size(config, world) * config.parallel.context)
 
 
 def divisors_near(number: int, near: int) -> list[int]:

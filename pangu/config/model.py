@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from pangu.config.bounds import Bounds, Count, Length, Positive, Share
+from pangu.config.bounds import Bounds, Count, Length, Natural, NotNegative, Positive, Share
+from pangu.config.sparse import SparseConfig
 
 MOST_LAYERS = 1000
 """Of the deepest Transformers that were trained (DeepNet, Wang et al. 2022)."""
@@ -24,6 +25,40 @@ class RopeScaling:
     """Turns from which on a pair is fast; between the two the frequency is interpolated."""
     original_sequence: Length
     """Tokens in a sample of pretraining."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a mixture-of-experts layer sends tokens to experts, and keeps their loads alike."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the logits of a token, in fp32: `softmax` over all experts (Shazeer et al. 2017), or each expert's `sigmoid`
+    (DeepSeek-V3, arXiv 2412.19437)."""
+    normalised: bool = True
+    """The weights of a token's experts are divided by their sum, as Mixtral and DeepSeek-V3 do."""
+    scale: Positive = 1.0
+    """Factor of the weights, as DeepSeek's `routed_scaling_factor`."""
+    selection: Literal["top", "group_limited", "each_group"] = "top"
+    """Where a token's experts may be: `top`: those with the best scores; `group_limited`: the best of the
+    `groups_per_token` groups that it likes best, by the sum of the two best scores in each (DeepSeek-V3);
+    `each_group`: equally many of every group (Pangu Pro MoE, arXiv 2505.21411). Of equal scores the first expert."""
+    groups: Count = 1
+    """Groups of neighbouring experts; must divide `model.experts`. 1 with `selection` = top."""
+    groups_per_token: Count | None = None
+    """With `group_limited`, groups that a token's experts lie in at most. Must be null with other selections."""
+    balance: Literal["none", "sequence", "global", "bias"] = "sequence"
+    """`sequence`: a loss of each sequence, number of experts x sum over experts of (share of choices x mean score)
+    (Fedus et al. 2021, section 2.2; DeepSeek-V3, equation 17), a mean over the sequences of the global batch; `global`:
+    the same with the shares of the global batch of the step before; `bias`: no loss, but a number beside each expert's
+    score where experts are chosen, which falls while the expert has more than the mean load (DeepSeek-V3, section
+    2.1.2); `none`."""
+    balance_weight: NotNegative = 0.01
+    """Factor of the loss of `sequence` and `global`."""
+    bias_rate: NotNegative = 0.001
+    """What a step adds to or takes from the number of `bias`."""
+    z_loss: NotNegative = 0.0
+    """Factor of the mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, section
+    3.3)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +140,64 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """With `rope`, slows the slow pairs down for texts longer than those of pretraining; null: none are. Must be null
     with other positions."""
+    sparse: SparseConfig | None = None
+    """Block-sparse attention: a query sees the keys of some blocks only, counted from the start of its document, and of
+    these what `window` leaves; null: all. FlexAttention skips the others, other kernels mask them."""
+
+    experts: Count | None = None
+    """Routed experts of a mixture-of-experts layer, each a feed-forward layer; null: all layers are dense."""
+    experts_per_token: Count | None = None
+    """Routed experts that compute a token; null means 2. Must be null without `experts`."""
+    expert_ffn: Annotated[int, Bounds(least=1, most=2**24)] | None = None
+    """Width of one expert; null means the width of a dense layer. Must be null without `experts`."""
+    shared_experts: Natural = 0
+    """Experts that compute every token, beside the routed ones: one feed-forward layer of so many times `expert_ffn`.
+    Must be 0 without `experts`."""
+    dense_layers: Natural = 0
+    """Layers, from the first on, that stay dense. PanGu-α's query layer is dense whatever this says."""
+    expert_every: Count = 1
+    """Of so many layers after those, each time the last one has experts; 1: all have."""
+    expert_capacity: Positive | None = None
+    """In training an expert computes so many times its even share of each sequence at most; what the sequence sends it
+    beyond that, in the order of tokens, passes by (Lepikhin et al. 2020). null: nothing is dropped."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """Must be as it is without `experts`."""
+
+    @property
+    def without_experts(self) -> ModelConfig:
+        """The same model with dense layers only."""
+        return replace(
+            self,
+            experts=None,
+            experts_per_token=None,
+            expert_ffn=None,
+            shared_experts=0,
+            dense_layers=0,
+            expert_every=1,
+            expert_capacity=None,
+            router=RouterConfig(),
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        place = layer - self.dense_layers
+        is_expert = place >= 0 and place % self.expert_every == self.expert_every - 1
+        return self.experts is not None and is_expert and layer != self.query_layer
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
+
+    @property
+    def num_chosen(self) -> int:
+        """Routed experts of a token with the default filled in."""
+        return self.experts_per_token if self.experts_per_token is not None else 2
+
+    @property
+    def expert_size(self) -> int:
+        """Width of one expert with the default filled in."""
+        return self.expert_ffn if self.expert_ffn is not None else self.ffn_size
 
     @property
     def ffn_size(self) -> int:

@@ -34,6 +34,14 @@ class ParallelConfig:
     """Layers of each chunk, in model order; null: cut so that all take equal time, the head counted."""
     data: Length | None
     """Replicas that share the batch (data parallelism); null means all devices that remain."""
+    context: Length
+    """Devices that share every sequence through the whole model (context parallelism), each with a part of its
+    beginning and one of its end; twice this number divides `model.sequence`."""
+    context_kind: Literal["auto", "gather", "ring", "ulysses"]
+    """How attention meets the tokens of other devices. `gather`: all keys and values come at once; `ring`: those of one
+    device after the other, while attention to the last ones is computed; `ulysses`: each device gets all tokens for
+    some of the heads, whose number (on a tensor-parallel device) `context` divides. `auto`: `ulysses` where it can and
+    sends less than `gather`, otherwise `gather`."""
     sequence: bool
     """Sequence parallelism: the tensor-parallel devices also share norms, dropout and residuals, each with its part of
     the sequence."""
@@ -41,11 +49,11 @@ class ParallelConfig:
     """Parts along the sequence that products with shared matrices are cut into, so that the communication of one hides
     behind the product of another. 1: products are not cut."""
     zero: Literal[0, 1, 2, 3]
-    """ZeRO stage: what is sharded over the data-parallel replicas. 0 nothing, 1 optimizer state, 2 also gradients,
-    3 also parameters."""
+    """ZeRO stage: what is sharded over the replicas, `data` x `context`. 0 nothing, 1 optimizer state, 2 also
+    gradients, 3 also parameters."""
     zero_group: Length | None
     """Replicas that share optimizer state, gradients and parameters among them, e.g. those of a node (hybrid sharding);
-    a divisor of the data-parallel size. null: all replicas."""
+    a divisor of `data` x `context`. null: all replicas."""
     bucket_mib: Positive | None
     """Layers are joined to buckets of about this many MiB of fp32 gradients; a bucket is what is communicated at once.
     null: 25 with `zero=0`, otherwise one layer; with `zero` 0 and 1 at least 4 for each replica that gets a piece."""
@@ -61,6 +69,15 @@ class ParallelConfig:
     auto: bool
     """The planner chooses this group, `batch.micro_size`, `memory.recompute` and `memory.offload` for the devices of
     `cluster`, or for those that the run finds; what is given on the command line is kept."""
+
+    # Younger than the first run folders, whose config.yaml lacks them.
+    expert: Length = 1
+    """Devices, neighbours of one stage, that share the experts of each layer (expert parallelism): each has as many of
+    them, and tokens travel to their experts and back. A divisor of the replicas; with `expert_tensor=1` of the devices
+    of a stage."""
+    expert_tensor: Length | None = None
+    """Tensor-parallel devices that share each expert. null: all `tensor` of them; 1: none, so that each device has
+    whole experts and sends a part of the tokens to them."""
 
     def bucket_bytes(self, replicas: int) -> float:
         """`bucket_mib` in bytes, or what null means for so many replicas: a million numbers each, as in Megatron-LM."""
@@ -223,6 +240,11 @@ class CheckpointConfig:
     init_from: Filename | None
     """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
     folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
+    # younger than the first run folders, whose config.yaml lacks it
+    upcycle: bool = False
+    """The checkpoint of `init_from` is of the same model without experts: each expert begins as a copy of the dense
+    feed-forward layer in its place (Komatsuzaki et al. 2022), and the router as in a new run. The first logits are
+    those of the dense model, as the weights of a token's experts add up to 1."""
 
 
 @dataclass(frozen=True)

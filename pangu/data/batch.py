@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor
 
 from pangu.config.data import PackingConfig
 
+if TYPE_CHECKING:
+    from pangu.topology.context import ContextRank
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. All tensors but `bounds` are [batch, sequence]."""
+    """One micro-batch. All tensors but `bounds` are [batch, sequence], or parts of that."""
 
     tokens: Tensor
     """int64."""
@@ -35,6 +38,17 @@ class Batch:
     bounds: Tensor | None = None
     """Where each of `documents` begins in the flattened micro-batch, then where the last one ends, over and over: int32
     [2^n + 1]. None: not known."""
+    part: ContextRank | None = None
+    """Which part of the sequence tokens, labels, weights and positions are, where ranks share it; documents are always
+    those of all tokens. None: all of it."""
+
+    def cut(self, part: ContextRank | None) -> Batch:
+        """A part of the sequence; None: all of it."""
+        if part is None:
+            return self
+        names = ("tokens", "labels", "weights", "positions")
+        cut: dict[str, Any] = {name: part.cut(getattr(self, name), 1) for name in names}
+        return replace(self, **cut, part=part)
 
     def to(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]] | None = None) -> Batch:
         """The same on a device. The host does not wait for the copies, which are queued within what `beside` returns,

@@ -1,149 +1,134 @@
-"""Reading text documents from the files people have, and passing them through several processes."""
+"""From chunks of text files and tables to documents; what is none is named by its place."""
 
 from __future__ import annotations
 
-import argparse
-import glob
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
-from pathlib import Path
-from threading import Thread
-from typing import TypeVar
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from pangu.config.errors import UserError, reading
+from pangu.config.errors import UserError, shown
+from pangu.data.inputs import Chunk, read_chunks
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-"""Suffix -> loader of the `datasets` library; `.txt` is read without it."""
-
-_KNOWN = {".txt", *READERS}
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
-def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --input and --text-key, the arguments of `find_inputs` and `read_documents`."""
-    kinds = f".txt (documents separated by blank lines), {', '.join(READERS)}"
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=f"files, folders or globs: {kinds}")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+class Document(NamedTuple):
+    text: str
+    size: int
+    """Bytes of UTF-8."""
 
 
-def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError for
-    one without files or for a file of an unknown kind."""
-    inputs: dict[Path, None] = {}
-    for pattern in patterns:
-        path = Path(pattern)
-        # pathlib's own glob takes no absolute patterns
-        globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-        matches = [path] if path.exists() else [Path(match) for match in globbed]
-        if not matches:
-            raise UserError(f"--input {pattern}: no such file or folder")
-        for match in matches:
-            if match.is_dir():
-                files = sorted(file for file in match.rglob("*") if file.suffix in _KNOWN and file.is_file())
-                if not files:
-                    raise UserError(f"--input {match}: the folder holds no {', '.join(sorted(_KNOWN))} file")
-                inputs.update(dict.fromkeys(files))
-            elif match.suffix in _KNOWN:
-                inputs[match] = None
-            else:
-                raise UserError(f"--input {match}: its kind is unknown; known are {', '.join(sorted(_KNOWN))}")
-    return list(inputs)
+class BadLine(NamedTuple):
+    """A line or record that holds no document."""
+
+    source: str
+    line: int
+    """From 1."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
 
 
-def read_documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    """The documents of the files, without blank ones. Blank lines separate those of a `.txt` file; records of the other
-    kinds have their text under `text_key`. Raises UserError, naming the file, if one cannot be read."""
-    for file in files:
-        documents = _read_text(file) if file.suffix == ".txt" else _read_records(file, text_key)
-        yield from (document for document in documents if document.strip())
+def read_documents(inputs: Sequence[str], text_key: str) -> Iterator[str]:
+    """The documents of inputs, without blank ones. Raises UserError, naming the input, if one cannot be read or has a
+    line that is none."""
+    for chunk in read_chunks(inputs, text_key):
+        for document in documents(chunk, text_key):
+            if isinstance(document, BadLine):
+                raise UserError(str(document))
+            yield document.text
 
 
-def _read_text(path: Path) -> Iterator[str]:
-    lines: list[str] = []
+def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
+    """What a chunk holds, without blank documents."""
+    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records}[chunk.kind]
+    for line, text in read(chunk, text_key):
+        if isinstance(text, BadLine):
+            yield text
+        elif text and not text.isspace():
+            try:
+                yield Document(text, len(text.encode()))
+            except UnicodeEncodeError:
+                yield BadLine(chunk.source, line, "its text holds half of a surrogate pair, which is no character")
+
+
+def _between_blank_lines(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
+    content: bytes = chunk.content
     try:
-        with reading(path), path.open(encoding="utf-8-sig") as file:
-            for line in file:
-                if line.strip():
-                    lines.append(line)
-                elif lines:
-                    yield "".join(lines).rstrip("\n")
-                    lines = []
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8; convert it first, e.g. iconv -f GB18030 -t UTF-8") from error
-    if lines:
-        yield "".join(lines).rstrip("\n")
-
-
-def _read_records(path: Path, text_key: str) -> Iterator[str]:
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # the library's readers raise many kinds of errors
-    with reading(path, Exception, rule=f"cannot be read as {READERS[path.suffix]}"):
-        path.open("rb").close()  # the library does not say which file is missing
-        name = glob.escape(str(path))
-        records = datasets.load_dataset(READERS[path.suffix], data_files=name, split="train", streaming=True)
-        for record in records:
-            if not isinstance(record.get(text_key), str):
-                raise UserError(
-                    f"{path}: a record has no text under {text_key!r}; it has {sorted(record)}; see --text-key"
-                )
-            yield record[text_key]
-
-
-def batched(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Lists of consecutive documents, of at least `characters` each but the last."""
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map` over several processes, in order, with only a few items in memory; one worker means this process. The
-    workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
-    killed."""
-    if workers == 1:
-        yield from map(function, items)
+        texts = _paragraphs(content.decode("utf-8-sig" if chunk.first == 1 else "utf-8"))
+    except UnicodeDecodeError:
+        yield from _one_by_one(chunk)
         return
-    # Forking is unsafe beside the threads of progress bars and tokenizers.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
-        pending: deque[Future[Result]] = deque()
+    for text in texts:
+        yield chunk.first, text
+
+
+def _paragraphs(text: str) -> list[str]:
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return [part.strip("\n") for part in _BLANK_LINES.split(f"\n{text}\n")]
+
+
+def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
+    """The documents of a text that is not UTF-8 throughout."""
+    content: bytes = chunk.content
+    begin, line = 0, chunk.first
+    stops = [match.end() for match in re.finditer(rb"\n\s*\n", content)]
+    for stop in (*stops, len(content)):
+        part = content[begin:stop]
         try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) >= 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process was killed, most likely for lack of memory; use fewer --workers"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for text in _paragraphs(part.decode()):
+                yield line, text
+        except UnicodeDecodeError as error:
+            place = line + part.count(b"\n", 0, error.start)
+            reason = "is not UTF-8; convert the file first, e.g. iconv -f GB18030 -t UTF-8"
+            yield place, BadLine(chunk.source, place, reason)
+        begin, line = stop, line + part.count(b"\n")
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent ends: a parent that was killed cannot say so, and its workers would wait for
-    work for ever."""
-    parent = parent_process()
-    assert parent is not None
+def _in_lines(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+    for line, content in enumerate(chunk.content.split(b"\n"), chunk.first):
+        if not content.strip():
+            continue
+        try:
+            record = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"is not JSON ({shown(str(error))})"
+            yield line, BadLine(chunk.source, line, reason)
+            continue
+        yield line, _text_of(record, key, chunk.source, line)
 
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
 
-    Thread(target=wait, name="parent", daemon=True).start()
+def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
+    if not isinstance(record, dict):
+        return BadLine(source, line, "is no JSON object")
+    text = record.get(key)
+    if isinstance(text, str):
+        return text
+    return BadLine(source, line, f"has no text under {key!r}; it has {shown(sorted(record))}; see --text-key")
+
+
+def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+    for line, text in enumerate(_values(chunk.content), chunk.first):
+        if isinstance(text, str):
+            yield line, text
+        else:
+            yield line, BadLine(chunk.source, line, f"has no text under {key!r}, but {shown(text)}")
+
+
+def _values(column: Any) -> list[object]:
+    if isinstance(column, list):
+        return column
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # a library wrote something else there, or the file is damaged
+        return [_decoded(value) for value in column.cast("large_binary").to_pylist()]
+
+
+def _decoded(value: bytes | None) -> object:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value

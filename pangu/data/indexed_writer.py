@@ -14,6 +14,25 @@ from numpy.typing import NDArray
 from pangu.config.files import NewFile
 from pangu.data.indexed import FORMATS, HEADER, MAGIC, bin_path, idx_path, token_format
 
+_AT_ONCE = 1 << 20
+"""Lengths that are in memory at once while an index is written."""
+
+
+def write_index(file: BinaryIO, number_format: np.dtype[np.integer], lengths: NDArray[np.int32]) -> None:
+    """The contents of an `.idx` file for documents of these lengths, each one sequence."""
+    code = next(code for code, name in FORMATS.items() if np.dtype(name) == number_format)
+    file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+    parts = range(0, len(lengths), _AT_ONCE)
+    for begin in parts:
+        file.write(lengths[begin : begin + _AT_ONCE].astype("<i4").tobytes())
+    start = 0
+    for begin in parts:
+        stops = start + np.cumsum(lengths[begin : begin + _AT_ONCE], dtype="<i8") * number_format.itemsize
+        file.write(np.concatenate([np.array([start], dtype="<i8"), stops[:-1]]).tobytes())
+        start = int(stops[-1])
+    for begin in range(0, len(lengths) + 1, _AT_ONCE):
+        file.write(np.arange(begin, min(begin + _AT_ONCE, len(lengths) + 1), dtype="<i8").tobytes())
+
 
 class IndexedWriter:
     """Writes one pair of files, one sequence per document. A context manager: the files get their names when the block
@@ -45,7 +64,7 @@ class IndexedWriter:
         """Flush both files to disk and give them their names, the index last, for it makes the pair readable."""
         try:
             self._new.append(NewFile(self._idx))
-            self._write_index(self._new[1].file)
+            write_index(self._new[1].file, self._format, np.array(self._lengths, dtype="<i4"))
             for new in self._new:
                 new.finish()
             # An old index must not outlive its tokens: a kill between the two renames would pair old with new.
@@ -59,15 +78,6 @@ class IndexedWriter:
         """Remove what has no name yet."""
         for new in self._new:
             new.discard()
-
-    def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        stops = np.cumsum(lengths, dtype="<i8") * self._format.itemsize
-        code = next(code for code, name in FORMATS.items() if np.dtype(name) == self._format)
-        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
-        file.write(lengths.tobytes())
-        file.write((stops - lengths * np.int64(self._format.itemsize)).tobytes())
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
     def __enter__(self) -> Self:
         return self

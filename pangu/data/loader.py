@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -51,16 +52,20 @@ class Loader:
         # a new thread would work with the first device
         start = None if self._device.type == "cpu" else partial(torch.accelerator.set_device_index, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader", initializer=start)
+        self.waited_s = 0.0
+        """Seconds that `micro_batches` took the last time: what reading ahead did not hide."""
         self._ahead: tuple[int, Future[tuple[list[Batch], torch.Event | None]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
+        began = time.perf_counter()
         if self._ahead is None or self._ahead[0] != consumed:
             self._abandon()
             self._read(consumed)
         assert self._ahead is not None
         batches, arrival = self._ahead[1].result()
         self._copies.wait(arrival)
+        self.waited_s = time.perf_counter() - began
         self._read(consumed + self._sizes[0])
         return batches
 

@@ -66,7 +66,7 @@ class Blend:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Dataset of a sample and its index within that dataset."""
-        counts = self._counts(sample)
+        counts = self.counts(sample)
         dataset = self._deal(sample, counts)
         self._cursor = (sample + 1, tuple(counts))
         return dataset, counts[dataset] - 1
@@ -74,13 +74,13 @@ class Blend:
     def first_sample(self, dataset: int, index: int) -> int:
         """The inverse of `locate`."""
         sample = index * self._total // self._parts[dataset]  # it is not dealt before
-        counts = self._counts(sample)
+        counts = self.counts(sample)
         while counts[dataset] <= index:
             self._deal(sample, counts)
             sample += 1
         return sample - 1
 
-    def _counts(self, samples: int) -> list[int]:
+    def counts(self, samples: int) -> list[int]:
         """Each dataset's count of the first `samples` samples."""
         known, begun = self._cursor
         if known <= samples <= known + self._settles:

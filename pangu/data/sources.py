@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,8 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
         tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer and tokenizer.vocab_size > model.vocab:
         raise UserError(f"model.vocab = {model.vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
-    train = _open(data.train, data.weights, model, seed, shuffle=True)
+    later = [(stage.sample, stage.weights) for stage in data.later_weights]
+    train = _open(data.train, data.weights, model, seed, shuffle=True, later=later)
     validation = _open(data.validation, None, model, seed, shuffle=False) if data.validation else None
     return Sources(train, validation, tokenizer)
 
@@ -90,11 +92,16 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
 
 
 def _open(
-    prefixes: tuple[str, ...], weights: tuple[float, ...] | None, model: ModelConfig, seed: int, shuffle: bool
+    prefixes: tuple[str, ...],
+    weights: tuple[float, ...] | None,
+    model: ModelConfig,
+    seed: int,
+    shuffle: bool,
+    later: Sequence[tuple[int, Sequence[float]]] = (),
 ) -> SampleStream:
     readers = [open_indexed(prefix) for prefix in prefixes]
     weights = weights or tuple(float(len(reader.tokens)) for reader in readers)
-    return SampleStream(list(zip(readers, weights, strict=True)), model.sequence, model.vocab, seed, shuffle)
+    return SampleStream(list(zip(readers, weights, strict=True)), model.sequence, model.vocab, seed, shuffle, later)
 
 
 def _check_exist(prefixes: list[str]) -> None:

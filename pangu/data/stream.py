@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +34,18 @@ class Stream(Protocol):
         """Sample `index` >= 0: [sequence + 1] tokens, the last of which is only a label."""
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """Samples that are drawn by the same weights."""
+
+    first: int
+    datasets: list[int]
+    """Those of a weight above 0."""
+    blend: Blend
+    before: list[int]
+    """Samples of each dataset, drawn or not in this stage, that come before it."""
+
+
 class SampleStream:
     """Windows over the tokens of one or several datasets, drawn in proportion to their weights.
 
@@ -49,37 +64,67 @@ class SampleStream:
         vocab: int,
         seed: int,
         shuffle: bool = True,
+        later: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
+        """`later`: from which sample on which weights hold; each dataset goes on where it was."""
         self._readers = [reader for reader, _ in readers_and_weights]
         self._sequence, self._vocab, self._seed, self._shuffle = sequence, vocab, seed, shuffle
-        total = sum(weight for _, weight in readers_and_weights)
-        for reader, weight in readers_and_weights:
-            if not weight * RAREST >= total > 0:
-                raise UserError(
-                    f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights, {total};"
-                    " raise it or leave the dataset out"
-                )
+        for reader in self._readers:
             if len(reader.tokens) < sequence + 1:
                 raise UserError(
                     f"{reader.prefix} has {len(reader.tokens)} tokens, but one sample of model.sequence = {sequence}"
                     f" takes {sequence + 1}; use more text or a model.sequence of at most {len(reader.tokens) - 1}"
                 )
             self._check_ids(reader, reader.tokens[:_SCANNED])
-        self._blend = Blend([weight for _, weight in readers_and_weights])
+        self._stages: list[_Stage] = []
+        stages = ((0, [weight for _, weight in readers_and_weights]), *later)
+        for reader, own in zip(self._readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
+            for weight, (_, weights) in zip(own, stages, strict=True):
+                if not weight * RAREST >= sum(weights) > 0 and (weight or not any(own)):
+                    raise UserError(
+                        f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
+                        f" {sum(weights)}; raise it or leave the dataset out"
+                    )
+        for first, weights in stages:
+            self._add_stage(first, weights)
 
     @property
     def num_samples(self) -> int:
-        ends = [self._blend.first_sample(i, self._num_windows(i)) for i in range(len(self._readers))]
+        ends = []
+        for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
+            for place, dataset in enumerate(stage.datasets):
+                left = self._num_windows(dataset) - stage.before[dataset]
+                if following is None or following.before[dataset] > self._num_windows(dataset):
+                    ends.append(stage.first + stage.blend.first_sample(place, max(left, 0)))
         return min(ends)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        dataset, place = self._blend.locate(index)
-        epoch, window = divmod(place, self._num_windows(dataset))
-        start = self._start(dataset, epoch, window)
-        reader = self._readers[dataset]
+        reader, start = self._locate(index)
         tokens = reader.tokens[start : start + self._sequence + 1].astype(np.int64)
         self._check_ids(reader, tokens)
         return tokens
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """Prefix of the dataset that a sample comes from, and its first token there."""
+        reader, start = self._locate(index)
+        return reader.prefix, start
+
+    def _locate(self, index: int) -> tuple[IndexedTokens, int]:
+        stage = self._stages[bisect_right(self._stages, index, key=attrgetter("first")) - 1]
+        chosen, place = stage.blend.locate(index - stage.first)
+        dataset = stage.datasets[chosen]
+        epoch, window = divmod(stage.before[dataset] + place, self._num_windows(dataset))
+        return self._readers[dataset], self._start(dataset, epoch, window)
+
+    def _add_stage(self, first: int, weights: Sequence[float]) -> None:
+        before = [0] * len(weights)
+        if self._stages:
+            last = self._stages[-1]
+            before = list(last.before)
+            for dataset, count in zip(last.datasets, last.blend.counts(first - last.first), strict=True):
+                before[dataset] += count
+        datasets = [dataset for dataset, weight in enumerate(weights) if weight]
+        self._stages.append(_Stage(first, datasets, Blend([weights[dataset] for dataset in datasets]), before))
 
     def _num_windows(self, dataset: int) -> int:
         """Windows of an epoch. A shuffled epoch leaves room for the largest offset, so that all are equally long."""

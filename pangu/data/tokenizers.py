@@ -1,20 +1,17 @@
-"""From text to ids and back: SentencePiece, PanGu-α's jieba and SentencePiece, Hugging Face."""
+"""From text to ids and back: SentencePiece, PanGu-α's jieba and SentencePiece, Hugging Face; see `other_tokenizers`."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import sentencepiece
 
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading
-
-SPACE, NEWLINE = "▂", "▃"
-"""What PanGu-α writes for a space and a newline, which jieba and SentencePiece would lose (U+2582, U+2583)."""
+from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
 
 _END_PIECES = ("<eot>", "<eod>", "</s>")
 """Pieces that end a document, the likeliest first: PanGu-α has all three and ends documents with <eot>."""
@@ -111,33 +108,22 @@ class HuggingFaceTokenizer:
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Open the tokenizer of a configuration. Raises UserError if its files are missing or of another kind."""
-    kinds: dict[str, Callable[[str], Tokenizer]] = {
-        "sentencepiece": SentencePieceTokenizer,
-        "pangu": PanguTokenizer,
-        "huggingface": HuggingFaceTokenizer,
-    }
-    return kinds[config.kind](config.path)
+    if config.kind == "sentencepiece":
+        return SentencePieceTokenizer(config.path)
+    if config.kind == "pangu":
+        return PanguTokenizer(config.path)
+    if config.kind == "huggingface" and not Path(config.path).is_file():
+        return HuggingFaceTokenizer(config.path)
+    from pangu.data import other_tokenizers as other
 
-
-def jieba_segmenter() -> Callable[[str], str]:
-    """PanGu-α's preparation of text: jieba's words joined by spaces, real spaces and newlines written as signs."""
-
-    def segments(text: str) -> Iterator[str]:
-        for word in _jieba().cut(text, cut_all=False):
-            yield word.replace(" ", SPACE).replace("\n", NEWLINE)
-
-    return lambda text: " ".join(segments(text))
+    if config.kind == "bytes":
+        return other.ByteTokenizer()
+    if config.kind in other.ENCODINGS:
+        return other.TiktokenTokenizer(config.kind, config.path)
+    return other.FastTokenizer(config.path)
 
 
 @cache
-def _jieba() -> Any:
-    """A separate jieba with the dictionary that came with it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes and of setuptools
-        import jieba
-    words = jieba.Tokenizer()
-    # jieba's `initialize` would take the dictionary from a cache in the folder for temporary files, where anyone may
-    # have put another one, and is no faster
-    words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
-    words.initialized = True
-    return words
+def jieba_segmenter() -> Segmenter:
+    """The one of this process, whose dictionary takes a second to read."""
+    return Segmenter()

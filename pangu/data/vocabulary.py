@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 import sentencepiece
 
 from pangu.config.errors import UserError
-from pangu.data.tokenizers import NEWLINE, SPACE, jieba_segmenter
+from pangu.data.segmentation import NEWLINE, SPACE
+from pangu.data.tokenizers import jieba_segmenter
 
 END_OF_TEXT = 9
 """Id of <eot>, with which PanGu-α ends a document."""

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import Memory
-from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
+from pangu.dryrun.races import COLLECTIVES, HOST, Clock, RaceDetector, Stream
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -35,18 +35,6 @@ _KIND_OF_FILE = (
     ("optim/", "optimizer"),
 )
 """What the memory is for that a file takes, unless somebody is known to own it."""
-COLLECTIVES = {
-    "allreduce_": ("all_reduce", (0,), (0,)),
-    "allreduce_coalesced_": ("all_reduce", (0,), (0,)),
-    "_allgather_base_": ("all_gather", (1,), (0,)),
-    "allgather_": ("all_gather", (1,), (0,)),
-    "_reduce_scatter_base_": ("reduce_scatter", (1,), (0,)),
-    "alltoall_base_": ("all_to_all", (1,), (0,)),
-    "broadcast_": ("broadcast", (0,), (0,)),
-    "send": ("send", (0,), ()),
-    "recv_": ("receive", (), (0,)),
-}
-"""Operator of torch.distributed -> what it is called, and its arguments that are read and written."""
 _NO_KERNEL = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"),
     *("_unsafe_view", "_local_scalar_dense"),
@@ -54,6 +42,7 @@ _NO_KERNEL = {
 """Operators that start none, though their schema does not say that they are views."""
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
+_ADDS_ROWS = {"index_put_", "index_add_"}
 """Of their first argument they read no more than they write."""
 _ANY_ORDER = REPLACED | REFUSED
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
@@ -107,7 +96,12 @@ class Audit(TorchDispatchMode):
     """Counts what is done to the tensors of one device within the block."""
 
     def __init__(
-        self, device: torch.device, groups: Mapping[str, str], fake: FakeDevice | None = None, vocab: int = 0
+        self,
+        device: torch.device,
+        groups: Mapping[str, str],
+        fake: FakeDevice | None = None,
+        vocab: int = 0,
+        share: float = 1.0,
     ) -> None:
         """
         Args:
@@ -115,6 +109,7 @@ class Audit(TorchDispatchMode):
             groups: name of a process group -> the axis of the mesh that it lies along.
             fake: what tells streams apart; None: there is one.
             vocab: words of which this rank has logits.
+            share: of the scores on and below the diagonal, what a kernel computes that skips those above it.
         """
         super().__init__()
         self.counts: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
@@ -133,7 +128,7 @@ class Audit(TorchDispatchMode):
         self.memory = Memory(self._freed)
         self.pinned = Memory(self.detector.forget)
         """Memory of the host that copies read and write beside the computation."""
-        self._device, self._groups, self._fake, self._vocab = device, groups, fake, vocab
+        self._device, self._groups, self._fake, self._vocab, self._share = device, groups, fake, vocab, share
         self._works: dict[int, _OnItsWay] = {}
         self._begun: list[tuple[Stream, int, tuple[Any, str, str, int]]] = []
         """Collectives since the last product: stream, when, and action, axis, kind, bytes."""
@@ -258,9 +253,12 @@ class Audit(TorchDispatchMode):
             # without the sum that a product is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
-            self._count("product", operator.name, shapes, format_, _is_causal(function, args, kwargs))
+            causal = _is_causal(function, args, kwargs)
+            computed = self._share * _seen(operator.name, shapes) if causal else 1.0
+            self._count("product", operator.name, shapes, format_, computed)
             shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
-            self._count("flops", by=flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result))
+            flops = flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
+            self._count("flops", by=round(flops * self._share) if causal else flops)
         else:
             self._count("memory_bound_bytes", by=_moved(operator, inputs, made))
 
@@ -280,6 +278,8 @@ class Audit(TorchDispatchMode):
 
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
+        if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
+            kind = "send"  # all that a rank has goes to one other
         sources, targets = (list(_tensors(args[i] for i in places)) for places in (read, written))
         is_group = (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()) for value in args)
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
@@ -371,6 +371,12 @@ def _is_causal(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
+def _seen(operator: str, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Share of scores that a causal attention kernel does not skip, where queries and keys end together."""
+    (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
+    return 1 - queries / (2 * keys)
+
+
 def _one(tensor: Tensor) -> float | int | bool:
     """What a number without a value is said to be."""
     return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
@@ -382,6 +388,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _moved(operator: _Operator, inputs: list[Tensor], made: list[Tensor]) -> int:
     """Bytes that an operation reads and writes, each tensor once; of a broadcast one what there is of it."""
+    if operator.name in _ADDS_ROWS:  # to as much as there is of what is added, the last one
+        return _size(inputs[1:]) + 2 * _size(inputs[-1:])
     read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
     sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]
     if operator.name in _LOOKS_UP:

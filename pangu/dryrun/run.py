@@ -19,9 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pangu.config.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
+from pangu.dryrun import kernels
 from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
-from pangu.layers import gpu_kernels, initial
+from pangu.layers import attention_blocks, expert_exchange, gpu_kernels, initial
+from pangu.layers.kernel_choice import kernels_of
+from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.actions import COMPUTE, Action
 from pangu.pipeline.schedule import Schedule
@@ -53,8 +56,8 @@ class RankReport:
     groups: int
     """Process groups in which it sends, each with buffers of its own."""
     collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """Axis -> collective -> its calls and bytes in a step. Bytes are those of the whole tensor: what all ranks of the
-    group have together after a gather, what each has before a reduction."""
+    """Axis -> collective -> its calls and bytes in a step, and bytes that products hide. Bytes are those of the whole
+    tensor: what all ranks of the group have together after a gather, what each has before a reduction."""
     launches: int = 0
     """Kernels in a step; one for each operation."""
     memory_bound_bytes: int = 0
@@ -63,7 +66,7 @@ class RankReport:
     """Copied between host and device beside the computation."""
     flops: int = 0
     products: list[dict[str, Any]] = field(default_factory=list)
-    """Products of matrices and fused attention: operator, shapes, format, how often."""
+    """Products of matrices and fused attention: operator, shapes, format, the share that is computed, how often."""
     phases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Chunk -> kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`,
     `memory_bound_bytes`, `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
@@ -110,6 +113,8 @@ def dry_run(
     total = chosen.stages.schedule.micro_batches
     # nothing compiles for a device that is not there
     config, stages = replace(chosen.config, compile=False), chosen.stages
+    if config.model.sparse is not None and _skips_blocks(config, device):
+        config = replace(config, model=replace(config.model, attention="flex"))
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
     with on_fake_tensors(rank, layout.world):
@@ -159,9 +164,13 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
     """Tensors without memory, and a process group of any size that sends nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(initial, "draw", lambda *_: None))
-        stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention))
-        stack.enter_context(patch.object(gpu_kernels, "flash_attention", _flash_attention))
+        stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", kernels.attention))
+        stack.enter_context(patch.object(gpu_kernels, "flash_attention", kernels.flash_attention))
+        stack.enter_context(patch.object(attention_blocks, "flash_forward", kernels.flash_forward))
+        stack.enter_context(patch.object(attention_blocks, "flash_backward", kernels.flash_backward))
+        stack.enter_context(patch.object(gpu_kernels, "_flex", lambda compiled: kernels.flex_attention))
         stack.enter_context(patch.object(gpu_kernels, "can_run", lambda kernel, device: True))
+        stack.enter_context(patch.object(expert_exchange, "host_numbers", _evenly))
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
@@ -169,45 +178,16 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
         yield
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel that torch takes on a device: for fake tensors it would take the one that holds all scores."""
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # as torch does in every layer
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
+    """As many rows to each rank as to the others; the host waits for the device all the same."""
+    counts.cpu()
+    sides, ranks, _ = counts.shape
+    return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
 
 
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
-) -> Tensor:
-    """The same over whole rows, which is the most that documents can cost: of theirs nobody knows the lengths."""
-    rows = (part.view(-1, longest, *part.shape[-2:]).transpose(1, 2) for part in (query, key, value))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    return attend(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
+def _skips_blocks(config: RunConfig, device: torch.device) -> bool:
+    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model."""
+    return "flex" in kernels_of(config, device) and not config.train.deterministic
 
 
 @contextmanager
@@ -215,7 +195,9 @@ def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> It
     """An audit of what a rank does within the block."""
     vocab = room(config.model.vocab, mesh.layout.tensor, VOCABULARY_MULTIPLE)
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
-    with Audit(mesh.device, groups, fake, vocab) as audit:
+    sparse = config.model.sparse
+    share = 1.0 if sparse is None else computed_share(sparse, config.model.sequence, FLEX_TILE)
+    with Audit(mesh.device, groups, fake, vocab, share) as audit:
         yield audit
 
 
@@ -308,7 +290,7 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         audit.memory.peak_bytes,
         lasting,
         len(audit.used_groups),
-        _collectives(counts, ("calls", "bytes")),
+        _collectives(counts, ("calls", "bytes", "hidden_bytes")),
         counts["launches",],
         counts["memory_bound_bytes",],
         counts["copy_bytes",],
@@ -337,7 +319,7 @@ def _collectives(counts: Counter[tuple[Any, ...]], names: Sequence[str]) -> dict
 
 def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [
-        {"operator": key[1], "shapes": key[2], "format": key[3], "causal": key[4], "calls": amount}
+        {"operator": key[1], "shapes": key[2], "format": key[3], "computed": key[4], "calls": amount}
         for key, amount in counts.items()
         if key[0] == "product"
     ]

@@ -120,10 +120,10 @@ def generate(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sam
 def generate_shared(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
     """As `generate`, called by all ranks of all replicas together, with the same prompts; all get all texts."""
     mesh = model.mesh
-    # with sharded weights (in training) replicas compute in step: each draws everything
-    replicas = 1 if mesh.layout.zero == 3 else mesh.layout.data
-    texts = generate(model, prompts[mesh.at.data % replicas :: replicas], sampling)
-    of_replicas = gather_objects(texts, mesh.group("data"))
+    # with sharded weights or spread experts (in training) replicas compute in step: each draws everything
+    replicas = 1 if mesh.layout.zero == 3 or mesh.layout.expert > 1 else mesh.layout.replicas
+    texts = generate(model, prompts[mesh.replica % replicas :: replicas], sampling)
+    of_replicas = gather_objects(texts, mesh.group("replicas"))
     return [of_replicas[number % replicas][number // replicas] for number in range(len(prompts))]
 
 

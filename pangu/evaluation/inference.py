@@ -47,10 +47,10 @@ def mean_loss(runner: Runner, schedule: Schedule, batches: Sequence[Batch], mesh
     meet only once, at the end. Perplexity is exp of the result.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    batches = [batch.to(mesh.device) for batch in batches]
+    batches = [batch.cut(runner.model.context).to(mesh.device) for batch in batches]
     losses = runner.forward(forward_only(schedule, len(batches)), batches, runner.model.loss_of) if batches else []
     for loss, batch in zip(losses, batches, strict=bool(losses)):
         sums[0] += loss
         sums[1] += batch.weights.sum()
-    loss, targets = all_reduce(all_reduce(sums, mesh.group("data")), mesh.group("pipeline")).tolist()
+    loss, targets = all_reduce(all_reduce(sums, mesh.group("replicas")), mesh.group("pipeline")).tolist()
     return loss / max(targets, 1.0)

@@ -50,6 +50,8 @@ class _Source:
     """Keys of `PackingConfig`, as far as they are known."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
+    experts: Any = None
+    """State of `ExpertBalance`, of a model with experts."""
     kernel: str | None = None
     """Attention kernel that its run chose as the fastest, if it had a choice."""
 
@@ -74,6 +76,8 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     chunks = {mesh.at.pipeline: parts[mesh.at.pipeline]}
     model, table = build_model(config, options, Builder(region=region), list(chunks.values()))
     source.fill(_slices(model, table, DTYPES[compute], mesh.device))
+    if (balance := model.balance_on(mesh.device)) is not None and source.experts is not None:
+        balance.restore(path, source.experts)
     runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
     return LoadedModel(
         runner, schedule, mesh, config, source.tokenizer, source.packing["eod"], rows, source.packing["stop"]
@@ -93,6 +97,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
         load_tokenizer(tokenizer) if tokenizer else None,
         vars(trained.data.packing),
         lambda weights: load_weights(checkpoint, mesh, weights),
+        index.get("experts"),
         kernel if isinstance(kernel, str) else None,
     )
 

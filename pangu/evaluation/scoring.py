@@ -55,7 +55,8 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
     groups = [order[i : i + model.rows] for i in range(0, len(order), model.rows)]
     mesh = model.mesh
     # as many for every replica, which may meet in each: places beyond the last repeat it and do not count
-    places = range(mesh.at.data, -(-len(groups) // mesh.layout.data) * mesh.layout.data, mesh.layout.data)
+    replicas = mesh.layout.replicas
+    places = range(mesh.replica, -(-len(groups) // replicas) * replicas, replicas)
     micro_batches = [groups[min(place, len(groups) - 1)] for place in places]
     batches = [_batch([spans[i] for i in group], model) for group in micro_batches]
     losses = torch.zeros(len(spans), 2, dtype=torch.float64, device=mesh.device)
@@ -69,7 +70,7 @@ def score(model: LoadedModel, spans: Sequence[Span]) -> list[Score]:
         for place, group, result in zip(places, micro_batches, results, strict=bool(results)):
             if place < len(groups):
                 losses[group] = result
-    sums = all_reduce(all_reduce(losses, mesh.group("data")), mesh.group("pipeline")).tolist()
+    sums = all_reduce(all_reduce(losses, mesh.group("replicas")), mesh.group("pipeline")).tolist()
     return [
         Score(loss, misses == 0, span.num_scored)
         if span.weight is None

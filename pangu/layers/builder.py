@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from pangu.collectives.regions import TensorRegion
+from pangu.config.schema import RunConfig
+from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable
 
 if TYPE_CHECKING:
+    from pangu.collectives.context import ContextRegion
+    from pangu.collectives.exchange import ExpertRegion
+    from pangu.layers.expert_balance import ExpertBalance
     from pangu.layers.fp8 import Fp8Products, Fp8Scales
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
@@ -27,8 +32,28 @@ class Builder:
     path: str = ""
     region: TensorRegion = field(default_factory=TensorRegion)
     """Layers read it; models only pass it on."""
+    context: ContextRegion | None = None
+    """Those that share a sequence; None: nobody does."""
     store: WeightGradientStore | None = None
     scales: Fp8Scales | None = None
+    balance: ExpertBalance | None = None
+    """Of a model with experts."""
+    experts: ExpertRegion | None = None
+    """Of a layout that splits the experts."""
+
+    @classmethod
+    def on(cls, mesh: Mesh, config: RunConfig, **fields: Any) -> Builder:
+        """An empty one, for training on a rank of `mesh`."""
+        region, context, experts = TensorRegion.of(mesh, config.parallel.overlap_chunks), None, None
+        if mesh.layout.context > 1:
+            from pangu.collectives.context import ContextRegion
+
+            context = ContextRegion.of(mesh, config)
+        if mesh.layout.splits_experts:
+            from pangu.collectives.exchange import ExpertRegion
+
+            experts = ExpertRegion.on(mesh)
+        return cls(region=region, context=context, experts=experts, **fields)
 
     def at(self, name: object) -> Builder:
         return replace(self, path=self._below(str(name)))

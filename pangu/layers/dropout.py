@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pangu.layers.builder import Builder
 from pangu.topology.random import random_key
+
+if TYPE_CHECKING:
+    from pangu.topology.context import ContextRank
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,15 @@ class DropoutKeys:
     rows: Tensor | None = None
     """int64 [sequence, batch], keys of sample and position; None: not made yet."""
 
-    def on(self, tokens: Tensor) -> DropoutKeys:
-        """With `rows` for tokens [batch, sequence], on their device."""
+    def on(self, tokens: Tensor, part: ContextRank | None = None) -> DropoutKeys:
+        """With `rows` for tokens [batch, sequence], on their device; `part`: they are that part of a sequence."""
         from pangu.layers.dropout_masks import row_keys
 
         assert self.samples == tuple(range(self.samples[0], self.samples[0] + tokens.shape[0])), self.samples
-        return replace(self, rows=row_keys(tokens, self.samples[0], 0))
+        chunks, numbers = ((tokens,), (0,)) if part is None else (tokens.chunk(2, 1), part.chunks)
+        starts = (number * chunks[0].shape[1] for number in numbers)
+        rows = [row_keys(chunk, self.samples[0], start) for chunk, start in zip(chunks, starts, strict=True)]
+        return replace(self, rows=rows[0] if part is None else torch.cat(rows))
 
 
 class Dropout:
@@ -55,13 +62,18 @@ class Dropout:
         """Of attention probabilities [batch, heads / ranks, queries, keys]."""
         if keys is None or self.probability == 0.0:
             return x
-        from pangu.layers.dropout_masks import DropAndAdd, row_keys
+        from pangu.layers.dropout_masks import DropAndAdd
+
+        return DropAndAdd.apply(x, None, self.rows_of(x, keys), self.key(keys), self.probability)
+
+    def rows_of(self, x: Tensor, keys: DropoutKeys) -> Tensor:
+        """Row keys of probabilities [batch, heads / ranks, queries, keys]."""
+        from pangu.layers.dropout_masks import row_keys
 
         assert keys.rows is not None
         # -1 is no sample
         heads = row_keys(x.detach()[:1, :, 0, 0], -1, self.region.rank * x.shape[1])
-        rows = keys.rows.t()[:, None] ^ heads
-        return DropAndAdd.apply(x, None, rows, self.key(keys), self.probability)
+        return keys.rows.t()[:, None] ^ heads
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel

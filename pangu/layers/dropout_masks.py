@@ -53,10 +53,11 @@ row_keys = fused(
 )
 
 
-def _words(rows: Tensor, key: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: a and b | 1 [..., 1] of int64 row keys [...] and a place key, and what is of the columns [width]."""
+def _words(rows: Tensor, key: Tensor | int, first: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: a and b | 1 [..., 1] of int64 row keys [...] and a place key, and what is of the columns [width] from
+    `first` on."""
     keys = (rows ^ key)[..., None]
-    columns = torch.arange(width, dtype=torch.int32, device=rows.device) * _GOLDEN
+    columns = (torch.arange(width, dtype=torch.int32, device=rows.device) + first) * _GOLDEN
     return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1, columns
 
 
@@ -72,11 +73,13 @@ def _bound(probability: float) -> int:
     return round(probability * 2**32) - 2**31
 
 
-def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
+def _drop_in_blocks(
+    x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float, first: int = 0
+) -> Tensor:
     """`drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
     of filling where a mask says so."""
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
-    low, high, columns = _words(rows.reshape(-1), key, width)
+    low, high, columns = _words(rows.reshape(-1), key, first, width)
     threads = torch.get_num_threads()
     elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
     size = min(max(1, elements // width), len(low))
@@ -93,17 +96,21 @@ def _drop_in_blocks(x: Tensor, residual: Tensor | None, rows: Tensor, key: int, 
     return out
 
 
-def drop(x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float) -> Tensor:
+def drop(
+    x: Tensor, residual: Tensor | None, rows: Tensor, key: Tensor, probability: float, first: Tensor | int = 0
+) -> Tensor:
+    """`x` [..., columns], some elements zero and the others scaled, plus `residual`; `rows` [...]: row keys; `first`:
+    number of the first column."""
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
-    keep_mask = _mix(*_words(rows, key, x.shape[-1]), memory) >= _bound(probability)
+    keep_mask = _mix(*_words(rows, key, first, x.shape[-1]), memory) >= _bound(probability)
     scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
     return scaled if residual is None else residual + scaled
 
 
-_dropout = fused(
-    "dropout(Tensor x, Tensor? residual, Tensor rows, int key, float probability) -> Tensor",
+dropout = fused(
+    "dropout(Tensor x, Tensor? residual, Tensor rows, int key, float probability, int first=0) -> Tensor",
     drop,
-    lambda x, residual, rows, key, probability: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda x, residual, rows, key, probability, first=0: torch.empty_like(x, memory_format=torch.contiguous_format),
     on_cpu=_drop_in_blocks,
 )
 
@@ -114,10 +121,10 @@ class DropAndAdd(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, rows: Tensor, key: int, probability: float) -> Tensor:
         ctx.mask = rows, key, probability
-        return _dropout(x, residual, *ctx.mask)
+        return dropout(x, residual, *ctx.mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, residual = ctx.needs_input_grad[:2]
-        dropped = _dropout(grads[0], None, *ctx.mask) if x else None
+        dropped = dropout(grads[0], None, *ctx.mask) if x else None
         return dropped, grads[0] if residual else None, None, None, None

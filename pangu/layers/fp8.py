@@ -39,6 +39,9 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 """The tensors of a matrix: of its input, itself, of its output's gradient."""
 _EXPONENTS = (8, 8, 15)
 """Of the powers of two that their scaled magnitudes stay below."""
+_UNKNOWN = (127, 127, 127 + 24)
+"""Of the scales of tensors without a history, as fp32 has them: gradients of a mean over the tokens of a batch are
+small."""
 _APART = 4
 """Numbers from one scale to the next: a compiled kernel takes 16 bytes at a time."""
 
@@ -171,7 +174,8 @@ class Fp8Scales:
         self._history = torch.zeros(HISTORY, shape[0], dtype=torch.int32, device=device)
         """Exponents of `amax` as fp32 has them (e + 126) of each step, that of step n at n modulo `HISTORY`; 0: none,
         as of a gradient that is 0 or was not finite."""
-        self._targets = torch.tensor(_EXPONENTS * len(self._names), dtype=torch.int32, device=device)
+        per_tensor = (torch.tensor(each * len(self._names)) for each in (_EXPONENTS, _UNKNOWN))
+        self._targets, self._unknown = (each.to(device, torch.int32) for each in per_tensor)
         self._arriving: tuple[Tensor, Handle] = self._targets, Completion()
         self.known = False
         """Whether there is a history."""
@@ -195,7 +199,7 @@ class Fp8Scales:
     def _set(self) -> None:
         top = self._history.amax(0)
         # exponents of fp32 again, in which 127 stands for 1
-        scale = (self._targets + 253 - top).clamp(1, 253).masked_fill(top == 0, 127)
+        scale = (self._targets + 253 - top).clamp(1, 253).where(top > 0, self._unknown)
         self.scale.copy_((scale << 23).view(torch.float32))
         self.inverse.copy_((254 - scale << 23).view(torch.float32))
         self.known = True

@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pangu.config.errors import Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
+from pangu.layers.masks import AttentionMask
+from pangu.layers.sparse import FLEX_TILE
+
+MOST_PAIRS = 1 << 26
+"""Of tokens, of which a mask is looked at at a time."""
 
 
 class Cudnn(Sdpa):
@@ -32,9 +38,7 @@ class Flex:
     CPU without backward."""
 
     def __init__(self, terms: MaskAndBias) -> None:
-        mask, length = terms.mask, terms.length
-        rows = None if mask.documents is None else mask.documents.shape[0]
-        self.blocks = create_block_mask(mask.rule(), rows, None, length, length, terms.device)
+        self.blocks = block_mask(terms.mask, terms.length, terms.device)
         self.score = None if terms.bias is None else terms.bias.score_mod
         self.compute = _flex(compiled=terms.device.type != "cpu")
 
@@ -42,6 +46,28 @@ class Flex:
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.compute(*qkv, self.score, self.blocks, enable_gqa=qkv.is_grouped), None
+
+
+def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockMask:
+    """FlexAttention's form of a mask: the tiles that are seen in part and as a whole. Of some queries at a time:
+    torch's own way has numbers for all pairs of tokens at once, 17 GB each for 128K tokens."""
+    rows = 1 if mask.documents is None else mask.documents.shape[0]
+    step = max(1, MOST_PAIRS // (rows * length * FLEX_TILE)) * FLEX_TILE
+    part, whole = [], []
+    for first in range(0, length, step):
+        seen = mask.dense(length, device, first, min(length, first + step))
+        seen = F.pad(seen, (0, -length % FLEX_TILE, 0, -seen.shape[2] % FLEX_TILE))
+        tiles = seen.unflatten(3, (-1, FLEX_TILE)).unflatten(2, (-1, FLEX_TILE))
+        whole.append(tiles.all(5).all(3))
+        part.append(tiles.any(5).any(3) & ~whole[-1])
+    lists = (*_listed(torch.cat(part, 2)), *_listed(torch.cat(whole, 2)))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=FLEX_TILE, mask_mod=mask.rule(), seq_lengths=(length, length))
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [..., tiles of keys] -> how many are true, and their numbers, the others after them; int32."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), order.int()
 
 
 @functools.cache

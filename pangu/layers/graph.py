@@ -19,81 +19,54 @@ from torch import Tensor, nn
 
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropout_masks import drop, row_keys
-from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, _Parallel
+from pangu.layers.linear import ParallelLinear, RowParallelLinear
 from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.tensor_parallel_matmul import ColumnBackward, RowBackward, Use
 from pangu.topology.placement import TensorRank
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
 _NUMBERS = itertools.count()
-_PRODUCTS: WeakValueDictionary[int, _GraphProduct] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, ParallelLinear] = WeakValueDictionary()
 """By number: operators take tensors and numbers only."""
 
 
-class _GraphProduct(_Parallel):
-    """A product that communicates, is in fp8, or whose weight gradient is not autograd's. It is one operator in forward
-    and one in backward, each whole with its communication: that overlaps as it does without a graph."""
+@dataclass(frozen=True)
+class GraphProduct:
+    """Stands for the product of a linear layer that communicates, is in fp8, or whose weight gradient is not
+    autograd's. It is one operator in forward and one in backward, each whole with its communication: that overlaps as
+    it does without a graph."""
 
+    number: Tensor
     by_rows: bool
     """Whether partial sums are added up."""
     postpones: bool
     """Whether the weight-gradient store may be open in backward."""
-    number: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward(x)
-        slices, x = self.region.num_slices, x.contiguous()
+    def __call__(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        slices, x = layer.region.num_slices, x.contiguous()
         rows = x.shape[0] // slices if self.by_rows else x.shape[0] * slices
         # autograd would leave out a node of which it gets no gradient
-        apart = self.store is not None and x.requires_grad
-        weight = self.weight.detach() if apart else self.weight
-        bias = self.bias.detach() if self.bias is not None and apart and self.postpones else self.bias
+        apart = layer.store is not None and x.requires_grad
+        weight = layer.weight.detach() if apart else layer.weight
+        bias = layer.bias.detach() if layer.bias is not None and apart and self.postpones else layer.bias
         out: Tensor = torch.ops.pangu.product(x, weight, bias, self.number, rows, apart)
         return out
-
-    def value(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():  # as in training; what autograd notes is dropped
-            return super().forward(x.detach().requires_grad_()).detach()
-
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, apart: bool, of_bias: bool) -> tuple[Tensor, ...]:
-        """Of the input, the weight and, if asked for, the bias. What is `apart` goes where it belongs, and stands here
-        without elements."""
-        use = Use(self.weight, self.bias, self.region, self.store if apart else None, fp8=self.fp8)
-        has_bias = self.bias is not None and self.bias.requires_grad
-        node = SimpleNamespace(saved_tensors=(x, weight), use=use, needs_input_grad=(True, True, has_bias))
-        kind = RowBackward if self.by_rows else ColumnBackward
-        grad_x, *others = kind.backward(node, grad)[:3]
-        asked_for: list[Any] = [grad_x]
-        for parameter, gradient, asked in zip((self.weight, self.bias), others, (not apart, of_bias), strict=True):
-            if gradient is not None and parameter is not None and not asked:
-                parameter.backward(gradient)  # the store was not open
-            asked_for.append(x.new_empty(0) if gradient is None or not asked else gradient)
-        return tuple(asked_for)
-
-
-class _GraphColumnProduct(_GraphProduct, ColumnParallelLinear):
-    pass
-
-
-class _GraphRowProduct(_GraphProduct, RowParallelLinear):
-    pass
 
 
 def hold_in_graph(layer: nn.Module, postpones: bool) -> None:
     """Make a layer whose product is not one for the compiler an operator in the graph that is traced of it."""
-    if not isinstance(layer, _Parallel) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
+    if not isinstance(layer, ParallelLinear) or (layer.region.size == 1 and layer.store is None and layer.fp8 is None):
         return
-    by_rows = isinstance(layer, RowParallelLinear)
-    layer.__class__ = _GraphRowProduct if by_rows else _GraphColumnProduct
-    assert isinstance(layer, _GraphProduct)
-    layer.by_rows, layer.postpones = by_rows and layer.region.size > 1, postpones
-    layer.number = torch.tensor(number := next(_NUMBERS))
-    _PRODUCTS[number] = layer
+    number = next(_NUMBERS)
+    by_rows = isinstance(layer, RowParallelLinear) and layer.region.size > 1
+    layer.in_graph = GraphProduct(torch.tensor(number), by_rows, postpones)
+    _LAYERS[number] = layer
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
-    return _PRODUCTS[int(number)].value(x)
+    with torch.enable_grad():  # as in training; what autograd notes is dropped
+        value: Tensor = _LAYERS[int(number)](x.detach().requires_grad_())
+    return value.detach()
 
 
 def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, rows: int, apart: bool) -> Tensor:
@@ -103,7 +76,20 @@ def _like_product(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, number: Tensor, apart: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, ...]:
-    return _PRODUCTS[int(number)].gradients(grad, x, weight, apart, of_bias)
+    """Of the input, the weight and, if asked for, the bias. What is `apart` goes where it belongs, and stands here
+    without elements."""
+    layer = _LAYERS[int(number)]
+    use = Use(layer.weight, layer.bias, layer.region, layer.store if apart else None, fp8=layer.fp8)
+    has_bias = layer.bias is not None and layer.bias.requires_grad
+    node = SimpleNamespace(saved_tensors=(x, weight), use=use, needs_input_grad=(True, True, has_bias))
+    kind = RowBackward if isinstance(layer, RowParallelLinear) else ColumnBackward
+    grad_x, *others = kind.backward(node, grad)[:3]
+    asked_for: list[Any] = [grad_x]
+    for parameter, gradient, asked in zip((layer.weight, layer.bias), others, (not apart, of_bias), strict=True):
+        if gradient is not None and parameter is not None and not asked:
+            parameter.backward(gradient)  # the store was not open
+        asked_for.append(x.new_empty(0) if gradient is None or not asked else gradient)
+    return tuple(asked_for)
 
 
 def _like_gradients(

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pangu.config.attention import obstacles
+from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.errors import ConfigError
 from pangu.config.model import ModelConfig
+from pangu.config.schema import RunConfig
+from pangu.config.sparse import SparseConfig
 from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.builder import Builder
 from pangu.layers.fp32_matmul import random
@@ -18,11 +20,14 @@ from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 
 
-def attention_kernels(model: ModelConfig, precision: str, device: torch.device, documents: bool = False) -> list[str]:
+def attention_kernels(
+    model: ModelConfig, precision: str, device: torch.device, documents: bool = False, context: str | None = None
+) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
     They give the same result to rounding, but each draws different dropout masks: with dropout the first is taken; on a
     CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
-    theirs. Raises UserError if the requested kernel cannot train this model on this device."""
+    theirs. `context`: how ranks that share sequences attend (`context_kind`); where they do it in blocks, only the
+    preferred kernel. Raises UserError if the requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
@@ -36,11 +41,26 @@ def attention_kernels(model: ModelConfig, precision: str, device: torch.device, 
     if device.type != "cpu":
         from pangu.layers.gpu_kernels import candidates
 
-        masked, biased = documents or model.window is not None, model.positions in ("alibi", "relative")
-        order = candidates(device, masked or biased)
+        masked = documents or model.window is not None or model.sparse is not None
+        biased = model.positions in ("alibi", "relative")
+        order = candidates(device, masked or biased or context in ("gather", "ring"))
     elif model.attention_dropout > 0:
         order = ["reference"]
-    return [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
+    kernels = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
+    if context in (None, "ulysses"):
+        return kernels
+    in_window = context == "ring" and model.window is not None
+    return [kernel for kernel in kernels if ABILITIES[kernel].blocks and not (in_window and kernel == "flash")][:1]
+
+
+def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
+    """Those that a run chooses among."""
+    context = None
+    if config.parallel.context > 1:
+        from pangu.config.context import context_kind
+
+        context = context_kind(config)
+    return attention_kernels(config.model, config.precision.compute, device, config.data.packing.reset_mask, context)
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,7 @@ class AttentionShape:
     documents: bool
     window: int | None
     biased: bool
+    sparse: SparseConfig | None = None
 
     @property
     def work(self) -> int:
@@ -95,8 +116,13 @@ def attention_trial(
         from pangu.layers.biases import Bias
 
         bias = Bias(distances)
+    sparse = None
+    if shape.sparse is not None:
+        from pangu.layers.block_pattern import BlockPattern
+
+        sparse = BlockPattern.of(shape.sparse, length, device)
     core = AttentionCore(Builder(PlacementTable()), 0.0)
-    mask = AttentionMask(documents, shape.window, bounds)
+    mask = AttentionMask(documents, shape.window, bounds, sparse)
     compute = kernel_named(kernel)(MaskAndBias(mask, bias, length, dtype, device))
 
     def once() -> object:

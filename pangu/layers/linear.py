@@ -24,6 +24,9 @@ reduce-scatter with sequence parallelism). The rows of A are cut, hence the colu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,7 +35,7 @@ from pangu.layers.builder import Builder
 from pangu.layers.tensor_parallel_matmul import column_parallel_matmul, lookup, row_parallel_matmul
 
 
-class _Parallel(nn.Module):
+class ParallelLinear(nn.Module):
     """A matrix, with its bias if the table has one, that the tensor-parallel ranks share along `dim`."""
 
     def __init__(self, build: Builder, name: str, dim: int) -> None:
@@ -42,9 +45,11 @@ class _Parallel(nn.Module):
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
         self.region, self.store, self.fp8 = build.region, build.store, build.fp8_products(f"{name}.weight")
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
+        self.in_graph: Callable[[ParallelLinear, Tensor], Tensor] | None = None
+        """Stands for it in the graph of a compiled layer."""
 
 
-class ColumnParallelLinear(_Parallel):
+class ColumnParallelLinear(ParallelLinear):
     """y = x Wᵀ + b with the *outputs* sharded, for one or several logical projections of the same input."""
 
     def __init__(self, build: Builder, name: str, from_table: bool = False) -> None:
@@ -56,10 +61,12 @@ class ColumnParallelLinear(_Parallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence (/ ranks with sequence parallelism), ..., inputs] -> [sequence, ..., sum of outputs / ranks]."""
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.in_graph(self, x)
         return column_parallel_matmul(x, self.weight, self.bias, self.region, self.store, fp8=self.fp8)
 
 
-class RowParallelLinear(_Parallel):
+class RowParallelLinear(ParallelLinear):
     """y = x Wᵀ + b with the *inputs* sharded; the partial sums are added up, then the bias once."""
 
     def __init__(self, build: Builder, name: str) -> None:
@@ -67,6 +74,8 @@ class RowParallelLinear(_Parallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequence, ..., inputs / ranks] -> [sequence (/ ranks with sequence parallelism), ..., outputs]."""
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.in_graph(self, x)
         return row_parallel_matmul(x, self.weight, self.bias, self.region, self.store, self.fp8)
 
 
@@ -86,7 +95,8 @@ class VocabParallelEmbedding(nn.Module):
             return lookup(ids, self.weight, self.store)
         start, stop = self.region.bounds(self.rows)
         elsewhere = (ids < start) | (ids >= stop)
-        vectors = lookup((ids - start).masked_fill(elsewhere, 0), self.weight, self.store)
+        # other ranks' words stand for any rows: gradients of the same one, though they are 0, wait for each other
+        vectors = lookup((ids - start) % len(self.weight), self.weight, self.store)
         return leave(vectors.masked_fill(elsewhere[..., None], 0.0), self.region)
 
 

@@ -237,7 +237,9 @@ class _Lookup(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
 
-        def gradient(grad: Tensor) -> Tensor:
+        def gradient(grad: Tensor) -> Tensor | None:
+            if ctx.store.add_rows is not None:
+                return ctx.store.add_rows(ctx.table, ids, grad)
             return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.table.shape[0], -1, False)
 
         if ctx.store.is_open:

@@ -42,6 +42,8 @@ class WeightGradientStore:
         self.add_product: Callable[..., None] | None = None
         """Adds the gradient of a matrix, a product of two, to the sum of its gradients (`WeightProducts.add`); None:
         autograd is given the product."""
+        self.add_rows: Callable[..., None] | None = None
+        """The same for the gradient of a table of which rows were looked up (`WeightProducts.add_rows`)."""
 
     @property
     def is_open(self) -> bool:

@@ -40,6 +40,8 @@ class StepRecord:
     """Steps skipped so far because a gradient was not finite."""
     loss_scale: float | None
     """Loss scale of the step; None unless the format is fp16."""
+    data_wait_s: float = 0.0
+    """Seconds of the step in which the first rank waited for its micro-batches, which are read one step ahead."""
     validation_loss: float | None = None
     """Mean negative log likelihood of held-out text, if this step was followed by a validation."""
     validation_perplexity: float | None = None
@@ -51,12 +53,17 @@ class StepRecord:
     slow_ranks: dict[int, float] | None = None
     """Ranks that computed longer than `faults.slow_factor` allows, and how many times the median."""
 
+    experts: dict[str, float] | None = None
+    """Of a model with experts: the largest `load` of an expert and the least over the mean of its layer, the share of
+    choices that were `dropped`, and the means over layers and sequences of both losses, without their factors."""
+
     def as_dict(self) -> dict[str, Any]:
-        """All fields; those of validation, of benchmarks, the ratios and slow ranks are left out if there are none."""
+        """All fields; those of validation, of benchmarks, the ratios, slow ranks and experts are left out if there are
+        none."""
         return {
             name: value
             for name, value in asdict(self).items()
-            if value is not None or not name.startswith(("validation_", "evaluation", "trust_", "slow_"))
+            if value is not None or not name.startswith(("validation_", "evaluation", "trust_", "slow_", "experts"))
         }
 
 

@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
+Trial = Callable[[], object]
+"""Does the work of a candidate once."""
+Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
+"""`time_candidates`, or what stands in for it."""
 
 ROUNDS = 10
 """Most timings of one candidate, after one that warms up: libraries are loaded and kernels made then."""
@@ -25,7 +29,7 @@ TIE = 1.03
 
 
 def time_candidates(
-    candidates: Mapping[Name, Callable[[], object]],
+    candidates: Mapping[Name, Trial],
     device: torch.device,
     budget_s: float | None,
     clock: Callable[[], float] | None = None,
@@ -37,7 +41,6 @@ def time_candidates(
     that wait for one another take processor time as well, so with several it is the time that passes.
 
     Args:
-        candidates: each does the work once.
         device: what they compute on; of an accelerator it is the time by events, of collectives until it is done.
         budget_s: no further round begins after so many seconds, warming up not counted, and what takes a quarter of it
             is not timed again. None: the candidates are collectives, of which all ranks must make as many, and what
@@ -63,7 +66,7 @@ def time_candidates(
     return best
 
 
-def _of_device(once: Callable[[], object], device: torch.device) -> float:
+def _of_device(once: Trial, device: torch.device) -> float:
     """Its time by events, not the host's, which queues the work while the device is kept busy; that also leaves nothing
     of the operands in the device's caches, as other layers would."""
     torch.empty(BUSY_BYTES, dtype=torch.uint8, device=device).zero_()
@@ -75,7 +78,7 @@ def _of_device(once: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _timed(once: Callable[[], object], device: torch.device, read: Callable[[], float]) -> float:
+def _timed(once: Trial, device: torch.device, read: Callable[[], float]) -> float:
     start = read()
     once()
     if device.type != "cpu":

@@ -23,7 +23,7 @@ _START_SECONDS = 20
 _FINISH_SECONDS = 60
 _GROUPS = {
     "train": ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale"),
-    "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib"),
+    "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),
 }
 
@@ -37,6 +37,7 @@ def tracked(record: StepRecord) -> dict[str, float]:
         if (value := getattr(record, name)) is not None
     }
     figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
+    figures |= {f"experts/{name}": figure for name, figure in (record.experts or {}).items()}
     figures |= {f"trust_ratio/{name}": ratio for name, ratio in (record.trust_ratios or {}).items()}
     return figures | {f"slow_rank/{rank}": factor for rank, factor in (record.slow_ranks or {}).items()}
 

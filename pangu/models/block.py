@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.kernels import QKV, Kernel
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear, make_norm
 from pangu.layers.recompute import SavedTensors, checkpointed
+
+if TYPE_CHECKING:
+    from pangu.layers.experts import Routes
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class ForwardContext:
     """None if a forward has all tokens."""
     first: int = 0
     """Number of cached tokens before these."""
+    routes: Routes = field(default_factory=dict)
+    """What routers of experts decided, which a recompute takes again."""
 
 
 class HiddenStates(NamedTuple):
@@ -100,7 +105,7 @@ class Attention(nn.Module):
             self.query_norm = make_norm(build, "query_norm", config.norm_eps, config.norm, of_heads=True)
             self.key_norm = make_norm(build, "key_norm", config.norm_eps, config.norm, of_heads=True)
         self.output = RowParallelLinear(build, "output")
-        recompute = "attention" in options.recompute_parts
+        recompute = "attention" in options.recompute_parts and build.context is None
         self.core = AttentionCore(build, config.attention_dropout, recompute, config.residual_scores)
 
     def forward(self, x: Tensor, context: ForwardContext, below: Tensor | None, queries: Tensor | None) -> HiddenStates:
@@ -123,6 +128,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """A dense one, which knows no `routes`."""
+
     def __init__(self, config: ModelConfig, build: Builder, options: Options) -> None:
         super().__init__()
         self.recompute = "activation" in options.recompute_parts
@@ -130,8 +137,19 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(build, "down")
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
         return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
+
+
+def _feed_forward(config: ModelConfig, build: Builder, options: Options, number: int) -> nn.Module:
+    """That of a layer."""
+    if not config.has_experts(number):
+        return FeedForward(config, build, options)
+    from pangu.layers.experts import MixtureOfExperts
+
+    shared = FeedForward(config, build.at("shared"), options) if config.shared_experts else None
+    recompute = "activation" in options.recompute_parts
+    return MixtureOfExperts(config, build, number, ACTIVATIONS[config.activation], recompute, shared)
 
 
 class Block(nn.Module):
@@ -143,12 +161,12 @@ class Block(nn.Module):
     (ours: the released models have none of the three options).
     """
 
-    def __init__(self, config: ModelConfig, build: Builder, options: Options, query_layer: bool) -> None:
+    def __init__(self, config: ModelConfig, build: Builder, options: Options, number: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(build, "attention_norm", config.norm_eps, config.norm)
-        self.attention = Attention(config, build.at("attention"), options, query_layer)
+        self.attention = Attention(config, build.at("attention"), options, number == config.query_layer)
         self.mlp_norm = make_norm(build, "mlp_norm", config.norm_eps, config.norm)
-        self.mlp = FeedForward(config, build.at("mlp"), options)
+        self.mlp = _feed_forward(config, build.at("mlp"), options, number)
         self.attention_dropout = Dropout(build, config.dropout, "attention_output")
         self.mlp_dropout = Dropout(build, config.dropout, "mlp_output")
         self.post_norm, self.recompute_norm = config.norm_placement == "post", "norm" in options.recompute_parts
@@ -160,11 +178,11 @@ class Block(nn.Module):
             x = self.attention_dropout.hidden(attended, context.keys, x)
             # the other norm's output is the layer's, which full recompute keeps as well
             with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
-                change = self.mlp(normed)
+                change = self.mlp(normed, context.routes)
             return HiddenStates(self.mlp_norm(self.mlp_dropout.hidden(change, context.keys, normed)), scores)
         with context.saved.discarding(self.attention_norm, x, self.recompute_norm) as normed:
             attended, scores = self.attention(normed, context, scores, queries)
         x = self.attention_dropout.hidden(attended, context.keys, x)
         with context.saved.discarding(self.mlp_norm, x, self.recompute_norm) as normed:
-            change = self.mlp(normed)
+            change = self.mlp(normed, context.routes)
         return HiddenStates(self.mlp_dropout.hidden(change, context.keys, x), scores)

@@ -17,7 +17,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.graph import GraphDropout, GraphTensors, TensorKeys, hold_in_graph
 from pangu.layers.kernels import Reference
 from pangu.layers.recompute import checkpointed
-from pangu.models.block import Block, ForwardContext, HiddenStates
+from pangu.models.block import Block, FeedForward, ForwardContext, HiddenStates
 from pangu.models.language_model import LanguageModel
 from pangu.topology.placement import TensorRank
 
@@ -67,6 +67,8 @@ class CompiledBlocks:
         """Of the last micro-batch."""
         for block in model.layers.values():
             assert isinstance(block, Block)
+            if not isinstance(block.mlp, FeedForward):
+                continue
             _require_alignment(block)
             for layer in block.modules():
                 hold_in_graph(layer, splits_backward)
@@ -80,7 +82,8 @@ class CompiledBlocks:
         self, block: Block, below: HiddenStates, context: ForwardContext, queries: Tensor | None, on: bool
     ) -> HiddenStates:
         """`checkpointed(block, below, context, queries, on=on)`. Raises LocalError if that cannot be compiled."""
-        if not torch.is_grad_enabled():
+        # the rows of experts are as many as their tokens: no graph of fixed shapes
+        if not torch.is_grad_enabled() or not isinstance(block.mlp, FeedForward):
             return checkpointed(block, below, context, queries, on=on)
         keys, kernel = context.keys, context.kernel
         if keys is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from pangu.config.model import ModelConfig
@@ -21,6 +23,9 @@ from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.models.block import Block, ForwardContext, HiddenStates, Options
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.topology.placement import PlacementTable
+
+if TYPE_CHECKING:
+    from pangu.layers.expert_balance import ExpertBalance
 
 
 class ModuleHooks:
@@ -74,7 +79,7 @@ class LanguageModel(nn.Module):
             self.position_bias = make_bias(config, build)
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(config, build.at(f"layers.{number}"), options, number == config.query_layer)
+                str(number): Block(config, build.at(f"layers.{number}"), options, number)
                 for part in parts
                 for number in part.layers
             }
@@ -86,8 +91,19 @@ class LanguageModel(nn.Module):
             if config.query_layer is not None:
                 self.query_embedding = PositionEmbedding(build, "query_embedding", whole=True)
         self.kernel = kernel_named(options.kernel)
-        self._lasting_kernel = lru_cache(1)(self.kernel)
+        if config.sparse is not None:
+            from pangu.layers.block_pattern import BlockPattern
+
+            self._pattern = lru_cache(1)(BlockPattern.of)
+        self._lasting_kernel = lru_cache(1)(self._new_kernel)
+        self.context = build.context
+        if build.context is not None:
+            from pangu.layers.context_attention import context_kernel
+
+            recompute = "attention" in options.recompute_parts
+            self._context_kernel = context_kernel(config, options.kernel, recompute, build.context)
         self.recomputed_layers, self.offload = options.recompute, options.offload
+        self._balance = build.balance
 
     def forward(
         self,
@@ -147,6 +163,10 @@ class LanguageModel(nn.Module):
         assert self.head is not None
         return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
 
+    def balance_on(self, device: torch.device) -> ExpertBalance | None:
+        """What is known of the loads of experts, if there are any, sent to a device."""
+        return None if self._balance is None else self._balance.to(device)
+
     @property
     def _output_matrix(self) -> Tensor:
         assert self.head is not None
@@ -159,17 +179,19 @@ class LanguageModel(nn.Module):
         """What all layers share, made outside of what is recomputed."""
         config, positions, documents = self.config, batch.positions, batch.documents
         dtype, device = next(self.parameters()).dtype, positions.device
-        length = positions.shape[1] if documents is None else documents.shape[1]
-        first = length - positions.shape[1]
+        length = positions.shape[1] if batch.part is None else positions.shape[1] * batch.part.size
+        length = length if documents is None else documents.shape[1]
+        first = length - positions.shape[1] if batch.part is None else 0
         bias, rotary, offload = None, None, None
         if self.position_bias is not None:
             self.hooks.before("position_bias", positions)
             bias = self.position_bias(length, dtype, device)
             self.hooks.after("position_bias", positions)
-        mask = AttentionMask(documents, config.window, batch.bounds)
-        kernel = self._kernel_of(MaskAndBias(mask, bias, length, dtype, device, first))
+        sparse = None if config.sparse is None else self._pattern(config.sparse, length, device)
+        mask = AttentionMask(documents, config.window, batch.bounds, sparse)
+        kernel = self._kernel_of(MaskAndBias(mask, bias, length, dtype, device, first), batch.part is not None)
         drops = config.dropout > 0 or config.attention_dropout > 0
-        keys = keys.on(positions) if keys is not None and drops else None
+        keys = keys.on(positions, batch.part) if keys is not None and drops else None
         if config.positions == "rope":
             from pangu.layers.rotary import RotaryEmbedding
 
@@ -181,10 +203,16 @@ class LanguageModel(nn.Module):
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
         return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
 
-    def _kernel_of(self, terms: MaskAndBias) -> Kernel:
-        """The attention kernel of a micro-batch. What depends on the length alone is made once."""
+    def _kernel_of(self, terms: MaskAndBias, shares: bool) -> Kernel:
+        """The attention kernel of a micro-batch; `shares`: of parts of its sequences. What depends on the length alone
+        is made once."""
         if terms.mask.documents is None and not terms.first and self.config.positions != "relative":
-            return self._lasting_kernel(terms)
+            return self._lasting_kernel(terms, shares)
+        return self._new_kernel(terms, shares)
+
+    def _new_kernel(self, terms: MaskAndBias, shares: bool) -> Kernel:
+        if shares:
+            return self._context_kernel(terms)
         unbounded = terms.mask.documents is not None and terms.mask.bounds is None
         return (densely_masked(self.kernel) if terms.first or unbounded else self.kernel)(terms)
 
@@ -202,5 +230,9 @@ def build_model(
     model in one. `frozen`: patterns of the names of tensors that are not trained.
     """
     build, parts = build or Builder(), parts or [ModelPart.whole(config)]
-    build = replace(build, table=place_tensors(config, parts, build.region, frozen))
+    build = replace(build, table=place_tensors(config, parts, build.region, frozen, build.experts))
+    if config.experts is not None:
+        from pangu.layers.expert_balance import ExpertBalance
+
+        build = replace(build, balance=ExpertBalance(config))
     return LanguageModel(config, build, options or Options(), parts), build.table

@@ -7,11 +7,14 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
+
+if TYPE_CHECKING:
+    from pangu.topology.experts import ExpertRank
 
 Parameters = Iterator[tuple[str, list[Placement]]]
 """Names of module parameters, and the logical tensors that each holds."""
@@ -34,14 +37,22 @@ class ModelPart:
 
 
 def place_tensors(
-    config: ModelConfig, parts: Sequence[ModelPart], rank: TensorRank, frozen: Collection[str] = ()
+    config: ModelConfig,
+    parts: Sequence[ModelPart],
+    rank: TensorRank,
+    frozen: Collection[str] = (),
+    experts: ExpertRank | None = None,
 ) -> PlacementTable:
-    """The tensors of some parts of a model, in the order of its modules, as one tensor-parallel rank holds them. A
-    parameter is frozen if a name of its tensors matches one of the patterns `frozen`."""
+    """The tensors of some parts of a model, in the order of its modules, as one tensor-parallel rank holds them, and
+    of its experts those of a share; None: all, like other tensors. A parameter is frozen if a name of its tensors
+    matches one of the patterns `frozen`."""
     table = PlacementTable()
     for parameter, tensors in _tensors(config, parts):
         trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
-        table.place(parameter, [replace(tensor, trained=trained) for tensor in tensors], rank)
+        apart = experts if tensors[0].expert else None
+        own, place = (tensors, rank) if apart is None else (apart.own(tensors), apart.tensor)
+        placed = [replace(tensor, trained=trained, expert=apart is not None) for tensor in own]
+        table.place(parameter, placed, place)
     return table
 
 
@@ -113,7 +124,7 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
         yield from _one("position_bias.weight", shape, std, cut_dim=1, shared=None if complete else "pipeline")
     for part in parts:
         for number in part.layers:
-            yield from _layer(config, f"layers.{number}", number == config.query_layer)
+            yield from _layer(config, number)
     if ends:
         yield from _norm(config, "final_norm", width)
         if not (config.tied_head and begins):
@@ -124,12 +135,12 @@ def _tensors(config: ModelConfig, parts: Sequence[ModelPart]) -> Parameters:
             yield from _one("query_embedding.weight", (config.sequence, width), std, partial=True)
 
 
-def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
+def _layer(config: ModelConfig, number: int) -> Parameters:
     """Of one layer; a query layer has a separate query matrix."""
-    query, key_value, inner = config.query_size, config.kv_size, config.ffn_size
+    path, query, key_value = f"layers.{number}", config.query_size, config.kv_size
     attention, mlp = f"{path}.attention", f"{path}.mlp"
     projections: dict[str, Mapping[str, int]] = {"qkv": {"query": query, "key": key_value, "value": key_value}}
-    if is_query:
+    if number == config.query_layer:
         projections = {"query": {"query": query}, "key_value": {"key": key_value, "value": key_value}}
     yield from _norm(config, f"{path}.attention_norm", config.hidden)
     for name, outputs in projections.items():
@@ -138,9 +149,31 @@ def _layer(config: ModelConfig, path: str, is_query: bool) -> Parameters:
         yield from _norm(config, f"{attention}.{name}", config.head_size, of_heads=True)
     yield from _rows(config, f"{attention}.output", query, config.has_biases("output"))
     yield from _norm(config, f"{path}.mlp_norm", config.hidden)
+    if not config.has_experts(number):
+        yield from _feed_forward(config, mlp, config.ffn_size)
+        return
+    # from every rank comes what its part of the experts makes of a token
+    yield from _one(f"{mlp}.router.weight", (config.experts or 0, config.hidden), config.init_std, partial=True)
+    yield from _experts(config, f"{mlp}.experts")
+    if config.shared_experts:
+        yield from _feed_forward(config, f"{mlp}.shared", config.shared_experts * config.expert_size)
+
+
+def _feed_forward(config: ModelConfig, path: str, inner: int) -> Parameters:
     widths = {"gate": inner, "up": inner} if config.activation == "swiglu" else {"up": inner}
-    yield from _columns(config, mlp, "up", widths, config.has_biases("mlp"))
-    yield from _rows(config, f"{mlp}.down", inner, config.has_biases("mlp"))
+    yield from _columns(config, path, "up", widths, config.has_biases("mlp"))
+    yield from _rows(config, f"{path}.down", inner, config.has_biases("mlp"))
+
+
+def _experts(config: ModelConfig, path: str) -> Parameters:
+    """Of all experts of a layer, one after the other in one parameter for each name of a feed-forward layer's."""
+    stacked: dict[str, list[Placement]] = {}
+    for number in range(config.experts or 0):
+        for parameter, tensors in _feed_forward(config, f"{path}.{number}", config.expert_size):
+            # one of the ranks adds the bias of the sum
+            once = [replace(tensor, partial=tensor.cut_dim is None, expert=True) for tensor in tensors]
+            stacked.setdefault(parameter.replace(f"{path}.{number}", path), []).extend(once)
+    yield from stacked.items()
 
 
 def _one(name: str, shape: tuple[int, ...], std: float | None, **fields: Any) -> Parameters:

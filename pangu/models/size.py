@@ -4,41 +4,77 @@ from __future__ import annotations
 
 from pangu.config.model import ModelConfig
 
+Matrices = list[tuple[int, int]]
+
 
 def _num_up(config: ModelConfig) -> int:
     """Input matrices of the feed-forward layer: a gated one has two."""
     return 2 if config.activation == "swiglu" else 1
 
 
-def layer_matrices(config: ModelConfig, ranks: int = 1) -> list[tuple[int, int]]:
-    """[inputs, outputs] of a layer's matmuls on one of `ranks` tensor-parallel ranks: QKV, output, up, down."""
-    d, inner, query = config.hidden, config.ffn_size // ranks, config.query_size // ranks
-    return [(d, query + 2 * config.kv_size // ranks), (query, d), (d, _num_up(config) * inner), (inner, d)]
+def layer_matrices(config: ModelConfig, ranks: int = 1, layer: int = 0) -> Matrices:
+    """[inputs, outputs] of the matmuls that a token passes in a layer on one of `ranks` tensor-parallel ranks: QKV,
+    output, up, down; with experts the router's behind them, and up and down of each expert of the token."""
+    d, query = config.hidden, config.query_size // ranks
+    attention = [(d, query + 2 * config.kv_size // ranks), (query, d)]
+    if not config.has_experts(layer):
+        return attention + _feed_forward(config, config.ffn_size // ranks)
+    assert config.experts is not None
+    each = _feed_forward(config, config.expert_size // ranks)
+    return [*attention, (d, config.experts), *each * (config.num_chosen + config.shared_experts)]
 
 
-def _matrices_of_layer(config: ModelConfig) -> int:
-    return sum(inputs * outputs for inputs, outputs in layer_matrices(config))
+def _feed_forward(config: ModelConfig, inner: int) -> Matrices:
+    return [(config.hidden, _num_up(config) * inner), (inner, config.hidden)]
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Number of weights, a tied head counted once. PanGu-α with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d."""
-    d, f = config.hidden, config.ffn_size
-    matrices = _matrices_of_layer(config)
-    biases = (config.query_size + 2 * config.kv_size) * config.has_biases("qkv")
-    biases += d * config.has_biases("output") + (_num_up(config) * f + d) * config.has_biases("mlp")
+def _numel(matrices: Matrices) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
+
+
+def _feed_forward_biases(config: ModelConfig, inner: int) -> int:
+    return (_num_up(config) * inner + config.hidden) * config.has_biases("mlp")
+
+
+def num_parameters(config: ModelConfig, active: bool = False) -> int:
+    """Number of weights, a tied head counted once; `active`: without the experts that compute another token. PanGu-α
+    with ffn = 4 x hidden: V·d + 2·S·d + L·(12d² + 13d) + 2d."""
+    d = config.hidden
+    biases = (config.query_size + 2 * config.kv_size) * config.has_biases("qkv") + d * config.has_biases("output")
     of_norm = 2 if config.norm == "layernorm" else 1
     norm, head_norms = of_norm * d, 2 * of_norm * config.head_size if config.qk_norm else 0
     words = config.vocab * (1 if config.tied_head else 2)
     positions = config.sequence * ((config.positions == "learned") + (config.kind == "pangu"))
     bias = config.num_relative_buckets * config.heads if config.positions == "relative" else 0
-    return (words + positions) * d + bias + config.layers * (matrices + biases + head_norms + 2 * norm) + norm
+    layers = sum(_of_layer(config, layer, active) + biases + head_norms + 2 * norm for layer in range(config.layers))
+    return (words + positions) * d + bias + layers + norm
 
 
-def layer_flops(config: ModelConfig) -> float:
+def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
+    """Weights of a layer's matrices, and biases of its feed-forward part."""
+    matrices = _numel(layer_matrices(config, layer=layer))
+    if not config.has_experts(layer):
+        return matrices + _feed_forward_biases(config, config.ffn_size)
+    assert config.experts is not None
+    asleep = 0 if active else config.experts - config.num_chosen
+    expert, biases = _numel(_feed_forward(config, config.expert_size)), _feed_forward_biases(config, config.expert_size)
+    # the shared ones are one layer with one bias of its sum
+    shared = biases + (config.shared_experts - 1) * (biases - config.hidden * config.has_biases("mlp"))
+    routed = (config.num_chosen + asleep) * biases
+    return matrices + asleep * expert + routed + (shared if config.shared_experts else 0)
+
+
+def layer_flops(config: ModelConfig, layer: int = 0) -> float:
     """FLOPs of one layer's forward for one token: 2 for each weight of its matrices, 4·S·d of attention, counted in
-    full although half of it is masked, and more by a window (Narayanan et al. 2021, section 5.1). Grouped heads have
-    smaller projections, but every query head still meets every key."""
-    return 2.0 * _matrices_of_layer(config) + 4.0 * config.sequence * config.query_size
+    full although half of it is masked, and more by a window (Narayanan et al. 2021, section 5.1); of block-sparse
+    attention the share of the causal blocks that is seen. Grouped heads have smaller projections, but every query head
+    still meets every key."""
+    seen = 1.0
+    if config.sparse is not None:
+        from pangu.layers.sparse import computed_share
+
+        seen = computed_share(config.sparse, config.sequence, config.sparse.block)
+    return 2.0 * _numel(layer_matrices(config, layer=layer)) + 4.0 * seen * config.sequence * config.query_size
 
 
 def head_flops(config: ModelConfig) -> float:
@@ -48,4 +84,5 @@ def head_flops(config: ModelConfig) -> float:
 def training_flops_per_token(config: ModelConfig) -> float:
     """FLOPs of forward and backward (twice the forward) for one token, without recompute: 72·L·d²·(1 + S/(6d) +
     V/(12·L·d)) for ffn = 4 x hidden."""
-    return 3.0 * (config.layers * layer_flops(config) + head_flops(config))
+    layers = sum(layer_flops(config, layer) for layer in range(config.layers))
+    return 3.0 * (layers + head_flops(config))

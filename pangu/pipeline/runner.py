@@ -265,10 +265,11 @@ class Runner:
         kind, (chunk, micro) = CONTENTS[action.kind], _key(action)
         assert self.channels is not None
         assert action.peer is not None
-        rows, length = batches[micro].tokens.shape
+        (rows, length), part, context = batches[micro].tokens.shape, batches[micro].part, self.model.context
         documents = batches[micro].documents
-        seen = length if documents is None else documents.shape[1]
-        shapes = hidden_state_shapes(self.model.config, self.region, rows, length, seen)
+        seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
+        shared = context.size if context is not None and part is not None and context.kind == "ulysses" else 1
+        shapes = hidden_state_shapes(self.model.config, self.region, rows, length, seen, shared)
         with self._meeting(action):
             self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 

@@ -45,17 +45,28 @@ def cut(model: ModelConfig, chunks: int, explicit: Sequence[int] | None = None) 
 
 def _costs(model: ModelConfig) -> list[float]:
     """FLOPs of each layer's forward for one token, the head's with the last; the embedding takes next to no time."""
-    costs = [layer_flops(model)] * model.layers
+    costs = [layer_flops(model, layer) for layer in range(model.layers)]
     costs[-1] += head_flops(model)
     return costs
 
 
 def hidden_state_shapes(
-    config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int
+    config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int, heads_shared: int = 1
 ) -> list[tuple[int, ...]]:
-    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences."""
+    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences;
+    `heads_shared`: ranks with parts of the sequence that share the heads in attention."""
     hidden = (length // rank.num_slices, batch, config.hidden)
-    return [hidden, (batch, config.heads // rank.size, length, seen)] if config.residual_scores else [hidden]
+    scores = (batch, config.heads // rank.size // heads_shared, length * heads_shared, seen)
+    return [hidden, scores] if config.residual_scores else [hidden]
+
+
+def _most_shards(layout: Layout) -> int:
+    """Ranks that a flat parameter is sharded over at most."""
+    if not layout.splits_experts:
+        return layout.shards
+    from pangu.topology.experts import ExpertLayout
+
+    return max(layout.shards, ExpertLayout(layout).shards)
 
 
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
@@ -65,7 +76,7 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        each = layout.zero >= 2 and layout.shards > 1
+        each = layout.zero >= 2 and _most_shards(layout) > 1
         schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, each)
     except NumbersError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"

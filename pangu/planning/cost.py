@@ -249,8 +249,9 @@ def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: Clust
     )
 
 
-def chunk_times(workload: Workload, times: Mapping[str, ModuleTime]) -> list[Chunk]:
+def chunk_times(workload: Workload, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> list[Chunk]:
     """Times of all chunks in model order."""
+    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
     chunks = []
     for counts in workload.chunks:
         sums = [0.0, 0.0, 0.0, 0.0, 0.0]
@@ -280,8 +281,7 @@ def step_time(
         messages_hidden: share of messages between stages that runs beside computing.
     """
     groups = layout.groups(cluster.node)
-    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
-    chunks = chunk_times(workload, times)
+    chunks = chunk_times(workload, groups, cluster)
     message = Collective("send", "pipeline", workload.message_bytes)
     link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
     link += cluster.message_us * 1e-6

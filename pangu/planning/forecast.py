@@ -113,7 +113,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         pipeline=layout.pipeline,
         virtual=layout.virtual,
         data=layout.data,
-        context=1,
+        context=layout.context,
         zero=layout.zero,
         sequence=layout.sequence,
         recompute=recompute if isinstance(recompute, str) else "none",

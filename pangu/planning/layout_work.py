@@ -127,6 +127,11 @@ class Plan(NamedTuple):
         return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
 
     @property
+    def replicas(self) -> int:
+        """Ranks with the same weights and other tokens."""
+        return self.data * self.context
+
+    @property
     def axes(self) -> int:
         """Axes along which there is more than one rank, each with a group that sends at least."""
         return sum(size > 1 for size in self.layout[:4])
@@ -234,7 +239,7 @@ def sent_to_host(layer: ModuleWork) -> ModuleWork:
 
 def state_bytes(system: System, plan: Plan, numbers: float) -> float:
     """Bytes on the device that last from step to step, of so many parameters of a stage."""
-    replicas = plan.data * plan.context
+    replicas = plan.replicas
     shards = (plan.shards or replicas) if plan.zero else 1
     # schedules that compute weight gradients late keep whole gradients
     gradient_shards = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
@@ -257,7 +262,7 @@ def _step(
     holds = ("embedding" in counts) + ("head" in counts) if shape.tied else 0
     if holds == 2:
         numbers -= twice
-    replicas = plan.data * plan.context
+    replicas = plan.replicas
     shards = (plan.shards or replicas) if plan.zero else 1
     sends: list[Collective] = []
     # whole gradients are there for one micro-batch only: each is reduced

@@ -38,9 +38,9 @@ class Bounds:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._pieces: dict[tuple[int, int, bool, str], Pieces] = {}
+        self._pieces: dict[tuple[int, int, int, bool, str], Pieces] = {}
         self._held: dict[Pipeline, list[tuple[int, int]]] = {}
-        self._links: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._links: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of a step without messages and the update."""
@@ -66,11 +66,11 @@ class Bounds:
 
     def _replicas(self, plan: Plan, busy: float, backward: float) -> float:
         """Seconds that a stage waits for replicas at least."""
-        if plan.data == 1:
+        if plan.replicas == 1:
             return 0.0
         system, shape = self._space.program.system, self._space.program.shape
         numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
-        shards = (plan.shards or plan.data) if plan.zero else 1
+        shards = (plan.shards or plan.replicas) if plan.zero else 1
         latency, per_byte = self._link(plan)
         sizes = (system.gradient_bytes, system.number_bytes)
         gradients, weights = (numbers * size * per_byte + latency for size in sizes)
@@ -89,7 +89,7 @@ class Bounds:
 
     def _link(self, plan: Plan) -> tuple[float, float]:
         """Latency and seconds of a byte of a collective of the replicas that share states."""
-        key = (plan.tensor, plan.data, plan.shards)
+        key = (plan.tensor, plan.data, plan.context, plan.shards)
         if key not in self._links:
             cluster = self._space.cluster
             group = plan.layout.groups(cluster.node)["shard"]
@@ -116,13 +116,13 @@ class Bounds:
         program, layers, pieces = self._space.program, min(plan.layers), self._of(plan, plan.recompute)
         layer, words = (size / plan.tensor for size in (program.shape.layer_matrices, program.shape.embedding))
         states = sum(program.stored_bytes(plan, layers * plan.virtual * layer + words, layer, words, 0.0))
-        each = max(0, layers - plan.recomputed)
-        more = 0.0
-        if "activations" in plan.offload:  # of the last layer of a chunk they stay
-            each, more = int(plan.recomputed == 0), pieces.saved * (layers > 1 and plan.recomputed == 0)
+        each, working = max(0, layers - plan.recomputed), pieces.working
+        if "activations" in plan.offload:  # of the last layer of a chunk they stay, of the one before they are passing
+            each = int(plan.recomputed == 0)
+            working += pieces.saved * (layers > 1)
         most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
-        memory, working = self._space.cluster.memory, pieces.working + more if each else 0.0
-        held = (each * most + working) * (1 + memory.fragmentation)
+        memory = self._space.cluster.memory
+        held = (each * most + working) * (1 + memory.fragmentation) if each else 0.0
         return (states + held) / 2**30 + device_overhead(memory, plan.axes)
 
     def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
@@ -137,10 +137,10 @@ class Bounds:
 
     def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
         """The pieces of a layout."""
-        key = (plan.tensor, plan.micro_size, plan.sequence, recompute)
+        key = (plan.tensor, plan.context, plan.micro_size, plan.sequence, recompute)
         if key not in self._pieces:
             space = self._space
-            alone = Plan(plan.tensor, 1, 1, 1, 1, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
+            alone = Plan(plan.tensor, 1, 1, 1, plan.context, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
             alone = alone._replace(chunks=plan.chunks)
             modules = space.program.describe(alone).modules
             groups = alone.layout.groups(space.cluster.node)

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -29,7 +30,7 @@ from pangu.config.errors import UserError
 from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
-from pangu.planning.roles import run_jobs
+from pangu.planning.roles import DryRunError, run_jobs
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
 
 log = logging.getLogger("pangu")
@@ -40,7 +41,7 @@ Report = Mapping[str, Any]
 Modules = dict[str, ModuleWork]
 """`layer`; `embedding` and `head`, all that the first and the last chunk have besides layers (in some models the last
 layer is special); `inner`, what other chunks have."""
-_AXES: Mapping[str, Axis] = {"gather": "shard", "world": "data"}
+_AXES: Mapping[str, Axis] = {"gather": "shard", "world": "data", "replicas": "data"}
 _PIECES = {
     "data": None,
     "zero": 0,
@@ -73,6 +74,8 @@ class Piece(NamedTuple):
     """As `memory.recompute`, in words."""
     chunks: int = 1
     """Of products, as `parallel.overlap_chunks`."""
+    context: int = 1
+    """Ranks that share the sequences."""
 
 
 @dataclass
@@ -89,8 +92,12 @@ class ModuleCounts:
         """Count what has not been counted, on all cores; what was counted before is read from the user's cache folder.
 
         Raises:
-            DryRunError: if the model cannot be carried out so.
+            DryRunError: if the model cannot be carried out so, or some of its layers have experts and some have not.
         """
+        model = self.config.model
+        if model.experts is not None and len(model.expert_layers) < model.layers - (model.query_layer is not None):
+            keys = f"model.dense_layers = {model.dense_layers}, model.expert_every = {model.expert_every}"
+            raise DryRunError(f"{keys}: one kind of layer is counted, so 0, 1 work; a dry run carries both out")
         wanted = {*pieces, *(piece._replace(recompute="none") for piece in pieces)}
         jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
         if not jobs:
@@ -158,11 +165,18 @@ def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, lis
 def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     """What has to be carried out."""
     values = {**asdict(config), "dry_run": True}
-    parallel = {"tensor": piece.tensor, "sequence": piece.sequence, "overlap_chunks": piece.chunks, **_PIECES}
+    parallel = {
+        "tensor": piece.tensor,
+        "context": piece.context,
+        "context_kind": config.parallel.context_kind if piece.context > 1 else "auto",
+        "sequence": piece.sequence,
+        "overlap_chunks": piece.chunks,
+        **_PIECES,
+    }
     # kernels that a dry run cannot carry out keep as much
     attention = "auto" if config.model.attention in ("flex", "flash_attn") else config.model.attention
     changes: dict[str, dict[str, Any]] = {
-        "model": {"layers": _LAYERS + 2, "attention": attention},
+        "model": {"layers": _LAYERS + 2, "attention": attention, "dense_layers": 0, "expert_every": 1},
         "parallel": parallel,
         "memory": {"recompute": piece.recompute, "offload": []},
         "train": {"frozen": ()},
@@ -171,7 +185,7 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     stages = (1, 0) if piece.recompute == "none" else (1,)
     sizes = ({"global_size": 3 * size, "micro_size": size} for size in _SIZES)
     batches = [{**values, "batch": size} for size in sizes]
-    return [(batch, stage * piece.tensor) for stage in stages for batch in batches]
+    return [(batch, stage * piece.tensor * piece.context) for stage in stages for batch in batches]
 
 
 def cache_folder() -> Path:
@@ -325,11 +339,16 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
     if "attention" in operator:
         # shapes of the gradient, then of query, key and value; or of the latter
         (rows, heads, queries, width), (_, _, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
-        count = calls * (0.5 if product["causal"] else 1.0)  # what is masked is skipped
+        count = calls * product["computed"]
         scores = Matmul(queries, keys, width, rows * heads, count, fused=True)
         mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
         # backward: the scores again, the gradients of probabilities, values, queries and keys
         return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
+    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
+        (rows, depth), other, (groups,) = shapes
+        if len(other) == 2:  # gradients of matrices: the rows are summed over
+            return [Matmul(depth, other[1], rows // groups, groups, calls)]
+        return [Matmul(rows // groups, math.prod(other[1:]) // depth, depth, groups, calls)]
     fp8 = operator == "_scaled_mm"  # its scales follow
     first, second = shapes[:2] if fp8 else shapes[-2:]
     batch = first[0] if len(first) == 3 else 1

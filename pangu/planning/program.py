@@ -47,10 +47,13 @@ class Program:
 
     @cached_property
     def shape(self) -> Shape:
-        """The query layer counts as a layer."""
+        """The query layer counts as a layer; of experts those of a token."""
         model = self.config.model
         kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
-        numbers = (model.layers, model.hidden, model.heads, kv_heads, model.ffn_size, model.vocab, model.sequence)
+        sparse = len(model.expert_layers)
+        active = (model.num_chosen + model.shared_experts) * model.expert_size
+        ffn = ((model.layers - sparse) * model.ffn_size + sparse * active) // model.layers
+        numbers = (model.layers, model.hidden, model.heads, kv_heads, ffn, model.vocab, model.sequence)
         return Shape(*numbers, model.activation == "swiglu", model.tied_head)
 
     @cached_property
@@ -170,7 +173,7 @@ class Program:
         """Bytes of gradients in a shorter format that are sent once a step, all at a time, and of the last backward."""
         sharding, size, layer = _sharding(plan), self.system.gradient_bytes, modules["layer"]
         each = sharding.stage >= 2 and plan.schedule in REDUCES_EACH
-        if plan.data == 1 or size == self._bytes[1] or each:
+        if plan.replicas == 1 or size == self._bytes[1] or each:
             return 0.0
         sent = size * (1 + (sharding.size > 1) / sharding.size)
         return sent * numbers + max(0.0, layer.working_bytes - sent * layer.parameters)
@@ -228,13 +231,13 @@ def _words(model: ModelConfig, tensor: int) -> int:
 
 
 def _sharding(plan: Plan) -> Sharding:
-    shards = (plan.shards or plan.data) if plan.zero else 1
+    shards = (plan.shards or plan.replicas) if plan.zero else 1
     stage = plan.zero if shards > 1 or "parameters" in plan.offload else 0
-    return Sharding(stage, 0, shards, plan.data, plan.offload)
+    return Sharding(stage, 0, shards, plan.replicas, plan.offload)
 
 
 def _pieces(plan: Plan) -> dict[str, Piece]:
-    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks)
+    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context)
     return {"layer": layer} | ({"recomputed": layer._replace(recompute="full")} if plan.recomputed else {})
 
 
@@ -256,16 +259,16 @@ def _joined_backward(layer: ModuleWork) -> ModuleWork:
 
 
 def _communicators(plan: Plan, stage: int, model: ModelConfig) -> int:
-    """Groups in which a stage sends: of tensor ranks, of replicas (all; those that share states, to reduce and to
-    gather; those that hold the same share), of two stages for each kind of message from one to the other, of the first
-    and the last stage, of all stages, which share relative positions, and of all ranks."""
+    """Groups in which a stage sends: of tensor ranks, of those that share sequences, of replicas (all; those that share
+    states, to reduce and to gather; those that hold the same share), of two stages for each kind of message from one to
+    the other, of the first and the last stage, of all stages, which share relative positions, and of all ranks."""
     shards = _sharding(plan).size
-    replicas = (plan.data > 1) + 2 * (shards > 1) + (1 < shards < plan.data)
+    replicas = (plan.context > 1) + (plan.replicas > 1) + 2 * (shards > 1) + (1 < shards < plan.replicas)
     v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
     # activations to the next stage and gradients back, both ways in a V; with further chunks stages form a ring
     neighbours = 0 if plan.pipeline == 1 else 1 if end and (v_shape or plan.virtual == 1) else 2
     messages = 2 * neighbours * (1 + v_shape)
     ends = model.tied_head and plan.pipeline > 1 and not v_shape and end
     stages = model.positions == "relative" and plan.pipeline > 1
-    world = plan.tensor * plan.data * plan.pipeline > 1
+    world = plan.tensor * plan.replicas * plan.pipeline > 1
     return (plan.tensor > 1) + replicas + messages + ends + stages + world

@@ -14,12 +14,13 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
     parameters, tokens = num_parameters(model), batch.global_size * model.sequence
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
+    shared = f" x context {layout.context}" if layout.context > 1 else ""
     rows = [
         ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters:,} parameters"),
         (
             "layout",
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = {layout.world} devices, "
-            f"ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
+            f"devices, ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
         ),
         ("each device", f"keeps at most {largest.words()} (activations and buffers come on top)"),
         (
@@ -40,6 +41,10 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
             f"{config.memory.recompute}",
         ),
     ]
+    if model.sparse is not None:
+        from pangu.layers.sparse import in_words
+
+        rows.append(("attention", in_words(model.sparse, model.sequence)))
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
 

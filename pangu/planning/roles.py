@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -23,10 +24,11 @@ class DryRunError(UserError):
 
 
 def role_ranks(layout: Layout, every: bool) -> list[int]:
-    """One rank of each stage; with `every` the first and the last of those that share matrices, and of the replicas."""
-    tensors = {0, layout.tensor - 1} if every else {0}
-    replicas = {0, layout.data - 1} if every else {0}
-    places = [Coordinates(stage, d, t) for stage in range(layout.pipeline) for d in replicas for t in tensors]
+    """One rank of each stage; with `every` the first and the last of those that share matrices, of those that share
+    sequences, and of the replicas."""
+    sizes = (layout.data, layout.tensor, layout.context)
+    ends = [{0, size - 1} if every else {0} for size in sizes]
+    places = [Coordinates(stage, *place) for stage in range(layout.pipeline) for place in product(*ends)]
     return sorted({layout.rank(place) for place in places})
 
 

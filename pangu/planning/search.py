@@ -37,6 +37,8 @@ CHUNKS = (2, 4)
 CUT = 10
 OFFLOADED = ("optimizer", "activations", "parameters")
 """What may wait in host memory, tried where a layout does not fit."""
+LONG = 16_384
+"""Tokens of sequences that a search lets several ranks share."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
 SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
@@ -116,6 +118,7 @@ KEYS = {
     "virtual": "parallel.virtual",
     "schedule": "parallel.schedule",
     "data": "parallel.data",
+    "context": "parallel.context",
     "sequence": "parallel.sequence",
     "zero": "parallel.zero",
     "shards": "parallel.zero_group",
@@ -241,20 +244,30 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
     world, fixed = space.cluster.devices, space.fixed
     for tensor in _options(fixed, "tensor", _divisors(min(world, space.cluster.node))):
         for pipeline in _options(fixed, "pipeline", _divisors(world // tensor)):
-            data = world // (tensor * pipeline)
-            if space.fixed.get("data") not in (None, data):
-                continue
-            for sequence in _options(fixed, "sequence", (False, True)):
-                base = Plan(tensor, pipeline, 1, data, 1, 0, sequence, "none", 1, 1, "1f1b")
-                base = base._replace(chunks=space.fixed.get("chunks", 1))
-                for micro_size in _options(fixed, "micro_size", MICRO_SIZES):
-                    plan = base._replace(micro_size=micro_size)
-                    reason = problem_of(space, plan)
-                    if reason:
-                        refused[reason] += 1
-                    else:
-                        times = space.config.batch.global_size // (micro_size * data)
-                        yield from _scheduled(space, plan._replace(micro_batches=times), refused)
+            for context in _options(fixed, "context", _contexts(space, world // (tensor * pipeline))):
+                data = world // (tensor * pipeline * context)
+                if space.fixed.get("data") not in (None, data):
+                    continue
+                for sequence in _options(fixed, "sequence", (False, True)):
+                    base = Plan(tensor, pipeline, 1, data, context, 0, sequence, "none", 1, 1, "1f1b")
+                    yield from _sized(space, base._replace(chunks=space.fixed.get("chunks", 1)), refused)
+
+
+def _contexts(space: Space, devices: int) -> list[int]:
+    """Ranks that may share each sequence: several only if it is long, since each number is counted apart."""
+    return _divisors(devices) if space.config.model.sequence >= LONG else [1]
+
+
+def _sized(space: Space, base: Plan, refused: Counter[str]) -> Iterator[Plan]:
+    """A layout with micro-batches of all sizes."""
+    for micro_size in _options(space.fixed, "micro_size", MICRO_SIZES):
+        plan = base._replace(micro_size=micro_size)
+        reason = problem_of(space, plan)
+        if reason:
+            refused[reason] += 1
+        else:
+            times = space.config.batch.global_size // (micro_size * plan.data)
+            yield from _scheduled(space, plan._replace(micro_batches=times), refused)
 
 
 def problem_of(space: Space, plan: Plan) -> str:
@@ -307,15 +320,15 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     """A layout with all that saves memory: ZeRO, recompute, offload."""
     alone = 3 if "parameters" in space.fixed.get("offload", ()) else 0
-    zeros = [(space.fixed.get("zero", alone), 0)] if plan.data == 1 else [(1, 0), (2, 0), (3, 0)]
+    zeros = [(space.fixed.get("zero", alone), 0)] if plan.replicas == 1 else [(1, 0), (2, 0), (3, 0)]
     node = max(1, space.cluster.node // plan.tensor)
-    if 1 < node < plan.data and plan.data % node == 0:
+    if 1 < node < plan.replicas and plan.replicas % node == 0:
         zeros += [(1, node), (3, node)]
     if space.fixed.get("zero") == 0:
         zeros = [(0, 0)]
     if "shards" in space.fixed:
         group = space.fixed["shards"] or 0  # null: all replicas
-        zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.data % (group or 1) == 0]
+        zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.replicas % (group or 1) == 0]
     most = max(plan.layers)
     recomputes: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0), ("full", 0)]
     recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]

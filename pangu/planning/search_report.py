@@ -11,7 +11,7 @@ from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import chunk_times, module_time
+from pangu.planning.cost import chunk_times
 from pangu.planning.layout_work import REDUCES_EACH, Plan
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
@@ -97,7 +97,7 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
             f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
             f"{plan.pipeline}",
             f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
-            f"{plan.data}",
+            f"{plan.data}{f' x {plan.context}' if plan.context > 1 else ''}",
             f"{plan.zero}{f' of {plan.shards}' if plan.shards else ''}",
             f"{plan.micro_size}",
             saved + "".join(f", {part} offloaded" for part in plan.offload),
@@ -110,8 +110,8 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 HEADS = (
-    "", "tensor / chunks", "pipeline", "schedule", "data", "ZeRO", "micro", "recompute", "step", " + ".join(TERMS),
-    "memory", "tokens/s", "MFU",
+    "", "tensor / chunks", "pipeline", "schedule", "data x context", "ZeRO", "micro", "recompute", "step",
+    " + ".join(TERMS), "memory", "tokens/s", "MFU",
 )  # fmt: skip
 
 
@@ -150,7 +150,8 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Layouts that differ in one thing, with the same devices and batch."""
     batch = plan.micro_size * plan.micro_batches * plan.data
     changes: list[tuple[str, dict[str, Any]]] = []
-    for name, value in (("tensor", plan.tensor), ("pipeline", plan.pipeline)):
+    shared = [("context", plan.context)] if plan.context > 1 else []
+    for name, value in (("tensor", plan.tensor), ("pipeline", plan.pipeline), *shared):
         if plan.data > 1:
             changes.append((f"{name} {2 * value}", {name: 2 * value, "data": plan.data // 2}))
         if value > 1:
@@ -234,9 +235,8 @@ def _stages(one: Candidate, room: float) -> str:
 
 def _timeline(outcome: Outcome) -> str:
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
-    workload, groups = outcome.space.program.describe(plan), plan.layout.groups(cluster.node)
-    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
-    forward, back, weight, *_ = map(list, zip(*chunk_times(workload, times), strict=True))
+    chunks = chunk_times(outcome.space.program.describe(plan), plan.layout.groups(cluster.node), cluster)
+    forward, back, weight, *_ = map(list, zip(*chunks, strict=True))
     # of long steps the first micro-batches
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))
     timeline = simulate(schedule, Durations(forward, back, weight), checked=True)

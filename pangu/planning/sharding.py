@@ -102,7 +102,7 @@ def _part(
 ) -> Part:
     owners = {entry.name: entry.stored_in.rpartition(".")[0] for entry in entries}
     modules = {owner: model.get_submodule(owner) for owner in owners.values()}
-    kinds = {owner: _kind(module) for owner, module in modules.items()}
+    kinds = {owner: _kind(owner, module) for owner, module in modules.items()}
     # a layer that sends nothing has a region of its own
     regions: dict[str, TensorRegion] = {owner: getattr(module, "region", region) for owner, module in modules.items()}
     takes, gives = (
@@ -123,8 +123,12 @@ def _part(
     )
 
 
-def _kind(module: nn.Module) -> str:
-    """What a module does with its weights; a norm of heads is one of its own."""
+def _kind(name: str, module: nn.Module) -> str:
+    """What a module does with its weights; a norm of heads is one of its own, and so are matrices of experts."""
+    if ".experts." in name:
+        return "columns of experts" if name.endswith(".up") else "rows of experts"
+    if name.endswith(".router"):
+        return "router"
     kind = _KINDS.get(type(module), "whole")
     return f"head {kind}" if getattr(module, "of_heads", False) else kind
 
@@ -164,6 +168,8 @@ def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorR
     before, after = {
         "columns": ([*outside, columns], [*whole, rows]),
         "rows": ([*whole, columns], [*outside, rows]),
+        "columns of experts": (["rows", columns], ["rows", rows]),
+        "rows of experts": (["rows", columns], ["rows", rows]),
         "head": ([*outside, columns], [sequence * batch, rows]),
         "bias": ([sequence], [columns, sequence, sequence]),
     }.get(kind, (whole if kind == "words" else outside, [*outside, columns]))
@@ -175,6 +181,7 @@ def _cut(entry: Placement, kind: str, ranks: int) -> str:
     if entry.cut_dim is None or ranks == 1:
         return "whole"
     words = {"columns": "columns (outputs)", "rows": "rows (inputs)", "bias": "columns (heads)"}
+    kind = kind.removesuffix(" of experts")
     return f"{words.get(kind, 'words')} over {ranks} ranks"
 
 
@@ -189,6 +196,11 @@ def _operator(kind: str, is_vector: bool, region: TensorRegion) -> str:
         ("columns", True): "Add ((dp,mp),(mp,))",
         ("rows", False): f"MatMul ((dp,mp),(mp,1)){summed}",
         ("rows", True): f"Add (({tokens},1),(1,))",
+        ("columns of experts", False): "GroupedMatMul ((dp,1),(1,mp))",
+        ("columns of experts", True): "Add ((dp,mp),(mp,))",
+        ("rows of experts", False): f"GroupedMatMul ((dp,mp),(mp,1)), of a token's experts{summed}",
+        ("rows of experts", True): "Add ((dp,1),(1,))",
+        ("router", False): "MatMul ((dp,1),(1,1))",
         ("words", False): f"Gather ((mp,1),(dp,1)){summed}",
         ("head", False): f"{entered}MatMul transpose_b ((dp,1),(mp,1))",
         ("positions", False): f"Gather ((1,1),(dp,{'mp' if sliced else '1'}))",

@@ -32,8 +32,8 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
     batch, model = config.batch.micro_size, config.model
     console.print(
         f"\ns = {model.sequence} tokens, b = {batch} sequences per micro-batch, h = {model.hidden}, V = {model.vocab}, "
-        f"mp = t = {layout.tensor} tensor ranks, dp = {layout.data} replicas; activations in {config.precision.compute}"
-        f"{', sequence parallelism' if layout.sequence else ''}.\n"
+        f"mp = t = {layout.tensor} tensor ranks, dp = {layout.replicas} replicas; "
+        f"activations in {config.precision.compute}{', sequence parallelism' if layout.sequence else ''}.\n"
         "Products are X [tokens, inputs] times A [inputs, outputs] in MindSpore's tuples; weights are stored as "
         "[outputs, inputs]. Local shapes are those of tensor rank 0.",
         highlight=False,

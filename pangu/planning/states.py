@@ -67,9 +67,15 @@ class StatePlan:
 def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) -> StatePlan:
     """What a rank keeps, from the configuration alone."""
     at = layout.coordinates(rank)
-    parts, sharding = stages.of(at.pipeline), Sharding.of(layout, at.data, config.memory.offload)
+    parts = stages.of(at.pipeline)
+    share = None
+    shardings = {False: Sharding.of(layout, at, config.memory.offload)}
+    if layout.splits_experts:
+        from pangu.topology.experts import ExpertRank
+
+        share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
     tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-    table = place_tensors(config.model, list(parts.values()), tensor_rank, config.train.frozen)
+    table = place_tensors(config.model, list(parts.values()), tensor_rank, config.train.frozen, share)
     numel = {name: math.prod(shape) for name, shape in table.shapes.items()}
     used = {chunk: parameters_by_module(config.model, table, part) for chunk, part in parts.items()}
     narrow, wide = BYTES[config.precision.compute], sum_bytes(config)
@@ -78,6 +84,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
 
     def add(chunk: int, names: list[str]) -> None:
         """A flat parameter of these parameters."""
+        sharding = shardings[table.is_expert(names[0])]
         padded = sharding.padded(sum(numel[name] for name in names))
         trained = table.is_trained(names[0])
         for row in buffer_table(padded, narrow < wide, sharding, trained):
@@ -86,7 +93,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         if trained and (unpadded := _unpadded(table, names, numel, sharding.span(padded))):
             total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unpadded * moment
 
-    divide(table, used, config.parallel.bucket_bytes(layout.data), add)
+    divide(table, used, config.parallel.bucket_bytes(layout.replicas), add)
     return StatePlan(dict(total))
 
 
@@ -106,8 +113,12 @@ def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePl
     firsts = [layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline)]
     if not config.train.frozen:
         # what lies between the first and the last stage is alike
+        has_experts = config.model.has_experts
         shapes = {
-            rank: tuple((len(part.layers), part.first, part.last) for part in stages.of(stage).values())
+            rank: tuple(
+                (len(part.layers), sum(map(has_experts, part.layers)), part.first, part.last)
+                for part in stages.of(stage).values()
+            )
             for stage, rank in enumerate(firsts)
         }
         firsts = list({shape: rank for rank, shape in shapes.items()}.values())

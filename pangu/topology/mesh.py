@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pangu.config.errors import LocalError
-from pangu.topology.layout import AXES, Coordinates, Layout
+from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
 
 
@@ -82,8 +82,7 @@ class Mesh:
         groups = {"world": dist.group.WORLD}
         store = dist.distributed_c10d._get_default_store()
         mesh = cls(layout, dist.get_rank(), device, groups, timeout_s, store, keeper, algorithms)
-        for axis in (*AXES, "shard", "gather", "copies", "ends"):
-            ranks = layout.peers(mesh.rank, axis)
+        for axis, ranks in mesh._axes():
             if len(set(ranks)) > 1:
                 # torch names a group by its ranks and by how many groups this process has: every process must make as
                 # many, those that are not in this one a group of one rank
@@ -96,6 +95,15 @@ class Mesh:
 
             connect_groups(mesh.groups, device)
         return mesh
+
+    def _axes(self) -> Iterator[tuple[str, list[int]]]:
+        """Axes, and the ranks along each."""
+        yield from ((axis, self.layout.peers(self.rank, axis)) for axis in GROUPS)
+        if self.layout.splits_experts:
+            from pangu.topology import experts
+
+            layout = experts.ExpertLayout(self.layout)
+            yield from ((axis, layout.peers(self.rank, axis)) for axis in experts.GROUPS)
 
     def background(self) -> Mesh:
         """The same mesh for a thread beside training. It has no groups, since collectives of two threads on one group
@@ -120,6 +128,10 @@ class Mesh:
     @property
     def at(self) -> Coordinates:
         return self.layout.coordinates(self.rank)
+
+    @property
+    def replica(self) -> int:
+        return self.layout.replica(self.at)
 
     @property
     def is_first(self) -> bool:

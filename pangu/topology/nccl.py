@@ -15,7 +15,7 @@ URGENT = ("tensor", "messages")
 """Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
 MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
-WARMED = ("world", "tensor", "data", "shard", "gather", "copies")
+WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
 """Groups that every run sends in which has them."""
 RECORDED_COLLECTIVES = 2000
 """The last ones of each process: some steps' worth, a few hundred KiB."""

@@ -65,6 +65,8 @@ class Placement:
     shared: str | None = None
     """Mesh axis of the pipeline stages that each hold a copy, whose gradients are summed: `ends` (the first and the
     last stage) or `pipeline` (all). None: one stage."""
+    expert: bool = False
+    """True for a tensor of an expert; once placed, in layouts that split the experts only."""
     trained: bool = True
     """False: frozen (`train.frozen`), with all tensors stored in the same parameter."""
     stored_in: str = ""
@@ -144,6 +146,10 @@ class PlacementTable:
     def stored_in(self, parameter: str) -> list[Placement]:
         """The logical tensors of a module parameter, in the order of their offsets."""
         return self._by_parameter.get(parameter, [])
+
+    def is_expert(self, parameter: str) -> bool:
+        """Whether it is of experts that the layout splits."""
+        return any(placement.expert for placement in self.stored_in(parameter))
 
     def is_trained(self, parameter: str) -> bool:
         return all(placement.trained for placement in self.stored_in(parameter))

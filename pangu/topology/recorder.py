@@ -32,9 +32,11 @@ class Recorder:
         """A collective of this axis that was just begun."""
         if not self.watches:
             return work
-        from pangu.topology.recording import watched
+        if self.tape is not None:
+            return self.tape.begun(self, axis, work)
+        from pangu.topology.recording import Watched
 
-        return watched(self, axis, work)
+        return Watched(self, axis, work.wait, None, None)
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,7 @@ class AxisGroup:
     @property
     def size(self) -> int:
         return dist.get_world_size(self.process_group)
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.process_group)

@@ -154,17 +154,6 @@ class Watched(NamedTuple):
             return self.waits()
 
 
-def watched(recorder: Recorder, axis: str, work: dist.Work) -> Watched:
-    if recorder.tape is None:
-        return Watched(recorder, axis, work.wait, None, None)
-    return recorder.tape.begun(recorder, axis, work)
-
-
-def start(recorder: Recorder, what: Any, device: torch.device) -> None:
-    """Record from now on."""
-    recorder.tape = Tape(what, device)
-
-
 def stop(recorder: Recorder) -> Recording:
     assert recorder.tape is not None
     tape, recorder.tape = recorder.tape, None

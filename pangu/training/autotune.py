@@ -7,7 +7,8 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,9 @@ from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
-from pangu.layers.kernel_choice import AttentionShape, attention_kernels, attention_trial
+from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
 from pangu.metrics.devices import processor_name
-from pangu.metrics.timing import fastest, time_candidates
+from pangu.metrics.timing import Timer, Trial, fastest, time_candidates
 from pangu.models.size import layer_matrices
 from pangu.topology.mesh import Mesh
 
@@ -64,18 +65,14 @@ class Choices:
     """Whether layers are compiled, `true` or `false`."""
 
 
-Timer = Callable[[Mapping[Any, Callable[[], object]], torch.device, float | None], dict[Any, float]]
-"""`time_candidates`, or what stands in for it."""
-
-
 def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer = time_candidates) -> Choices:
     """Choose, and say what was chosen and why. What `config` asks for by name is taken. All ranks of `mesh` call this
     together and get the same. `recorded`: what the checkpoint that the run continues from holds of the choices; None: a
     new run. Raises UserError if the attention kernel that is asked for cannot train this model on this device."""
     compute, device = config.precision.compute, mesh.device
-    kernels = attention_kernels(config.model, compute, device, config.data.packing.reset_mask)
+    kernels, shared = kernels_of(config, device), config.parallel.context > 1
     compiles = ["false"]
-    if config.compile:
+    if config.compile and not shared:
         from pangu.models.compiled import ways
 
         compiles = ways(config.compile, device)
@@ -165,14 +162,16 @@ def _collectives(config: RunConfig, mesh: Mesh) -> list[Collective]:
     weights = sum(inputs * outputs for inputs, outputs in layer_matrices(model, layout.tensor))
     compute = DTYPES[config.precision.compute]
     sums = torch.bfloat16 if config.precision.reduce == "bf16" else torch.promote_types(compute, torch.float32)
-    states = model.sequence * config.batch.micro_size * model.hidden
-    whole, kinds = layout.zero == 0 and layout.data > 2, ("gather", "scatter")
+    states = model.sequence // layout.context * config.batch.micro_size * model.hidden
+    keys = 2 * model.sequence * config.batch.micro_size * model.kv_size // layout.tensor
+    whole, kinds = layout.zero == 0 and layout.replicas > 2, ("gather", "scatter")
     collectives = []
     for axis, used, numel, dtype, axis_kinds in (
         ("tensor", layout.sequence, states, compute, kinds),
+        ("context", layout.context > 1, keys, compute, kinds),
         ("gather", layout.zero > 0, weights, compute, kinds[:1]),
         ("shard", layout.zero > 0, weights, sums, kinds[1:]),
-        ("data", whole, weights, sums, kinds),
+        ("replicas", whole, weights, sums, kinds),
     ):
         group = mesh.group(axis) if used else None
         if group is not None:
@@ -216,9 +215,10 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
     model, ranks, seconds = config.model, mesh.layout.tensor, dict.fromkeys(precisions, 0.0)
     if len(precisions) == 1:
         return seconds
-    tokens = model.sequence * config.batch.micro_size
+    tokens = model.sequence // mesh.layout.context * config.batch.micro_size
     chunk = min(tokens, config.loss.chunk or tokens)
-    matmuls = [Matmul(tokens, inputs, outputs, model.layers) for inputs, outputs in layer_matrices(model, ranks)]
+    sizes = Counter(sizes for layer in range(model.layers) for sizes in layer_matrices(model, ranks, layer))
+    matmuls = [Matmul(tokens, *size, count) for size, count in sizes.items()]
     matmuls.append(Matmul(chunk, model.hidden, -(-model.vocab // ranks), -(-tokens // chunk)))
     cuts = [matmul.cut(work_limit(mesh.device)) for matmul in matmuls]
     trials = [matmul_trial(smaller, DTYPES[config.precision.compute], mesh.device) for smaller, _ in cuts]
@@ -235,23 +235,25 @@ def _time_attention(
 ) -> dict[Any, float]:
     """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice, infinite where a
     kernel cannot run."""
-    model, ranks = config.model, mesh.layout.tensor
+    # with parts of sequences there is a choice only where the ranks share heads
+    model, ranks = config.model, mesh.layout.tensor * mesh.layout.context
     pairs = list(itertools.product(kernels, precisions))
     if len(pairs) == 1:
         return dict.fromkeys(pairs, 0.0)
     whole = AttentionShape(
         rows=config.batch.micro_size,
         heads=model.heads // ranks,
-        kv_heads=(model.kv_heads or model.heads) // ranks,
+        kv_heads=math.lcm((model.kv_heads or model.heads), ranks) // ranks,
         sequence=model.sequence,
         head_size=model.head_size,
         documents=config.data.packing.reset_mask,
         window=model.window,
         biased=model.positions in ("alibi", "relative"),
+        sparse=model.sparse,
     )
     shape, repeats = whole.cut(work_limit(mesh.device))
     dtype = DTYPES[config.precision.compute]
-    trials: dict[Any, Callable[[], object]] = {}
+    trials: dict[Any, Trial] = {}
     for kernel in kernels:
         try:
             (trial := attention_trial(kernel, shape, dtype, mesh.device))()
@@ -263,7 +265,7 @@ def _time_attention(
     return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
 
 
-def _run_in(precision: str, trial: Callable[[], object]) -> None:
+def _run_in(precision: str, trial: Trial) -> None:
     with matmul_precision(precision):
         trial()
 

@@ -12,7 +12,7 @@ from torch.utils import deterministic as memory
 
 from pangu.config.errors import UserError
 
-TOLD = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_NVLS_ENABLE": ("0",)}
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_NVLS_ENABLE": ("0",)}
 """Environment variable -> values with which cuBLAS adds up in one order on every stream, and NCCL not in switches."""
 REPLACED = {
     *(f"_{name}_attention_backward" for name in ("flash", "scaled_dot_product_flash")),
@@ -36,7 +36,7 @@ def deterministic(environment: MutableMapping[str, str] = os.environ) -> Iterato
     Inductor times none, and NCCL leaves no sums to switches, which add in the order of arrival. To be entered before a
     device computes and before groups are made: libraries read once what they are told. Raises UserError if they were
     told otherwise."""
-    for name, values in TOLD.items():
+    for name, values in VARIABLES.items():
         if (value := environment.setdefault(name, values[0])) not in values:
             message = f"train.deterministic = True: {name} = {value}: sums differ from run to run"
             raise UserError(f"{message}; {name}={' or '.join(values)} works, or train.deterministic=false")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +19,14 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp32_matmul import matmul_precision, random
 from pangu.layers.initial import replace_parameter
 from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.metrics.timing import Timer, Trial
 from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import HiddenStates, Options, build_model
-from pangu.models.parameters import ModelPart
+from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.topology.mesh import Mesh
 from pangu.zero.gradients import products_add
 
 log = logging.getLogger("pangu")
-Trial = Callable[[], object]
-Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
 BUDGET_S = 2.0
 """Of timing; compiling comes on top."""
 
@@ -53,25 +50,32 @@ def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer
 
 def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
-    store, part = None, ModelPart(range(1))
+    store, scales, part = None, None, ModelPart(range(1))
     if products_add(mesh.device):
         store = WeightGradientStore()
-        store.add_product = lambda weight, left, right, *_: left @ right
-    build = Builder(region=region, store=store)
+        store.add_product = lambda weight, left, right, uses, fp8: (
+            left @ right if fp8 is None else fp8.weight_gradient(left, right, left.dtype)
+        )
+    if config.precision.matmul == "fp8":
+        from pangu.layers.fp8 import Fp8Scales
+
+        scales = Fp8Scales(logical_shapes(config.model), mesh.device)
+        scales.known = True  # every step but the first
+    build = Builder(region=region, store=store, scales=scales)
     model, table = build_model(config.model, Options.of(config, kernel), build, [part])
     dtype, device = DTYPES[config.precision.compute], mesh.device
+    model.balance_on(device)
     for name, shape in table.shapes.items():
         replace_parameter(model, name, random(device, dtype, tuple(shape))[0] * config.model.init_std)
     if compiled:
         model.compute = CompiledBlocks(model, splits_backward=False)
     micro, length = config.batch.micro_size, config.model.sequence
-    tokens = np.zeros((micro, length + 1), dtype=np.int64)
-    batch = make_batch(tokens, range(micro), config.data.packing).to(device)
+    batch = make_batch(np.zeros((micro, length + 1), dtype=np.int64), range(micro), config.data.packing).to(device)
     (x,) = random(device, dtype, (length, micro, config.model.hidden))
     keys, given = DropoutKeys(config.train.seed, 0, batch.samples), [x.requires_grad_(), *model.parameters()]
 
     def once() -> object:
-        found = model(part, HiddenStates(x), batch, keys).hidden
-        return torch.autograd.grad(found, given, torch.ones_like(found), allow_unused=True)
+        hidden = model(part, HiddenStates(x), batch, keys).hidden
+        return torch.autograd.grad(hidden, given, torch.ones_like(hidden), allow_unused=True)
 
     return once

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from pangu.metrics.record import StepRecord, perplexity, speed
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
-from pangu.training.faults import SpikeDetector, culprits, find_non_finite, find_replica_difference, not_finite
+from pangu.training.faults import SpikeDetector, culprits, find_non_finite, not_finite
 from pangu.training.process import Heartbeat, Request, StopSignals
 from pangu.training.saving import Saver
 from pangu.training.step import PendingResult, StepResult, Trainer
@@ -65,7 +65,7 @@ class Loop:
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
-        self._pending: tuple[PendingResult, dict[int, float] | None] | None = None
+        self._pending: tuple[PendingResult, dict[int, float] | None, float] | None = None
         """The step whose result has not been looked at, and the stragglers in it."""
         self._asked: list[bool] = []
         """What the flags of earlier steps ask for and was not done yet."""
@@ -124,7 +124,8 @@ class Loop:
         if self._pending is not None and not self._look(saver, at_once=False):
             return  # these gradients are those of a state that is gone
         with recorder.span("update"):
-            self._pending = trainer.update(self.signals.flags(self._step_s, saver.has_failed)), stragglers
+            update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
+        self._pending = update, stragglers, loader.waited_s
         self.samples += self.config.batch.global_size
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
@@ -137,7 +138,7 @@ class Loop:
         checkpoint. `at_once`: no other step is under way."""
         assert self._pending is not None
         assert self._step_began is not None
-        (pending, stragglers), self._pending = self._pending, None
+        (pending, stragglers, waited_s), self._pending = self._pending, None
         result = self.trainer.read(pending)
         self._asked = [any(flags) for flags in zip(result.flags, self._asked or result.flags, strict=True)]
         self._step_s = pending.end.seconds_since(self._step_began) - self._interlude_s
@@ -147,7 +148,7 @@ class Loop:
         # asks for is done last, so that the step that was just made is saved.
         if self._goes_back(result, saver):
             return False
-        self.record = self._figures(result, self._step_s, stragglers)
+        self.record = replace(self._figures(result, self._step_s, stragglers), data_wait_s=waited_s)
         for writer in self._writers:
             writer.write(self.record)
         self._check_replicas()
@@ -238,6 +239,7 @@ class Loop:
             evaluation=evaluation,
             trust_ratios=ratios,
             slow_ranks=stragglers,
+            experts=result.experts,
         )
 
     def _place(self, step: int) -> str:
@@ -310,6 +312,8 @@ class Loop:
     def _check_replicas(self) -> None:
         if not self._due(self.config.train.check_replicas):
             return
+        from pangu.training.replicas import find_replica_difference
+
         with self._interlude("comparing replicas"):
             difference = find_replica_difference(self.trainer)
         if difference:

@@ -20,8 +20,9 @@ from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Durations, 
 from pangu.pipeline.check import Message, message_of
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.timeline import Event, Timeline
+from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.mesh import Mesh
-from pangu.topology.recording import Recording, Span, start, stop
+from pangu.topology.recording import Recording, Span, Tape, stop
 from pangu.training.step import Trainer
 
 log = logging.getLogger("pangu")
@@ -33,7 +34,13 @@ PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "loading",
 themselves and `bubble` is waiting for a rank that has not come yet; waiting for batches; all that surrounds a step."""
 WORDS = ("update", "loading", "logging", INTERLUDE)
 """What spans are for that are no action and wait for no collective."""
-TERM_OF = {"ends": "pipeline", "shard": "data", "gather": "data", "copies": "data", "world": "update"}
+TERM_OF = {
+    **dict.fromkeys(("context", "expert"), "tensor"),
+    "ends": "pipeline",
+    **dict.fromkeys(("replicas", "shard", "gather", "copies"), "data"),
+    **dict.fromkeys(EXPERT_GROUPS[1:], "data"),
+    "world": "update",
+}
 """Axis -> the part that its messages count in, where that has another name."""
 PROFILED = 10
 """Which of the steps of a process is recorded; its last one, if it makes fewer."""
@@ -149,7 +156,7 @@ class Profile:
         """Record from now on what this rank does."""
         # clocks of different machines differ: all ranks begin together, and each counts from there
         all_reduce(torch.zeros((), device=mesh.device), mesh.group("world"))
-        start(mesh.recorder, "logging", mesh.device)
+        mesh.recorder.tape = Tape("logging", mesh.device)
 
     @classmethod
     def of(cls, trainer: Trainer, recording: Recording, expected: dict[str, float] | None = None) -> Profile:
@@ -312,7 +319,7 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
     that a rank has.
     """
     mesh, schedule = trainer.mesh, trainer.stages.schedule
-    start(mesh.recorder, "update", mesh.device)
+    mesh.recorder.tape = Tape("update", mesh.device)
     trainer.forward_backward(micro_batches)
     recording = stop(mesh.recorder)
     durations = trainer.stages.durations.per_chunk(len(schedule.stage_of))

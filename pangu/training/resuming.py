@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
         log.info("%-12s %s", "loss scale", scale)
     if trainer.scales is not None:
         trainer.scales.restore(path, index.get("fp8"))
+    if trainer.balance is not None:
+        trainer.balance.restore(path, index.get("experts"))
     folder = Path(config.train.output) / "checkpoints"
     (abandoned, *_) = agree(trainer.mesh, lambda: tidy(folder, trainer.step), runs_here=trainer.mesh.is_first)
     for checkpoint in abandoned or ():
@@ -113,10 +116,19 @@ def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> No
 
 
 def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
-    """Give a new run the weights of a checkpoint. Raises UserError as `load_weights`."""
-    index = load_weights(path, trainer.mesh, weights_of(trainer))
+    """Give a new run the weights of a checkpoint; with `checkpoint.upcycle`, of a dense model. Raises UserError as
+    `load_weights`."""
+    weights, model, upcycle = weights_of(trainer), config.model, config.checkpoint.upcycle
+    if model.experts is not None:
+        from pangu.checkpoint.upcycling import of_dense_model, require_kind
+
+        require_kind(intact(path, trainer.mesh), upcycle)
+        weights, model = (of_dense_model(weights), model.without_experts) if upcycle else (weights, model)
+    index = load_weights(path, trainer.mesh, weights)
     trainer.parameters.publish()
-    current = identity(config)
+    if trainer.balance is not None and index.get("experts") is not None:
+        trainer.balance.restore(path, index["experts"])
+    current = identity(replace(config, model=model))
     for key, value in index["identity"].items():
         if key.startswith("model.") and current.get(key) != value:
             log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)

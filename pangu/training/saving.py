@@ -35,6 +35,7 @@ from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import Shard
+from pangu.zero.norms import counts
 
 log = logging.getLogger("pangu")
 
@@ -97,6 +98,7 @@ class Saver:
             "watch": dict(watch),
             "loss_scale": trainer.loss_scale.state(),
             "fp8": None if trainer.scales is None else trainer.scales.state(),
+            "experts": None if trainer.balance is None else trainer.balance.state(),
             "frozen": list(self._config.train.frozen),
             "identity": identity(self._config),
             "layout": asdict(trainer.mesh.layout),
@@ -231,14 +233,7 @@ def _rectangles(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
 
 
 def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
-    """What this rank writes. Tensors that all tensor-parallel ranks hold are written by the first, copies of a tied
-    embedding by the first stage."""
-    at = trainer.mesh.at
-    if at.data >= trainer.mesh.layout.shards:
-        return  # the other replicas hold copies
-    skipped = {
-        shard.placement.name
-        for shard in trainer.shards
-        if (shard.placement.cut_dim is None and at.tensor != 0) or (shard.placement.shared and at.pipeline != 0)
-    }
+    """What this rank writes: of what several hold, the first."""
+    at, layout = trainer.mesh.at, trainer.mesh.layout
+    skipped = {shard.placement.name for shard in trainer.shards if not counts(shard.placement, layout, at)}
     yield from (named for named in state_of(trainer, every_kind) if named[0].partition("/")[2] not in skipped)

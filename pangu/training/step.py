@@ -47,6 +47,8 @@ class StepResult:
     """Those that any rank raised."""
     norms: Norms = field(default_factory=list)
     """If it was skipped: of this rank's gradients before they were reduced, on the device."""
+    experts: dict[str, float] | None = None
+    """How the experts were used, if there are any."""
 
     @property
     def skipped(self) -> bool:
@@ -59,7 +61,8 @@ class PendingResult:
     """The result of a step on its way to the host."""
 
     numbers: Tensor
-    """fp64, in host memory: loss, norm, loss scale, how many ranks raised each flag. Not there before `end`."""
+    """fp64, in host memory: loss, norm, loss scale, how many ranks raised each flag, figures of the experts. Not
+    there before `end`."""
     lr: float
     norms: Norms
     end: Moment
@@ -79,10 +82,9 @@ class Trainer:
         self.choices = None if choices is None else asdict(choices)
         """What `auto` stood for, as checkpoints hold it."""
         if choices is None:
-            from pangu.layers.kernel_choice import attention_kernels
+            from pangu.layers.kernel_choice import kernels_of
 
-            documents = config.data.packing.reset_mask
-            kernel = attention_kernels(config.model, config.precision.compute, mesh.device, documents)[0]
+            kernel = kernels_of(config, mesh.device)[0]
         else:
             kernel, mesh = choices.attention, replace(mesh, algorithms=Algorithms(choices.gather, choices.scatter))
         mesh.recorder.watches = config.profile or config.faults.slow_every > 0
@@ -106,14 +108,16 @@ class Trainer:
             from pangu.layers.fp8 import Fp8Scales
 
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        build = Builder(region=TensorRegion.of(mesh, config.parallel.overlap_chunks), store=store, scales=self.scales)
+        build = Builder.on(mesh, config, store=store, scales=self.scales)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
+        self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters(self.model, table, chunks, mesh, config, schedule.reduce_each)
         if store is not None and adds_products:
             from pangu.zero.weight_products import WeightProducts
 
-            store.add_product = WeightProducts(self.parameters.gradients, self.model).add
+            products = WeightProducts(self.parameters.gradients, self.model)
+            store.add_product, store.add_rows = products.add, products.add_rows
         if config.compile is True or (choices is not None and choices.compile == "true"):
             from pangu.models.compiled import CompiledBlocks
 
@@ -145,12 +149,14 @@ class Trainer:
         micro-batch size nor the number of replicas changes the gradient, however uneven the loss masks are.
         """
         self.doing = "counting target tokens"
-        batches = [batch.to(self.mesh.device) for batch in micro_batches]
+        batches = [batch.cut(self.model.context).to(self.mesh.device) for batch in micro_batches]
         num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
-        self._per_token = 1.0 / all_reduce(num_targets, self.mesh.group("data")).clamp(min=1.0)
+        self._per_token = 1.0 / all_reduce(num_targets, self.mesh.group("replicas")).clamp(min=1.0)
         scale = (self._per_token * self.loss_scale.scale).to(self.parameters.squares.dtype)
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
+        if self.balance is not None:
+            self.balance.start_step(self.loss_scale.scale / self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"rank {self.mesh.rank}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
@@ -170,12 +176,15 @@ class Trainer:
             self.scales.start_update(self.mesh.group("world"))
         self.doing = "updating weights"
         norm = sums[0] / old_scale
+        overflow = norm.isfinite().logical_not()
         numbers = torch.cat([torch.stack([sums[1] * self._per_token, norm, old_scale]), sums[2:]])
+        if self.balance is not None:
+            numbers = torch.cat([numbers, self.balance.finish_step(self.mesh.group("world"), overflow)])
         on_host = host_memory(len(numbers), numbers.dtype, numbers.device).copy_(numbers, non_blocking=True)
         rate = learning_rate(self.config.lr_schedule, optimizer.lr, self.config.train.steps, self.step - self.skipped)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        overflow, divisor = norm.isfinite().logical_not(), old_scale
+        divisor = old_scale
         if optimizer.clip is not None:  # Pascanu et al. 2013, Algorithm 1
             divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
         self.copied.precede()
@@ -191,7 +200,10 @@ class Trainer:
         """Wait for the result of the last update. Raises UserError if it overflowed with the smallest loss scale."""
         pending.end.wait()
         loss, norm, scale, *flags = pending.numbers.tolist()
-        result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)))
+        experts = None
+        if self.balance is not None:
+            flags, experts = self.balance.told(flags)
+        result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts)
         if not result.skipped:
             return result
         self.skipped += 1

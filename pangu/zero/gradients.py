@@ -45,13 +45,16 @@ class GradientSum:
         summed over replicas; None: that of the buffers."""
         self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
         self.mesh, self.reduce_each, self.overlap = mesh, reduce_each, overlap
-        self._message = message if mesh.group("data") is not None else None
+        self._message = message
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
         self._partial = [
             s.grad for flat in self._all for s in flat.shards if s.placement.partial and s.grad is not None
         ]
         axes = ((flat, {shard.placement.shared for shard in flat.shards}) for flat in self._all)
         self._shared = [(flat, mesh.group(name)) for flat, names in axes for name in names if name]
+        for _, group in self._shared:
+            # few models need these groups; NCCL connects one at its first message, which is not to be in a step
+            all_reduce(torch.zeros(1, device=mesh.device), group)
         self._places: dict[Tensor, tuple[int, int, slice]] = {
             parameter: (chunk, index, span)
             for chunk, flats in self.flat_parameters.items()
@@ -164,31 +167,32 @@ class GradientSum:
         self._num_sent[chunk] = max(start, stop)
 
     def _start(self, flat: FlatParameter) -> Handle:
-        mesh, message, total = self.mesh, self._message or flat.grad.dtype, self._total(flat)
+        mesh, sharding, total = self.mesh, flat.sharding, self._total(flat)
+        message = self._message if sharding.replicas > 1 and self._message else flat.grad.dtype
         for parameter, span in flat.parameters:
             if parameter in self._empty:  # backward did not reach it
                 total[span].zero_()
                 self._empty.discard(parameter)
         self.norms.append((flat.tensors, torch._foreach_norm([total[span] for _, span in flat.tensors])))
-        if flat.sharding.size == 1:
+        if sharding.size == 1:
             part = flat.grad.to(message)
-            handle = start_ordered_all_reduce(part, mesh.group("data"), mesh.algorithms)
+            handle = start_ordered_all_reduce(part, mesh.group(sharding.axis("replicas")), mesh.algorithms)
         else:
             total = total.to(message)
             in_place = not self.reduce_each and message == flat.grad.dtype
             part = flat.grad if in_place else torch.empty_like(flat.grad, dtype=message)
-            handle = start_reduce_scatter(part, total, mesh.group("shard"), mesh.algorithms)
-            if (copies := mesh.group("copies")) is not None:
+            handle = start_reduce_scatter(part, total, mesh.group(sharding.axis("shard")), mesh.algorithms)
+            if (copies := mesh.group(sharding.axis("copies"))) is not None:
                 from pangu.zero.copies import start_sum
 
                 handle = start_sum(part, handle, copies, self._stream)
-            if flat.sharding.stage >= 2:
+            if sharding.stage >= 2:
                 flat.total = None  # the next micro-batch begins another one
 
         def finish(source: Tensor = total) -> None:
             """The collective reads `source` until it is done."""
             handle.wait()
-            if self.reduce_each:
+            if self.reduce_each and sharding.size > 1:
                 flat.grad.add_(part)
             elif part is not flat.grad:
                 flat.grad.copy_(part)

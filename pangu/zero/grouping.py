@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pangu.topology.layout import Layout
+from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable
 
 F = TypeVar("F")
@@ -34,13 +34,25 @@ class Sharding:
     offload: tuple[str, ...] = ()
     """In host memory: `optimizer`, the main parameters (and hence the moments); `parameters`, at stage 3 the local
     shard of the weights."""
+    experts: bool = False
+    """Whether it is of experts that the layout splits, which other ranks share."""
 
     @classmethod
-    def of(cls, layout: Layout, replica: int, offload: Collection[str]) -> Sharding:
+    def of(cls, layout: Layout, at: Coordinates, offload: Collection[str], experts: bool = False) -> Sharding:
         on_host = tuple(what for what in ("optimizer", "parameters") if what in offload)
         # with its parameters on the host even a rank that shares with nobody has to fetch them
-        stage = layout.zero if layout.shards > 1 or "parameters" in on_host else 0
-        return cls(stage, replica % layout.shards, layout.shards, layout.data, on_host)
+        shards, replicas, replica = layout.shards, layout.replicas, layout.replica(at)
+        if experts:
+            from pangu.topology.experts import ExpertLayout
+
+            apart = ExpertLayout(layout)
+            shards, replicas, (_, replica) = apart.shards, apart.replicas, apart.place(at)
+        stage = layout.zero if shards > 1 or "parameters" in on_host else 0
+        return cls(stage, replica % shards, shards, replicas, on_host, experts)
+
+    def axis(self, name: str) -> str:
+        """That of `Layout.peers` for its `replicas`, `shard`, `gather` or `copies`."""
+        return f"expert_{name}" if self.experts else name
 
     def padded(self, numel: int) -> int:
         step = self.replicas * ALIGNMENT if self.replicas > 1 else 1
@@ -133,8 +145,9 @@ def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
 def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, list[str]]]:
     """Chunk and parameters of each flat parameter, in the order of forward. Parameters of a module stay together, and
     neighbouring modules of a chunk are joined until they fill the bucket, which must not straddle chunks, since they
-    are used at different times. A parameter that another stage has a copy of stands alone, so that it is sharded alike
-    there; so does one of several chunks, which belongs to none (-1)."""
+    are used at different times. Experts that the layout splits are joined with each other. A parameter that
+    another stage has a copy of stands alone, so that it is sharded alike there; so does one of several chunks, which
+    belongs to none (-1)."""
     users: dict[str, set[int]] = {}
     for chunk, of_chunk in uses.items():
         for names in of_chunk.values():
@@ -143,19 +156,23 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
     groups: list[tuple[int, list[str]]] = []
     grouped: set[str] = set()
     for chunk, of_chunk in uses.items():
-        size = bucket
+        filling: dict[bool, list[str]] = {}  # of experts or not -> the flat parameter that has room
+        sizes = {False: 0.0, True: 0.0}
         for module in of_chunk.values():
             names = [name for name in module if name not in grouped]
             grouped |= set(names)
             alone = [n for n in names if len(users[n]) > 1 or any(p.shared for p in table.stored_in(n))]
             groups += [(chunk if len(users[name]) == 1 else -1, [name]) for name in alone]
-            joined = [name for name in names if name not in alone]
-            if joined and (size >= bucket or groups[-1][0] != chunk or alone):
-                groups.append((chunk, []))
-                size = 0.0
-            if joined:
-                groups[-1][1].extend(joined)
-                size += sum(4.0 * math.prod(table.shapes[name]) for name in joined)
+            if alone:
+                filling.clear()
+            for of_experts in (False, True):
+                joined = [name for name in names if name not in alone and table.is_expert(name) == of_experts]
+                if joined and (of_experts not in filling or sizes[of_experts] >= bucket):
+                    filling[of_experts], sizes[of_experts] = [], 0.0
+                    groups.append((chunk, filling[of_experts]))
+                if joined:
+                    filling[of_experts].extend(joined)
+                    sizes[of_experts] += sum(4.0 * math.prod(table.shapes[name]) for name in joined)
     return groups
 
 

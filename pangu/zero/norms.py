@@ -20,14 +20,21 @@ class Squares:
         """`placements`: all logical tensors of the stage in the same order on every rank of it; `dtype` of the sums."""
         self._mesh = mesh
         self.dtype = dtype
+        # experts that the layout splits last: other ranks share them
+        placements = sorted(placements, key=lambda placement: placement.expert)
         self._place = {placement.name: place for place, placement in enumerate(placements)}
-        self._cut = torch.tensor([placement.cut_dim is not None for placement in placements], device=mesh.device)
+        num_dense, num = sum(not placement.expert for placement in placements), len(placements)
+        spans = (("shard", slice(num_dense)), ("expert_shard", slice(num_dense, num)))
+        self._sums = [(mesh.group(axis), span) for axis, span in spans if mesh.group(axis) and range(num)[span]]
+        cut = [is_cut(placement, mesh.layout) for placement in placements]
+        self._cut = torch.tensor(cut, dtype=torch.bool, device=mesh.device)
 
     def over(self, placements: Sequence[Placement]) -> Callable[[Tensor], Tensor]:
         """What takes squares of some tensors [..., shards] of this rank to those of the whole tensors: summed over the
         replicas that share a tensor, and over the tensor-parallel ranks where it is sharded."""
         device = self._mesh.device
-        if self._mesh.group("shard") is None and self._mesh.group("tensor") is None:
+        tensor_group = self._mesh.group("tensor")
+        if not self._sums and tensor_group is None:
             return lambda squares: squares
         order = [self._place[placement.name] for placement in placements]
         places = torch.tensor(order, dtype=torch.int64, device=device)
@@ -35,21 +42,32 @@ class Squares:
         def add_up(squares: Tensor) -> Tensor:
             total = torch.zeros(*squares.shape[:-1], len(self._place), dtype=self.dtype, device=device)
             total.index_copy_(-1, places, squares.to(device, self.dtype))
-            all_reduce(total, self._mesh.group("shard"))
-            if (tensor_group := self._mesh.group("tensor")) is not None:
+            for group, span in self._sums:
+                part = total[..., span]
+                summed = all_reduce(part.contiguous(), group)
+                if summed is not part:
+                    part.copy_(summed)
+            if tensor_group is not None:
                 total = torch.where(self._cut, all_reduce(total.clone(), tensor_group), total)
             return total.index_select(-1, places).to(squares.device)
 
         return add_up
 
 
+def is_cut(placement: Placement, layout: Layout) -> bool:
+    """Whether tensor-parallel ranks hold different slices of it."""
+    return placement.cut_dim is not None and not (placement.expert and layout.expert_tensor == 1)
+
+
 def counts(placement: Placement, layout: Layout, at: Coordinates) -> bool:
     """Whether a rank's shard counts in a sum over all ranks: it does on the first rank that holds it."""
-    return (
-        at.data < layout.shards
-        and (placement.cut_dim is not None or at.tensor == 0)
-        and (placement.shared is None or at.pipeline == 0)
-    )
+    if placement.shared is not None and at.pipeline != 0:
+        return False
+    if placement.expert:
+        from pangu.topology.experts import ExpertLayout
+
+        return ExpertLayout(layout).counts(at, is_cut(placement, layout))
+    return layout.replica(at) < layout.shards and (is_cut(placement, layout) or at.tensor == 0)
 
 
 def norm_and_loss(gradients: list[Tensor], loss: Tensor | None, flags: Sequence[bool], mesh: Mesh) -> Tensor:

@@ -34,26 +34,29 @@ class ShardedParameters:
         """`model`, on the meta device, gets its storage and initial values; `chunks`: the parts that it consists of.
         `reduce_each`: gradients are reduced after every micro-batch (ZeRO-2 and 3) rather than once per step."""
         overlap, dtype = config.parallel.overlap, DTYPES[config.precision.compute]
-        sharding = Sharding.of(mesh.layout, mesh.at.data, config.memory.offload)
+        kinds = (False, True) if mesh.layout.splits_experts else (False,)
+        shardings = {apart: Sharding.of(mesh.layout, mesh.at, config.memory.offload, apart) for apart in kinds}
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
         trained_of: dict[int, list[FlatParameter]] = {}
 
         def make(chunk: int, names: list[str]) -> FlatParameter:
+            sharding = shardings[table.is_expert(names[0])]
             flat = FlatParameter(model, names, table, config.train.seed, dtype, mesh.device, sharding)
             if flat.trained:
-                trained_of.setdefault(chunk, []).append(flat)
+                # a sum that lies where the gradients of the next micro-batch are added is not sent before the last
+                late = reduce_each and sharding.size == 1
+                trained_of.setdefault(-1 if late else chunk, []).append(flat)
             return flat
 
-        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes(sharding.replicas), make)
+        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes(mesh.layout.replicas), make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
-        self.offload, self._mesh = sharding.offload, mesh
+        self.offload, self._mesh = shardings[False].offload, mesh
         message = torch.bfloat16 if config.precision.reduce == "bf16" else None
         self.gradients = GradientSum(trained_of, mesh, reduce_each, overlap, message)
         # without offload there are no copies, and a CPU has no stream for them
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
-        trained, group = trained_modules(table, uses), mesh.group("gather")
-        self.unsharder = Unsharder(flats_of, trained, group, self._stream, overlap, mesh.algorithms)
-        if sharding.size > 1 or self.offload:
+        self.unsharder = Unsharder(flats_of, trained_modules(table, uses), mesh, self._stream, overlap)
+        if self.offload or any(flat.sharding.size > 1 for flat in self.flat_parameters):
             model.hooks = self.unsharder
         self.publish()
         self.squares = Squares(list(table), mesh, torch.promote_types(dtype, torch.float32))

@@ -14,8 +14,7 @@ from torch.autograd import Function
 from pangu.collectives.reduce import Completion, Handle, start_all_gather
 from pangu.models.language_model import ModuleHooks
 from pangu.topology.copy_stream import CopyStream
-from pangu.topology.mesh import Algorithms
-from pangu.topology.recorder import AxisGroup
+from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import TABLES, backward_order
 
@@ -51,16 +50,15 @@ class Unsharder(ModuleHooks):
         self,
         uses: Mapping[int, Mapping[str, Sequence[FlatParameter]]],
         trained: Collection[str],
-        group: AxisGroup | None,
+        mesh: Mesh,
         stream: CopyStream,
         overlap: bool,
-        algorithms: Algorithms,
     ) -> None:
         """`uses`: chunk -> module, in the order of forward -> its flat parameters. `trained`: modules whose output has
-        a gradient whatever their input is. `group`: the replicas that share the flat parameters. `stream`: for copies
-        from the host. `overlap` false: gather when needed, not before."""
+        a gradient whatever their input is. `stream`: for copies from the host. `overlap` false: gather when needed,
+        not before."""
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
-        self.trained, self.group, self.overlap, self.algorithms = trained, group, overlap, algorithms
+        self.trained, self.overlap, self._mesh = trained, overlap, mesh
         self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
         self._stream = stream
         self._of_chunk = {
@@ -87,7 +85,7 @@ class Unsharder(ModuleHooks):
                 if flat.sharding.stage == 3:
                     self._reshard(flat)
                 elif flat.sharding.size > 1:
-                    self._handles[flat] = start_all_gather(flat.weights, flat.local, self.group, self.algorithms)
+                    self._handles[flat] = self._gather(flat, flat.weights, flat.local)
                 elif flat.main_on_host:
                     self._handles[flat] = self._copies()
             if not self.overlap:
@@ -148,8 +146,11 @@ class Unsharder(ModuleHooks):
                 whole, local = flat.allocate().data, flat.local
                 if flat.local_on_host:
                     local = whole[flat.span].copy_(local, non_blocking=True)
-                gather = start_all_gather(whole, local, self.group, self.algorithms)
-                self._handles[flat] = self._copies() if self.group is None else gather
+                gather = self._gather(flat, whole, local)
+                self._handles[flat] = self._copies() if flat.sharding.size == 1 else gather
+
+    def _gather(self, flat: FlatParameter, whole: Tensor, local: Tensor) -> Handle:
+        return start_all_gather(whole, local, self._mesh.group(flat.sharding.axis("gather")), self._mesh.algorithms)
 
     def _copies(self) -> Handle:
         return Completion(partial(CopyStream.wait, self._stream.record()))

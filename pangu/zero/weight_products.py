@@ -1,5 +1,5 @@
 """Gradients of matrices that the product itself adds to the buffer of gradients: 12 bytes less to read and write for
-each weight and micro-batch, and no hook."""
+each weight and micro-batch, and no hook. Those of tables are added to the rows that were looked up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WeightProducts:
 
     def __init__(self, gradients: GradientSum, model: LanguageModel) -> None:
         self._gradients = gradients
-        # autograd has the gradient of their lookup: the last one where the head is tied
+        # the gradient of their lookup is the last one where the head is tied
         self._looked_up = set() if model.embedding is None else set(model.embedding.parameters())
         self._done: Counter[Tensor] = Counter()
         """Parts of gradients that backward is at."""
@@ -43,3 +43,12 @@ class WeightProducts:
             del self._done[weight]
             if weight not in self._looked_up:
                 self._gradients.complete(weight)
+
+    def add_rows(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
+        """Add gradients [..., width] of rows [...] that were looked up, the last ones of a table in each backward: the
+        dense gradient would be written, read and added for all words."""
+        total, begins = self._gradients.sum_of(table)
+        if begins:
+            total.zero_()
+        total.index_put_((rows,), grad.to(total.dtype), accumulate=True)
+        self._gradients.complete(table)

@@ -71,7 +71,7 @@ class Slow:
 def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
     """Writers wait for it, and the update."""
     pairs: Any = [(Slow(), torch.zeros(1)), (Slow(), torch.zeros(1))]
-    moment = arena._Moment(CPU, pairs)
+    moment = arena._CopiesMade(CPU, pairs)
     assert not pairs[1][0].filled
     getattr(moment, way)()
     assert pairs[0][0].filled
@@ -79,7 +79,7 @@ def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
 
 
 def test_a_copy_that_fails_is_the_saves_and_not_the_steps() -> None:
-    moment = arena._Moment(CPU, [(torch.empty(2), torch.ones(3))])
+    moment = arena._CopiesMade(CPU, [(torch.empty(2), torch.ones(3))])
     moment.precede()
     with pytest.raises(RuntimeError, match="size"):
         moment.wait()

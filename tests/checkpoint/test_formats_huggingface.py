@@ -18,7 +18,7 @@ from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
 from pangu.config.checks import find_model_problems
 from pangu.config.errors import UserError, printable
-from pangu.config.model import ModelConfig, RopeScaling
+from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
 from pangu.evaluation.loading import load_model
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -46,7 +46,7 @@ def fields(kind: str, **changes: Any) -> dict[str, Any]:
     return {**theirs(**SIZES).to_dict(), **changes}
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Pangu"])
 def test_whatever_transformers_writes_is_known(kind: str) -> None:
     assert read_model(fields(kind), Path("config.json"))["hidden"] == 32
 
@@ -81,6 +81,35 @@ PUBLISHED = {
         '"sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,'
         '"transformers_version": "4.51.0"}',
         {"head_dim": 128, "qk_norm": True, "window": None, "tied_head": True, "rope_base": 1e6},
+    ),
+    "Mixtral 8x7B 0.1": (
+        '{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,'
+        '"hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,'
+        '"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,'
+        '"num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,'
+        '"output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,'
+        '"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",'
+        '"transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}',
+        {
+            "experts": 8,
+            "experts_per_token": 2,
+            "ffn": 14336,
+            "rope_base": 1e6,
+            "window": None,
+            "router": RouterConfig(),
+        },
+    ),
+    "Qwen3 30B-A3B": (
+        '{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,'
+        '"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,'
+        '"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,'
+        '"max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",'
+        '"moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,'
+        '"num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,'
+        '"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,'
+        '"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,'
+        '"transformers_version": "4.51.0", "use_sliding_window": false, "vocab_size": 151936}',
+        {"experts": 128, "experts_per_token": 8, "expert_ffn": 768, "expert_every": 1, "router": RouterConfig()},
     ),
 }
 
@@ -144,6 +173,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("Qwen3", {"use_sliding_window": "no"}, "use_sliding_window = no: must be true or false"),
     ("Mistral", {"sliding_window": -1}, "sliding_window = -1: must be at least 1"),
+    ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not computed here; 0.0 is"),
+    ("Mixtral", {"num_local_experts": 0}, "num_local_experts = 0: must be at least 1"),
+    ("Qwen3Moe", {"num_experts": 7}, "num_local_experts = 128: must be num_experts = 7: they are one number"),
+    ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
+    ("Qwen3Moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not computed here; [] or null is"),
 ]
 
 
@@ -177,7 +211,7 @@ def read_anything(kind: str, data: st.DataObject) -> None:
     assert printable(said) == said
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "Qwen3Moe"])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
@@ -185,7 +219,7 @@ def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Pangu"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Pangu"])
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:

@@ -15,16 +15,20 @@ import yaml
 from torch import Tensor
 
 from pangu.checkpoint.formats.huggingface_config import read_model
+from pangu.checkpoint.index import read_index
+from pangu.checkpoint.reading import newest_checkpoint
 from pangu.config.build import build
 from pangu.config.data import TokenizerConfig
 from pangu.config.model import RopeScaling
 from pangu.config.schema import RunConfig
 from pangu.data.tokenizers import load_tokenizer
+from pangu.layers.expert_balance import ExpertBalance
 from tests.checkpoint.test_formats import HEADS, SEQUENCE, VOCAB, convert, logical, weights
 from tests.models.helpers import make
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_forward
 from tests.weights import logical_view, whole_logits
+from tools.convert_checkpoint import main
 
 pytest.importorskip("transformers")
 
@@ -104,6 +108,10 @@ LLAMAS = [
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     ("Qwen3", {"head_dim": 12, "num_key_value_heads": 2}),
     ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("Mixtral", {"num_local_experts": 5, "num_key_value_heads": 2}),
+    ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 12}),
+    ("Qwen3Moe", {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "decoder_sparse_step": 2}),
 ]
 
 
@@ -120,6 +128,29 @@ def test_llama_and_its_relatives(kind: str, variant: dict[str, object], tmp_path
         **{"num_key_value_heads": 4, **variant},
     )
     there_and_back(random_vectors(getattr(transformers, f"{kind}ForCausalLM"), config), tmp_path, 67, 24)
+
+
+def test_what_is_told_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files say how it chooses, the user how it is balanced. What no type chooses like is not written."""
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=24, num_local_experts=3
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    balanced = ("model.router.balance=bias", "model.expert_capacity=1.25")
+    run = convert("huggingface", "pangu", tmp_path / "theirs", tmp_path / "ours", *balanced)
+    model = build(RunConfig, yaml.safe_load((run / "config.yaml").read_text())).model
+    assert (model.router.balance, model.expert_capacity, model.num_chosen) == ("bias", 1.25, 2)
+    ExpertBalance(model).restore(run, read_index(newest_checkpoint(run))["experts"])
+    for source, target, folder, changes, said in (
+        ("huggingface", "pangu", "theirs", ["model.router.score=sigmoid"], "score = sigmoid: the files have softmax"),
+        ("huggingface", "pangu", "theirs", ["model.experts=4"], "model.experts = 4: the files have 3"),
+        ("pangu", "huggingface", "ours", [], "model.router.balance = bias: cannot be expressed in transformers' mixtr"),
+        ("pangu", "megatron", "ours", [], "model.experts = 3: cannot be expressed in"),
+    ):
+        words = ["--from", source, "--to", target, "--input", str(tmp_path / folder), "--output", str(tmp_path / "x")]
+        assert main([*words, *changes]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("base", [10000.0, 50.0])

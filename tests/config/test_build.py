@@ -51,7 +51,7 @@ def test_quickstart() -> None:
 def test_run_folders_older_than_a_key_are_read() -> None:
     """They computed what the key's default says; a key without a default has to be there."""
     model = composed()["model"]
-    for key in ("head_dim", "qk_norm", "rope_scaling"):
+    for key in ("head_dim", "qk_norm", "rope_scaling", "sparse"):
         del model[key]
     assert build(ModelConfig, model) == build(ModelConfig, composed()["model"])
     del model["heads"]

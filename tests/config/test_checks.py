@@ -82,6 +82,23 @@ def problems(*overrides: str, world: int = 1) -> str:
         ),
         (["model.window=0"], "model.window = 0: must be at least 1"),
         (
+            ["model.sparse={kind:fixed,block:16,local_blocks:2,global_blocks:3}"],
+            "model.sparse.global_blocks = 3: must not be above model.sparse.local_blocks = 2, of which they are the "
+            "last; 1 works",
+        ),
+        (["model.sparse={kind:strided,block:0,local_blocks:2,stride:3}"], "model.sparse.block = 0: must be at least 1"),
+        (
+            ["model.sparse={kind:fixed,block:16,local_blocks:2,global_blocks:1,stride:3}"],
+            "model.sparse.stride = 3: there is no such key with model.sparse.kind = fixed; choose "
+            "model.sparse.kind=strided, which has it",
+        ),
+        (["model.sparse=fixed"], "model.sparse = fixed: must be a group of keys or null; model.sparse.kind=fixed or "),
+        (
+            ["model.sparse={kind:strided,block:16,local_blocks:2,stride:3}", "model.attention=flash", "precision=bf16"],
+            "model.attention = flash: cannot leave out the blocks of model.sparse.kind = strided; flex or sdpa works, "
+            "or model.attention=auto works",
+        ),
+        (
             ["model.attention=sdpa", "model.residual_scores=true"],
             "model.attention = sdpa: never holds the scores that model.residual_scores=true passes on; reference "
             "works, or model.attention=auto works",
@@ -218,8 +235,25 @@ def problems(*overrides: str, world: int = 1) -> str:
             "data.weights = [1.0]: must have one weight for each of the 2 prefixes",
         ),
         (
-            ["data=indexed", "data.train=[a,b]", "data.weights=[1,0]", "validation.every=0"],
-            "data.weights[1] = 0.0: must be above 0",
+            ["data=indexed", "data.train=[a,b]", "data.weights=[1,-1]", "validation.every=0"],
+            "data.weights[1] = -1.0: must be at least 0",
+        ),
+        (
+            ["data=indexed", "data.train=[a,b]", "data.weights=[0,0]", "validation.every=0"],
+            "data.weights = [0.0, 0.0]: one of them must be above 0",
+        ),
+        (
+            ["data=indexed", "data.train=[a]", "data.later_weights=[{sample:9,weights:[1,1]}]", "validation.every=0"],
+            "data.later_weights[0].weights = [1.0, 1.0]: must have one weight for each of the 1 prefixes of data.train",
+        ),
+        (
+            [
+                "data=indexed",
+                "data.train=[a]",
+                "data.later_weights=[{sample:9,weights:[1]},{sample:9,weights:[2]}]",
+                "validation.every=0",
+            ],
+            "data.later_weights = [9, 9]: each `sample` must be larger than the one before",
         ),
         (["evaluate.every=-1"], "evaluate.every = -1: must be at least 0"),
         (["evaluate.shots=-1"], "evaluate.shots = -1: must be at least 0"),
@@ -288,12 +322,80 @@ def test_tensor_parallel_ranks_must_divide_the_key_heads() -> None:
         (["parallel.virtual=0"], "parallel.virtual = 0: must be at least 1"),
         (["parallel.pipeline=2", "parallel.virtual=9"], "parallel.pipeline x parallel.virtual = 18: each chunk needs"),
         (["parallel.zero_group=2"], "parallel.zero_group = 2: parallel.zero = 0 shards nothing"),
+        (["parallel.context=0"], "parallel.context = 0: must be at least 1"),
+        (
+            ["parallel.context_kind=ring"],
+            "parallel.context_kind = ring: has nothing to exchange with parallel.context = 1; auto works, or a larger",
+        ),
+        (
+            ["parallel.context=3", "model.sequence=64"],
+            "parallel.context = 3: 2 x parallel.context must divide model.sequence = 64; nearest that work: 1, 2, 4",
+        ),
+        (
+            ["parallel.context=4", "parallel.tensor=8", "parallel.sequence=true", "model.sequence=16"],
+            "parallel.context = 4: parallel.context x parallel.tensor must divide model.sequence = 16; nearest that "
+            "work: 1, 2",
+        ),
+        (
+            ["parallel.context=16", "parallel.context_kind=ulysses"],
+            "parallel.context_kind = ulysses: parallel.context = 16 must divide the 8 heads of a tensor-parallel rank; "
+            "gather or ring works",
+        ),
+        (
+            ["parallel.context=2", "parallel.context_kind=ring", "model.attention=flex"],
+            "model.attention = flex: with parallel.context_kind = ring must be one of reference, sdpa, flash; auto "
+            "works, or ulysses",
+        ),
+        (
+            ["parallel.context=2", "parallel.context_kind=ring", "model.attention=flash", "model.window=8"],
+            "model.attention = flash: with parallel.context_kind = ring takes no window; "
+            "parallel.context_kind=gather works",
+        ),
+        (["parallel.context=2", "compile=true"], "compile = true: layers of parts of sequences"),
+        (
+            ["parallel.context=2", "parallel.zero=1", "parallel.zero_group=3", "parallel.data=2"],
+            "must divide the data-parallel size 2 x parallel.context = 4; nearest that work: 1, 2, 4",
+        ),
         (["parallel.zero=1", "parallel.zero_group=3", "parallel.data=4"], "must divide the data-parallel size 4"),
         (["parallel.timeout_s=0"], "parallel.timeout_s = 0.0: must be above 0"),
+        (
+            ["parallel.expert=2"],
+            "parallel.expert = 2: model.experts = null: there are none to share; 1 works, or a model",
+        ),
+        (
+            ["parallel.expert_tensor=1"],
+            "parallel.expert_tensor = 1: model.experts = null: there are none to share; null",
+        ),
+        (
+            ["model.experts=6", "parallel.expert=4", "parallel.data=4", "batch.global_size=4", "batch.micro_size=1"],
+            "parallel.expert = 4: must divide model.experts = 6 and 4 replicas; nearest that work: 1, 2",
+        ),
+        (
+            [
+                *("model.experts=8", "parallel.expert=8", "parallel.expert_tensor=1", "parallel.tensor=2"),
+                *("parallel.data=2", "batch.global_size=4", "batch.micro_size=1"),
+            ],
+            "must divide model.experts = 8 and 2 replicas x parallel.tensor = 2 ranks; nearest that work: 1, 2, 4",
+        ),
+        (
+            ["model.experts=6", "parallel.expert=6", "parallel.data=2", "parallel.context=2", "batch.micro_size=1"],
+            "parallel.expert = 6: must divide model.experts = 6 and 4 replicas; nearest that work: 1, 2",
+        ),
+        (
+            ["model.experts=8", "parallel.tensor=4", "parallel.expert_tensor=2", "model.heads=4", "batch.micro_size=1"],
+            "parallel.expert_tensor = 2: must be 1 or parallel.tensor = 4; null, 1 and 4 work",
+        ),
     ],
 )
 def test_keys_of_pipeline_and_zero(overrides: list[str], says: str) -> None:
     assert says in problems(*overrides, world=4)
+
+
+def test_groups_of_zero_and_of_experts_hold_each_other() -> None:
+    words = ("model.experts=4", "parallel.expert=4", "parallel.zero=1", "parallel.zero_group=6", "batch.global_size=12")
+    found = problems(*words, "batch.micro_size=1", world=12)
+    rule = "must hold whole groups of parallel.expert = 4 ranks, or divide one"
+    assert f"parallel.zero_group = 6: {rule}; 4 works, or null" in found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,21 +1,23 @@
-"""Reading text, and passing it through several processes."""
+"""Reading text of all kinds, from any place on, and naming what is none."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
-import math
-import os
-from collections.abc import Iterator
+import lzma
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
-from pangu.data.documents import batched, find_inputs, parallel_map, read_documents
+from pangu.data import inputs
+from pangu.data.documents import BadLine, Document, documents, read_documents
+from pangu.data.inputs import find_inputs, read_chunks
 
 DOCUMENTS = ["one line", "two\nlines", "  indented, 你好", "tab\there"]
 
@@ -40,55 +42,195 @@ def write(path: Path, key: str = "text") -> None:
                 writer.write_table(table)
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".parquet", ".csv", ".arrow"])
-def test_kinds(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a[1] b*{suffix}"
+def pack(path: Path, packing: str) -> Path:
+    """The same file, packed."""
+    content = path.read_bytes()
+    if packing == ".zst":
+        content = pyarrow.compress(content, "zstd", asbytes=True)
+    elif packing:
+        compress = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[packing]
+        half = content[: len(content) // 2]
+        content = compress(half) + compress(content[len(half) :])  # as programs on several cores write them
+    packed = path.with_name(path.name + packing)
+    packed.write_bytes(content)
+    return packed
+
+
+KINDS = [".txt", ".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt.gz", ".jsonl.zst", ".txt.xz", ".jsonl.bz2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(tmp_path: Path, kind: str) -> None:
+    _, suffix, packing = f"{kind}.".split(".")[:3]
+    path = tmp_path / f"a[1] b*.{suffix}"
     write(path, "content")
-    assert list(read_documents([path, path], "content")) == DOCUMENTS * 2
+    packed = pack(path, packing and f".{packing}")
+    assert list(read_documents([str(packed)] * 2, "content")) == DOCUMENTS * 2
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
+def test_files_of_arrow_and_json_lines_named_json(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": DOCUMENTS})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.json")
+    pack(tmp_path / "b.json", ".gz")
+    for name in ("a.arrow", "b.json", "b.json.gz"):
+        assert list(read_documents([str(tmp_path / name)], "text")) == DOCUMENTS
+
+
+def test_a_dataset_is_streamed(tmp_path: Path) -> None:
+    """By its folder, as by its name where there is a network."""
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl")
+    name = f"hf:{tmp_path}/set::train"
+    assert find_inputs([name]) == [name]
+    assert list(read_documents([name], "text")) == DOCUMENTS
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv"])
+def test_reading_goes_on_at_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(inputs, "_CHUNK", 40)
+    _, suffix, packing = f"{kind}.".split(".")[:3]
+    write(tmp_path / f"a.{suffix}")
+    files = [str(pack(tmp_path / f"a.{suffix}", packing and f".{packing}"))] * 2
+    chunks = list(read_chunks(files, "text"))
+    assert len(chunks) > 2
+    for number, chunk in enumerate(chunks):
+        rest = [text for later in chunks[number + 1 :] for _, text in texts_of(later)]
+        again = [text for later in read_chunks(files, "text", chunk.after) for _, text in texts_of(later)]
+        assert again == rest
+    assert [text for chunk in chunks for _, text in texts_of(chunk)] == DOCUMENTS * 2
+
+
+def texts_of(chunk: inputs.Chunk) -> list[tuple[int, str]]:
+    """Bytes and text of each document."""
+    found = list(documents(chunk, "text"))
+    assert not any(isinstance(document, BadLine) for document in found)
+    return [(document.size, document.text) for document in found]
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(st.sampled_from(["a", " b ", "", " ", "\t", "\u3000", "\r", "c\x1c", "你"]), max_size=30),
+    newline=st.sampled_from(["\n", "\r\n"]),
+    chunk=st.integers(1, 20),
+)
+def test_documents_are_what_is_between_blank_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: str, chunk: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines.txt"
+    path.write_bytes(newline.join(lines).encode())
+    expected, document = [], []
+    with path.open(encoding="utf-8") as file:
+        for line in [*file, "\n"]:
+            if line.strip():
+                document.append(line)
+            elif document:
+                expected.append("".join(document).rstrip("\n"))
+                document = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inputs, "_CHUNK", chunk)
+        assert list(read_documents([str(path)], "text")) == expected
+
+
+def everything(path: Path) -> list[Document | BadLine]:
+    return [document for chunk in read_chunks([str(path)], "text") for document in documents(chunk, "text")]
+
+
+def test_bad_lines_are_named_and_the_others_are_there(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "first"}',
+        b'{"text": 3}',
+        b"",
+        b'{"text": "a"',
+        b"[" * 100_000,
+        b'["text"]',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        b'{"\\u001b[31m": 1}',
+        b'{"text": "last"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    found = everything(tmp_path / "a.jsonl")
+    assert [document.text for document in found if not isinstance(document, BadLine)] == ["first", "last"]
+    bad = [document for document in found if isinstance(document, BadLine)]
+    assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
+    assert str(bad[0]) == f"{tmp_path}/a.jsonl, line 2: has no text under 'text'; it has [text]; see --text-key"
+    reasons = ["no text", "not JSON", "not JSON", "no JSON object", "not UTF-8", "surrogate", "no text"]
+    for line, words in zip(bad, reasons, strict=True):
+        assert words in line.reason
+        assert "\x1b" not in str(line)
+
+
+def test_the_documents_around_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n\ntwo\n\xff\n\n\n\nthree\n\n\xfe\n\nfour")
+    found = everything(tmp_path / "a.txt")
+    assert [getattr(document, "text", None) for document in found] == ["one", None, "three", None, "four"]
+    assert [document.line for document in found if isinstance(document, BadLine)] == [4, 10]
+
+
+def test_a_table_with_other_values(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    one, bad, two = everything(tmp_path / "a.parquet")
+    assert (one, two) == (("a", 1), ("b", 1))
+    assert str(bad) == f"{tmp_path}/a.parquet, line 2: has no text under 'text', but null"
+
+
+def test_a_line_without_an_end_is_named_before_it_takes_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "LONGEST", 3 << 20)
+    for name, words in (("a.jsonl", "it does not end"), ("a.txt", "no blank line ends its document")):
+        (tmp_path / name).write_bytes(b'{"text": "a"}\n\n' + b"x\x00" * (4 << 20))
+        with pytest.raises(UserError, match=rf"{name}, line 3: {words} within 3 MiB"):
+            list(read_documents([str(tmp_path / name)], "text"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz"])
 def test_damaged_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"damaged{suffix}"
     path.write_bytes(b'{"text": "a\n\x00\xff[')
     with pytest.raises(UserError, match=rf"damaged\{suffix}"):
-        list(read_documents([path], "text"))
+        list(read_documents([str(path)], "text"))
 
 
 def test_another_key(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "content")
-    with pytest.raises(UserError, match=r"a.jsonl: a record has no text under 'text'; it has \['content', 'id'\]"):
-        list(read_documents([tmp_path / "a.jsonl"], "text"))
-    with pytest.raises(UserError, match="no text under 'id'"):
-        list(read_documents([tmp_path / "a.jsonl"], "id"))
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: has no text under 'text'; it has \[content, id\]"):
+        list(read_documents([str(tmp_path / "a.jsonl")], "text"))
+    write(tmp_path / "a.parquet", "content")
+    with pytest.raises(UserError, match=r"a.parquet: a record has no text under 'text'; it has \['content', 'id'\]"):
+        list(read_documents([str(tmp_path / "a.parquet")], "text"))
 
 
 def test_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("你好".encode("gb18030"))
-    with pytest.raises(UserError, match=r"a.txt is not UTF-8.*iconv"):
-        list(read_documents([tmp_path / "a.txt"], "text"))
+    with pytest.raises(UserError, match=r"a.txt, line 1: is not UTF-8.*iconv"):
+        list(read_documents([str(tmp_path / "a.txt")], "text"))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8-sig")
-    assert list(read_documents([tmp_path / "a.txt"], "text")) == ["text"]
+    for name, text in (("a.txt", "text"), ("a.jsonl", '{"text": "text"}')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert list(read_documents([str(tmp_path / name)], "text")) == ["text"]
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow", ".csv", ".jsonl.zst"])
 def test_a_file_that_is_gone(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(UserError, match=r"gone.*: cannot be read"):
-        list(read_documents([tmp_path / f"gone{suffix}"], "text"))
+        list(read_documents([str(tmp_path / f"gone{suffix}")], "text"))
 
 
 def test_find_inputs(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.jsonl", "deep/er/c.txt", "deep/notes.md", "x[1].txt"):
+    for name in ("b.txt", "a.jsonl.gz", "deep/er/c.txt", "deep/notes.md", "deep/a.parquet.gz", "x[1].txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
 
     def found(*patterns: str) -> list[str]:
-        return [str(path.relative_to(tmp_path)) for path in find_inputs([f"{tmp_path}/{name}" for name in patterns])]
+        return [path.removeprefix(f"{tmp_path}/") for path in find_inputs([f"{tmp_path}/{name}" for name in patterns])]
 
-    assert found("") == ["a.jsonl", "b.txt", "deep/er/c.txt", "x[1].txt"]
+    assert found("") == ["a.jsonl.gz", "b.txt", "deep/er/c.txt", "x[1].txt"]
     assert found("b.txt", "*.txt", "b.txt") == ["b.txt", "x[1].txt"]
     assert found("x[1].txt") == ["x[1].txt"]
     assert found("**/c.txt") == ["deep/er/c.txt"]
@@ -98,39 +240,3 @@ def test_find_inputs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: the folder holds no"):
         found("empty")
-
-
-@given(documents=st.lists(st.text("ab", max_size=9), max_size=30), characters=st.integers(1, 20))
-def test_batches(documents: list[str], characters: int) -> None:
-    batches = list(batched(documents, characters))
-    assert [document for batch in batches for document in batch] == documents
-    assert all(batches)
-    for batch in batches:
-        assert sum(map(len, batch[:-1])) < characters
-    assert all(sum(map(len, batch)) >= characters for batch in batches[:-1])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_parallel_map_keeps_order_and_reads_little_ahead(workers: int) -> None:
-    taken = []
-
-    def items() -> Iterator[int]:
-        for item in range(40):
-            taken.append(item)
-            yield item
-
-    results = parallel_map(math.sqrt, items(), workers)
-    assert next(results) == 0
-    assert len(taken) <= 4 * workers
-    assert [0, *results] == [math.sqrt(item) for item in range(40)]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_parallel_map_raises_what_the_function_raised(workers: int) -> None:
-    with pytest.raises(ValueError, match=r"math domain|nonnegative"):
-        list(parallel_map(math.sqrt, [1, -1, 1], workers))
-
-
-def test_a_killed_worker_is_told() -> None:
-    with pytest.raises(UserError, match=r"worker process was killed.*fewer --workers"):
-        list(parallel_map(os._exit, [1] * 50, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pangu.config.data import PackingConfig
+from pangu.data import loader as loader_module
 from pangu.data.loader import Loader, step_samples
 from pangu.topology.copy_stream import CopyStream
 
@@ -85,6 +87,36 @@ def test_reading_ahead_does_not_wait_to_be_asked() -> None:
     with Loader(Signalling(), PACKING, 4, 4, 0, 1) as loader:
         loader.micro_batches(0)
         assert reached.wait(timeout=20)
+
+
+def test_a_slow_disk_is_hidden_until_a_step_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's: to read the samples of a step takes 3 s, beside a computation or while it waits."""
+    clock, asked = 0.0, 0
+    may_be_read = {first: threading.Event() for first in (0, 4, 8, 12)}
+
+    class Slow(Recorded):
+        def __getitem__(self, index: int) -> NDArray[np.int64]:
+            nonlocal clock
+            if index in may_be_read:
+                assert may_be_read[index].wait(timeout=20)
+                clock += 3
+            return super().__getitem__(index)
+
+    def now() -> float:
+        time = clock
+        may_be_read[asked].set()
+        return time
+
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=now))
+    with Loader(Slow(), PACKING, 4, 4, 0, 1) as loader:
+        for asked, beside, waited in ((0, False, 3), (4, True, 0), (8, False, 3)):
+            if beside:
+                may_be_read[asked].set()
+                assert loader._ahead is not None
+                loader._ahead[1].result()
+            loader.micro_batches(asked)
+            assert loader.waited_s == waited
+        may_be_read[12].set()
 
 
 def test_errors_come_with_their_step() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.data import tokenizers
+from pangu.data.segmentation import Segmenter
 from pangu.data.stdlib import StdlibPaths
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
@@ -164,6 +164,5 @@ def test_jieba_takes_no_dictionary_from_the_folder_for_temporary_files(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("jieba.dt", jieba.Tokenizer())
     monkeypatch.setattr("jieba.cut", jieba.dt.cut)
-    tokenizers._jieba.cache_clear()
-    assert tokenizers.jieba_segmenter()("今天是好天气") == "今天 是 好 天气"
+    assert Segmenter()("今天是好天气") == "今天 是 好 天气"
     assert [path.name for path in tmp_path.iterdir()] == ["jieba.cache"]

@@ -34,6 +34,13 @@ LAYOUTS = (
     "batch.global_size=2 parallel.tensor=2 parallel.sequence=true",
     "batch.global_size=2 parallel.tensor=2 parallel.sequence=true parallel.overlap_chunks=2 memory.recompute=selective",
     "batch.global_size=2 parallel.tensor=2 parallel.overlap_chunks=4 loss.chunk=8",
+    "parallel.context=2 parallel.context_kind=gather batch.global_size=2 precision=bf16 memory.recompute=selective",
+    "parallel.context=4 parallel.context_kind=ring precision=bf16 parallel.tensor=2 parallel.sequence=true "
+    "batch.global_size=2 model.positions=rope",
+    "parallel.context=2 parallel.context_kind=ulysses parallel.pipeline=2 parallel.zero=1 data.packing.reset_mask=true "
+    "data.packing.eod=3",
+    "parallel.context=2 parallel.context_kind=ring parallel.data=2 parallel.zero=3 batch.global_size=4 precision=bf16 "
+    "model.attention=flash data.packing.reset_mask=true data.packing.eod=3",
     "parallel.pipeline=2 parallel.schedule=gpipe model.tied_head=true",
     "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=interleaved",
     "parallel.pipeline=2 parallel.virtual=2 model.layers=4 parallel.schedule=breadth_first parallel.data=2 "
@@ -51,6 +58,10 @@ LAYOUTS = (
     "memory.offload=[parameters] parallel.data=2 parallel.zero=3 precision=bf16",
     "batch.global_size=2 memory.offload=[activations]",
     "memory.offload=[activations,optimizer,parameters] parallel.data=2 parallel.zero=3 precision=bf16",
+    "batch.global_size=2 parallel.tensor=2 parallel.sequence=true precision=bf16 model.experts=4 model.expert_ffn=16 "
+    "model.expert_capacity=1 model.router.balance=bias memory.recompute=selective",
+    "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=2 batch.global_size=8 precision=bf16 "
+    "model.experts=4 model.shared_experts=1 memory.offload=[activations] model.layers=4",
 )
 """At least two micro-batches, of a pipeline four. Left out are `parallel.tensor=2` and `parallel.pipeline=2` alone:
 LAMB's layout and that of all axes show the same."""

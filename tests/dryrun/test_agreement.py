@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +22,9 @@ SENDING = (
     "parallel.data=2 parallel.zero=1",
     "parallel.data=2 parallel.zero=3 parallel.bucket_mib=0.02",
     "parallel.data=2 optimizer=lamb memory.recompute=full",
+    "parallel.context=2 parallel.zero=2 parallel.context_kind=gather",
+    "parallel.context=2 parallel.context_kind=ring precision=bf16",
+    "parallel.context=2 parallel.context_kind=ulysses parallel.zero=1",
     "parallel.tensor=2",
     "parallel.tensor=2 parallel.sequence=true memory.recompute=selective",
     "parallel.pipeline=2 parallel.schedule=zb_h1",
@@ -45,6 +52,14 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
     return report_of(audit, mesh, chosen.stages.schedule.micro_batches, {})
 
 
+def timeless(collectives: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what was hidden of messages between stages: when a stage waits depends on the machine's load."""
+    counts = deepcopy(dict(collectives))
+    for count in counts.get("pipeline", {}).values():
+        count.pop("hidden_bytes", None)
+    return counts
+
+
 @pytest.mark.parametrize("layout", SENDING)
 def test_collectives_are_those_of_a_real_run(pool: Pool, layout: str) -> None:
     """Processes that send with gloo; products and launches agree as well."""
@@ -52,7 +67,7 @@ def test_collectives_are_those_of_a_real_run(pool: Pool, layout: str) -> None:
     for rank, real in enumerate(pool.run(chosen.layout.world, carried_out, layout)):
         told = dry_run(chosen, rank, torch.device("cpu"), whole=True)
         assert told.collectives
-        assert told.collectives == real.collectives
+        assert timeless(told.collectives) == timeless(real.collectives)
         assert (told.launches, told.memory_bound_bytes, told.flops) == (
             real.launches,
             real.memory_bound_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,7 @@ from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.program import Program
+from pangu.planning.roles import DryRunError
 from pangu.planning.search import OFFLOADED, enumerate_plans, offloaded, problem_of, space_of, time_of
 from pangu.planning.workload import Workload
 from pangu.topology.layout import Coordinates
@@ -44,9 +46,12 @@ PLANNED = (
     "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2",
     "batch.global_size=32 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
+    "batch.global_size=16 parallel.context=2 parallel.data=2 parallel.zero=2 model.attention=flash",
+    "batch.global_size=16 parallel.context=4 parallel.context_kind=ring parallel.pipeline=2 model.attention=flash",
     "batch.global_size=16 parallel.pipeline=2 memory.recompute=full memory.offload=[activations]",
     "batch.global_size=8 parallel.data=2 parallel.zero=3 memory.offload=[optimizer,parameters,activations]",
     "batch.global_size=16 precision=fp8 parallel.pipeline=2 parallel.schedule=zb_h1",
+    "batch.global_size=16 parallel.pipeline=2 model.kind=gpt model.experts=4 parallel.tensor=2 parallel.sequence=true",
 )
 OFF = 0.06
 """Most by which the formulas that are made of counted modules may be off the peak of a dry run."""
@@ -90,6 +95,77 @@ def test_a_layer_is_what_formulas_say(piece: Piece) -> None:
     assert 0 < again.recompute.launches < layer.forward.launches
 
 
+@pytest.mark.parametrize("piece", [Piece(1, False), Piece(2, True)])
+def test_a_layer_of_experts_is_what_formulas_say(piece: Piece) -> None:
+    """The products of a token's experts, in one kernel for all experts; the router's, which each tensor-parallel rank
+    carries out for all tokens."""
+    experts = ("model.experts=8", "model.experts_per_token=2", "model.shared_experts=1", "model.activation=swiglu")
+    config = choose_layout(values("", *SHAPE, *experts, "model.biases=false", "model.expert_ffn=256"), 1).config
+    layer, tokens = ModuleCounts(config).of(piece, 4)["layer"], 4 * config.model.sequence
+    grouped = [matmul for matmul in layer.forward.matmuls if matmul.batch == 8]
+    assert {(one.rows, one.columns, one.depth) for one in grouped} == {
+        (tokens * 2 // 8, 512 // piece.tensor, 512),
+        (tokens * 2 // 8, 512, 256 // piece.tensor),
+    }
+    flops = sum(matmul.flops * (2 if matmul.fused else 1) for matmul in layer.forward.matmuls)
+    router = 2 * tokens * 512 * 8
+    assert (flops - router) * piece.tensor + router == tokens * layer_flops(config.model)
+    again = layer.backward_weight.matmuls
+    assert sum(one.flops for one in again) == sum(one.flops for one in layer.forward.matmuls if not one.fused) - router
+
+
+def test_layers_of_two_kinds_are_refused() -> None:
+    config = choose_layout(values("", "model.experts=4", "model.dense_layers=1", "model.layers=4"), 1).config
+    with pytest.raises(DryRunError, match=r"^model.dense_layers = 1, model.expert_every = 1: one kind of layer is"):
+        ModuleCounts(config).of(Piece(1, False), 2)
+
+
+@pytest.mark.parametrize("kind", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (4, 8), (4, 2)])
+def test_a_layer_sends_what_formulas_say_to_ranks_that_share_sequences(kind: str, ranks: int, key_heads: int) -> None:
+    """Bytes of docs/context.md, exactly, and as many products as one rank's share of the scores takes."""
+    keys = (f"parallel.context_kind={kind}", f"model.kv_heads={key_heads}", "model.attention=flash", *SHAPE)
+    config = choose_layout(values("", *keys, "parallel.context=2"), 1).config
+    rows, model = 3, config.model
+    layer = ModuleCounts(config).of(Piece(1, False, context=ranks), rows)["layer"]
+    sent = Counter[str]()
+    for work in (layer.forward, layer.backward_input):
+        for one in work.collectives:
+            assert one.axis == "context"
+            sent[one.kind] += int(one.bytes * one.calls)
+    tokens, size = rows * model.sequence, model.head_size * 2
+    gathered = 2 * tokens * key_heads * size
+    if kind == "gather":
+        assert sent == {"all_gather": 2 * gathered, "reduce_scatter": gathered}
+    elif kind == "ring":
+        assert sent == {"send": 3 * (ranks - 1) * gathered // ranks}
+    else:
+        copies = math.lcm(key_heads, ranks)
+        assert sent == {"all_to_all": 2 * tokens * (2 * model.heads + 2 * copies) * size // ranks}
+    hidden = sum(one.calls * one.hidden for one in layer.forward.collectives)
+    assert hidden == (ranks - 1 if kind == "ring" else 0)
+    back = sum(one.calls * one.hidden for one in layer.backward_input.collectives)
+    # keys and values come, their gradients go: behind the last of these nothing is left to compute
+    assert back == (2 * (ranks - 1) - 1 if kind == "ring" else 0)
+    scores = sum(matmul.flops for matmul in layer.forward.matmuls if matmul.fused)
+    half = 2 * rows * model.sequence**2 * model.heads * model.head_size
+    assert scores == pytest.approx(half / ranks)
+
+
+def test_of_blocks_that_nobody_sees_nothing_is_computed() -> None:
+    """FlexAttention in tiles of 128: 4 x 4, of which 10 are causal; blocks see themselves and every other one."""
+    sparse = "model.sparse={kind:strided,block:128,local_blocks:1,stride:2}"
+    counts = [
+        ModuleCounts(choose_layout(values("", *SHAPE, "model.sequence=512", *more), 1).config)
+        for more in ((), [sparse])
+    ]
+    dense, skipping = (count.of(Piece(1, False), 3)["layer"] for count in counts)
+    for part in ("forward", "backward_input"):
+        whole, left = (sum(m.flops for m in getattr(one, part).matmuls if m.fused) for one in (dense, skipping))
+        assert left == 0.6 * whole > 0
+    assert skipping.saved_bytes == dense.saved_bytes
+
+
 def sent(workload: Workload, plan: Plan, stage: int) -> Counter[tuple[str, str]]:
     """Bytes that a stage sends in a step besides messages, by axis and collective."""
     total = Counter({(one.axis, one.kind): one.bytes * one.calls for one in workload.steps[stage].collectives})
@@ -128,8 +204,10 @@ def test_memory_from_counted_modules_is_that_of_the_whole_step(layout: str, proc
         assert workload.steps[stage].communicators == report["groups"]
         told = sent(workload, plan, stage)
         for axis, kinds in report["collectives"].items():
-            for kind, one in kinds.items() if axis in (*REPLICAS, "gather", "ends") else ():
-                name = "shard" if axis == "gather" else axis, kind
+            for kind, one in kinds.items() if axis in (*REPLICAS, "replicas", "context", "gather", "ends") else ():
+                if one["bytes"] < 100:  # numbers that are told
+                    continue
+                name = {"gather": "shard", "replicas": "data"}.get(axis, axis), kind
                 assert told[name] == pytest.approx(one["bytes"], rel=0.02, abs=100), (stage, name)
         assert workload.steps[stage].state_bytes == pytest.approx(sum(report["lasting_bytes"].values()), rel=0.02)
 

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from pangu.config.help import show_help
 from pangu.training.process import Heartbeat
 from tests.configs import RECIPES, config
-from tests.end_to_end.commands import called
+from tests.end_to_end.commands import called, metrics
 from tests.spawn import repository
 
 READMES = [repository() / "README.md", repository() / "README.zh.md"]
@@ -112,19 +112,23 @@ def test_every_preset_is_in_the_table() -> None:
 
 
 def test_own_text_from_tokenizer_to_training(tmp_path: Path) -> None:
-    """The README's way to train on text of one's own, on a small scale."""
+    """The README's way to train on text of one's own and to go on, on a small scale."""
     documents = [f"第{i}篇文档。今天天气很好，我们去公园散步。\nA line of English, number {i}." for i in range(300)]
     text = tmp_path / "corpus.txt"
     text.write_text("\n\n".join(documents), encoding="utf-8")
+    training = (
+        "pretrain.py +config=pangu_350m model=pangu_quickstart model.vocab=300 model.sequence=32 batch.global_size=8 "
+        f"data.train=[{tmp_path}/corpus] data.validation=[{tmp_path}/corpus-validation] validation.every=3 "
+        f"metrics.wandb=off train.output={tmp_path}/run lr_schedule.warmup_steps=1 "
+        f'data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=["今天"] '
+    )
     steps = [
         f"tools/train_tokenizer.py --input {text} --output {tmp_path}/tokenizer --vocab-size 300 --jieba",
         f"tools/preprocess_data.py --input {text} --output {tmp_path}/corpus --holdout 0.1 "
         f"--tokenizer pangu --tokenizer-path {tmp_path}/tokenizer.model",
-        "pretrain.py +config=pangu_350m model=pangu_quickstart model.vocab=300 model.sequence=32 batch.global_size=8 "
-        f"data.train=[{tmp_path}/corpus] data.validation=[{tmp_path}/corpus-validation] train.steps=3 "
-        f"validation.every=3 metrics.wandb=off train.output={tmp_path}/run "
-        f"lr_schedule.warmup_steps=1 "
-        f'data.tokenizer={{kind:pangu,path:{tmp_path}/tokenizer.model}} sample.tokens=5 sample.prompts=["今天"]',
+        f"tools/inspect_data.py {tmp_path}/corpus --verify --samples 1 --sequence 32",
+        f"{training} train.steps=3",
+        f"{training} train.steps=6",
     ]
     for step in steps:
         script, *words = step.split()
@@ -132,3 +136,5 @@ def test_own_text_from_tokenizer_to_training(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert "sampled: '今天" in done.stderr
     assert "held-out loss" in done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert "(step 3)" in done.stderr

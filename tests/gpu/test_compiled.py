@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,18 +23,11 @@ from tests.gpu.test_training import option
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("empty_compiler"),
     pytest.mark.skipif(not (torch.accelerator.is_available() and has_triton()), reason="needs a GPU and Triton"),
 ]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 DOCUMENTS = {"data.packing.eod": 3, "data.packing.reset_mask": True, "data.packing.reset_positions": True}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def run_of(changes: dict[str, Any], steps: int = 4) -> tuple[list[float], int]:

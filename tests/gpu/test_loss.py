@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch._inductor import metrics
@@ -11,7 +13,7 @@ from pangu.collectives.regions import TensorRegion
 from pangu.layers.loss import VocabParallelLoss
 from pangu.topology.launch import Launch, choose_device
 from pangu.zero.gradients import products_add
-from pangu.zero.weight_products import add_product
+from pangu.zero.weight_products import WeightProducts, add_product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,3 +56,17 @@ def test_a_product_is_added_to_a_view_in_fp32(dtype: torch.dtype) -> None:
     add_product(total, left.t(), right, False)
     torch.testing.assert_close(total.double(), 2 * expected, rtol=1e-3, atol=1e-3)
     assert buffer[:8].isnan().all()  # nothing else is touched
+
+
+def test_rows_that_were_looked_up_get_their_gradients() -> None:
+    """Into a view that held something else, as autograd adds them for each row; many are of one."""
+    device, total = choose_device("auto", Launch()), torch.full((8, 64, 32), torch.nan)
+    rows = torch.randint(64, (3, 128)).where(torch.rand(3, 128) < 0.5, 7)
+    grad = torch.randn(3, 128, 32, dtype=torch.bfloat16)
+    sums = Mock(sum_of=lambda _: (total[2], True))
+    total = total.to(device)
+    WeightProducts(sums, Mock(embedding=None)).add_rows(total[2], rows.to(device), grad.to(device))
+    expected = torch.zeros(64, 32).index_add_(0, rows.flatten(), grad.flatten(0, 1).float())
+    torch.testing.assert_close(total[2].cpu(), expected, rtol=0, atol=1e-4)  # fp32 sums of up to 220, in any order
+    assert total[1].isnan().all()
+    assert total[3].isnan().all()

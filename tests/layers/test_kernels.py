@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.nn.attention.flex_attention import create_block_mask
 
 from pangu.config.errors import UserError
+from pangu.config.sparse import BigBirdSparsity, FixedSparsity, SparseConfig, StridedSparsity
 from pangu.layers import gpu_kernels
 from pangu.layers.attention import AttentionCore
 from pangu.layers.biases import Alibi, Bias
+from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernel_choice import attention_kernels
@@ -31,9 +35,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTH, HEADS = 12, 6
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
 BOUNDS = torch.tensor([0, 5, 12, 24, 24], dtype=torch.int32)
-CASES = list(
-    itertools.product([None, DOCUMENTS], [None, 1, 4], ["none", "alibi", "relative"], [HEADS, HEADS // 2])
-)  # documents, window, bias, key heads
+PATTERNS = (
+    FixedSparsity("fixed", 2, 2, 1),
+    StridedSparsity("strided", 1, 2, 3),
+    BigBirdSparsity("bigbird", 2, 1, 1, 1, seed=3),
+)
+CASES = [
+    *itertools.product([None, DOCUMENTS], [None, 1, 4], ["none", "alibi", "relative"], [HEADS, HEADS // 2], [None]),
+    *itertools.product([None, DOCUMENTS], [None, 4], ["none", "alibi"], [HEADS // 2], PATTERNS),
+]
+"""Documents, window, bias, key heads, blocks that are seen."""
 
 
 def heads(groups: int, dtype: torch.dtype) -> QKV:
@@ -49,6 +60,10 @@ def bias_of(kind: str, dtype: torch.dtype) -> Bias | None:
     return Bias(values) if kind == "relative" else None
 
 
+def blocks_of(pattern: SparseConfig | None) -> BlockPattern | None:
+    return None if pattern is None else BlockPattern.of(pattern, LENGTH, CPU)
+
+
 def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> Tensor:
     core = AttentionCore(Builder(PlacementTable()), 0.0)
     return core(given, kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
@@ -56,7 +71,7 @@ def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> T
 
 def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
     """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
-    documents, window, kind, groups = case
+    documents, window, kind, groups, pattern = case
     given = QKV(*(part.requires_grad_() for part in heads(groups, torch.float64)))
     bias = bias_of(kind, torch.float64)
     inputs: list[Tensor] = list(given)
@@ -64,7 +79,7 @@ def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
         assert bias is not None
         inputs.append(bias.by_distance.requires_grad_())
     bounds = None if documents is None else BOUNDS
-    output = attend(kernel, given, AttentionMask(documents, window, bounds), bias)
+    output = attend(kernel, given, AttentionMask(documents, window, bounds, blocks_of(pattern)), bias)
     return [output, *torch.autograd.grad(output.pow(2).sum(), inputs)]
 
 
@@ -79,10 +94,33 @@ def test_sdpa_equals_reference(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_flex_equals_reference_forward(case: tuple[Any, ...]) -> None:
     """fp32, 1e-6: sums of 16 products, 6e-8 each. Torch has no backward of it on a CPU: tests/gpu goes on from here."""
-    documents, window, kind, groups = case
+    documents, window, kind, groups, pattern = case
     given, bias = heads(groups, torch.float32), bias_of(kind, torch.float32)
-    mine, theirs = (attend(kernel, given, AttentionMask(documents, window), bias) for kernel in ("flex", "reference"))
+    mask = AttentionMask(documents, window, sparse=blocks_of(pattern))
+    mine, theirs = (attend(kernel, given, mask, bias) for kernel in ("flex", "reference"))
     torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("length", [128, 300, 700])
+@pytest.mark.parametrize("case", [(None, None, None), (True, 200, None), (None, None, 0), (True, None, 2)], ids=str)
+def test_tiles_are_those_that_torch_finds(length: int, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some queries at a time."""
+    with_documents, window, number = case
+    documents = torch.arange(2 * length).view(2, -1) // 130 if with_documents else None
+    pattern = None if number is None else replace(PATTERNS[number], block=50)
+    sparse = None if pattern is None else BlockPattern.of(pattern, length, CPU)
+    mask = AttentionMask(documents, window, None, sparse)
+    expected = create_block_mask(mask.rule(), 2 if with_documents else None, None, length, length, CPU)
+    for pairs in (1, 1 << 26):
+        monkeypatch.setattr(gpu_kernels, "MOST_PAIRS", pairs)
+        found = gpu_kernels.block_mask(mask, length, CPU)
+        assert found.seq_lengths == expected.seq_lengths
+        for name in ("kv", "full_kv", "q", "full_q"):
+            counts, theirs = (getattr(blocks, f"{name}_num_blocks") for blocks in (found, expected))
+            assert torch.equal(counts, theirs)
+            lists = [getattr(blocks, f"{name}_indices") for blocks in (found, expected)]
+            used = torch.arange(lists[0].shape[-1]) < counts[..., None]
+            assert torch.equal(*(each[used] for each in lists))
 
 
 class FakeFlashAttn(ModuleType):
@@ -134,7 +172,7 @@ class FakeFlashAttn(ModuleType):
         return torch.cat([self.flash_attn_func(*(part[None] for part in row), **options)[0] for row in rows])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[2] != "relative"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != "relative" and case[4] is None], ids=str)
 def test_flash_attn_is_called_as_its_documentation_says(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64; slopes are fp32 but those of 6 heads are powers of two."""
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
@@ -147,7 +185,7 @@ def test_flash_attn_adds_up_in_one_order_where_that_is_asked_for(monkeypatch: py
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn"))
     with deterministic({}):
         for documents in (None, DOCUMENTS):
-            results("flash_attn", (documents, None, "none", HEADS))
+            results("flash_attn", (documents, None, "none", HEADS, None))
 
 
 class FlashOperator:
@@ -226,7 +264,7 @@ def flash_operator() -> Iterator[FlashOperator]:
         yield FlashOperator(library)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[2] == "none"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == "none" and case[4] is None], ids=str)
 def test_flash_equals_reference(case: tuple[Any, ...], flash_operator: FlashOperator) -> None:
     """fp64. That torch's kernel does what the operator's stand-in does is shown in tests/gpu."""
     for mine, theirs in zip(results("flash", case), results("reference", case), strict=True):
@@ -310,6 +348,9 @@ def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypa
         assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
     biased = variant(**large, positions="alibi")
     assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
+    blocks = variant(**large, sparse=PATTERNS[0])
+    assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", "flex", "reference"]
+    assert attention_kernels(blocks, "bf16", CPU) == ["sdpa", "reference"]
     plain = variant(**large)
     assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *built_in, *package, "reference"]
     assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "reference"]

@@ -19,7 +19,7 @@ Make = Callable[..., StepRecord]
 
 def test_a_line_holds_the_promised_fields(record: Make) -> None:
     promised = ["step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"]
-    promised += ["peak_memory_gib", "skipped", "loss_scale"]
+    promised += ["peak_memory_gib", "skipped", "loss_scale", "data_wait_s"]
     assert list(json.loads(to_json(record()))) == promised
     validated = record(validation_loss=2.0, validation_perplexity=math.e**2)
     assert list(json.loads(to_json(validated))) == [*promised, "validation_loss", "validation_perplexity"]
@@ -54,9 +54,10 @@ def test_what_is_not_a_whole_record_is_none(line: str) -> None:
 
 def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make) -> None:
     nested = {"trust_ratios": {"w": 0.25}, "slow_ranks": {3: 1.75}, "evaluation": {"c3/accuracy": 50.5}}
+    nested |= {"experts": {"load": 1.5}}
     full = record(loss_scale=65536.0, validation_loss=2.0, validation_perplexity=7.4, **nested)
     plain = [value for name, value in full.as_dict().items() if name not in ("step", *nested) and value is not None]
-    assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.75, 50.5])
+    assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.5, 1.75, 50.5])
     assert (tracked(full)["trust_ratio/w"], tracked(full)["slow_rank/3"]) == (0.25, 1.75)
     assert tracked(full)["evaluation/c3/accuracy"] == 50.5
     assert len(tracked(full)) == len(fields(StepRecord)) - 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from pangu.config.sparse import FixedSparsity
 from pangu.models.language_model import build_model
 from pangu.models.size import num_parameters, training_flops_per_token
 from tests.configs import RECIPES, config
@@ -19,7 +20,11 @@ PUBLISHED = {
     "pangu_200b": 206_861_008_896,
     "gpt2_124m": 124_439_808,
     "gpt3_175b": 174_604_259_328,
+    "mixtral_8x7b": 46_702_792_704,
+    "pangu_pro_moe": 71_988_777_984,
 }
+ACTIVE = {"mixtral_8x7b": 12_879_925_248, "pangu_pro_moe": 16_498_136_064}
+"""Weights that a token passes: 12.9 billion (Jiang et al. 2024) and 16.5 billion (arXiv 2505.21411)."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -31,6 +36,9 @@ def test_number_of_parameters_on_the_meta_device(recipe: str) -> None:
     padding = sum(parameter.numel() for parameter in model.parameters()) - table.numel
     assert padding == -of_model.vocab % 128 * of_model.hidden * (1 if of_model.tied_head else 2)
     assert table.numel == num_parameters(of_model) == PUBLISHED.get(recipe, table.numel)
+    active = num_parameters(of_model, active=True)
+    assert active == ACTIVE.get(recipe, active)
+    assert (active < table.numel) == (of_model.experts is not None)
 
 
 @pytest.mark.parametrize("kind", ["pangu", "gpt"])
@@ -41,6 +49,14 @@ def test_flops_equal_torchs_count_of_the_matrix_products(kind: str) -> None:
     with FlopCounterMode(display=False) as counter:
         whole_logits(model, tokens, positions).sum().backward()
     assert counter.get_total_flops() == training_flops_per_token(variant(kind=kind, ffn=96)) * tokens.numel()
+
+
+def test_of_block_sparse_attention_the_blocks_that_are_seen_count() -> None:
+    """4 blocks: 8 of the 10 below the diagonal, 0.8 of what scores and their products with values take."""
+    sparse = FixedSparsity("fixed", 6, 2, 1)
+    per_layer, width = 3 * 4 * 24, 32
+    whole, left = (training_flops_per_token(variant(sparse=pattern)) for pattern in (None, sparse))
+    assert whole - left == pytest.approx(3 * 0.2 * per_layer * width, rel=1e-12)
 
 
 def test_the_papers_formula() -> None:

@@ -15,13 +15,15 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from pangu.config.attention import obstacles
 from pangu.config.data import PackingConfig
-from pangu.config.model import ModelConfig, RopeScaling
+from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
+from pangu.config.sparse import BigBirdSparsity, FixedSparsity, StridedSparsity
 from pangu.data.batch import Batch, make_batch
 from pangu.layers import offload
 from pangu.layers.builder import Builder
 from pangu.layers.linear import RMSNorm
 from pangu.layers.masks import AttentionMask
 from pangu.layers.rotary import RotaryEmbedding
+from pangu.layers.sparse import blocks_seen
 from pangu.models.language_model import ModuleHooks, Options, build_model
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.models.size import num_parameters, training_flops_per_token
@@ -65,6 +67,28 @@ VARIANTS: list[dict[str, object]] = [
         "positions": "rope",
     },
     {"kv_heads": 2, "positions": "relative", "window": 9, "residual_scores": True},
+    {"sparse": FixedSparsity("fixed", 2, 2, 1)},
+    {"sparse": StridedSparsity("strided", 2, 1, 3), "kv_heads": 2, "positions": "relative", "residual_scores": True},
+    {"sparse": BigBirdSparsity("bigbird", 3, 1, 1, 1, seed=4), "window": 19, "positions": "alibi"},
+    {"experts": 4, "expert_ffn": 20},
+    {"experts": 6, "experts_per_token": 1, "activation": "swiglu", "biases": False, "expert_capacity": 0.6},
+    {
+        "layers": 4,
+        "dense_layers": 1,
+        "experts": 9,
+        "experts_per_token": 4,
+        "shared_experts": 2,
+        "expert_ffn": 12,
+        "router": RouterConfig("sigmoid", True, 2.5, "group_limited", 3, 2, "bias", z_loss=0.1),
+    },
+    {
+        "layers": 4,
+        "expert_every": 2,
+        "experts": 8,
+        "experts_per_token": 4,
+        "expert_capacity": 0.8,
+        "router": RouterConfig(normalised=False, selection="each_group", groups=2),
+    },
 ]
 
 
@@ -75,6 +99,22 @@ def batch_of(config: ModelConfig, resets: bool = True) -> Batch:
     tokens[0, [4, 11]] = EOD
     packing = PackingConfig(eod=EOD, pad=None, reset_mask=resets, reset_positions=resets)
     return make_batch(tokens.numpy(), range(2), packing)
+
+
+def choice(scores: list[float], router: RouterConfig, count: int) -> list[int]:
+    """The experts of one token."""
+
+    def best(experts: list[int], number: int) -> list[int]:
+        return sorted(experts, key=lambda expert: (-scores[expert], expert))[:number]
+
+    size = len(scores) // router.groups
+    groups = [list(range(first, first + size)) for first in range(0, len(scores), size)]
+    if router.selection == "each_group":
+        return [expert for group in groups for expert in best(group, count // router.groups)]
+    if router.selection == "group_limited":
+        liked = sorted(groups, key=lambda group: (-sum(scores[expert] for expert in best(group, 2)), group[0]))
+        groups = liked[: router.groups_per_token]
+    return best([expert for group in groups for expert in group], count)
 
 
 class Plain:
@@ -108,6 +148,8 @@ class Plain:
         places = torch.arange(x.shape[1])
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (self.c.window or len(places)))
+        if self.c.sparse is not None:
+            seen = seen & self.blocks_seen(batch)
         if batch.documents is not None:
             seen = seen & (batch.documents[:, :, None] == batch.documents[:, None, :])
         if self.c.positions == "rope":
@@ -126,6 +168,14 @@ class Plain:
         if self.c.residual_scores:
             self.below = passed
         return self.linear(torch.cat(results, -1), f"{name}.output")
+
+    def blocks_seen(self, batch: Batch) -> Tensor:
+        """bool [batch, sequence, sequence]. With documents, positions are counted from their starts."""
+        assert self.c.sparse is not None
+        blocks = batch.positions // self.c.sparse.block
+        return torch.tensor(
+            [[[key in blocks_seen(self.c.sparse, query) for key in row] for query in row] for row in blocks.tolist()]
+        )
 
     def bias(self, head: int, distance: Tensor) -> Tensor:
         """What a head adds to the score at each distance."""
@@ -160,6 +210,8 @@ class Plain:
         return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        if f"{name}.router.weight" in self.w:
+            return self.mixture(x, name)
         up = self.linear(x, f"{name}.up")
         if self.c.activation == "swiglu":
             gate = self.linear(x, f"{name}.gate")
@@ -171,6 +223,27 @@ class Plain:
         else:
             up = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         return self.linear(up, f"{name}.down")
+
+    def mixture(self, x: Tensor, name: str) -> Tensor:
+        """Every expert computes every token, and most of it is multiplied by 0."""
+        logits, router, count = x @ self.w[f"{name}.router.weight"].T, self.c.router, self.c.experts_per_token or 2
+        scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
+        experts = scores.shape[-1]
+        used = torch.zeros_like(scores)
+        room = math.inf if self.c.expert_capacity is None else self.c.expert_capacity * x.shape[1] * count / experts
+        for row in range(len(x)):
+            loads = [0] * experts
+            for place in range(x.shape[1]):
+                chosen = choice(scores[row, place].tolist(), router, count)
+                weight = scores[row, place, chosen].sum() if router.normalised else 1.0
+                for expert in chosen:
+                    loads[expert] += 1
+                    used[row, place, expert] = router.scale / weight * (loads[expert] - 1 < room)
+        result = sum(
+            ((scores * used)[..., [e]] * self.feed_forward(x, f"{name}.experts.{e}") for e in range(experts)),
+            torch.zeros_like(x),
+        )
+        return result + self.feed_forward(x, f"{name}.shared") if self.c.shared_experts else result
 
     def block(self, x: Tensor, number: int, batch: Batch, asked: Tensor | None = None) -> Tensor:
         name = f"layers.{number}"
@@ -230,7 +303,9 @@ def test_loss_and_every_gradient(kind: str, kernel: str, resets: bool, changes: 
         torch.testing.assert_close(gradient, weights[name].grad, atol=1e-10, rtol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("changes", [{"window": 3}, {"positions": "alibi"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"window": 3}, {"positions": "alibi"}, {"sparse": FixedSparsity("fixed", 2, 2, 1)}], ids=str
+)
 def test_a_mask_that_depends_on_the_length_alone_is_made_once(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,11 +434,14 @@ def test_number_of_parameters_of_every_combination() -> None:
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_flops_equal_torchs_count_of_the_matrix_products(kind: str, changes: dict[str, object]) -> None:
     config = variant(kind=kind, **changes)
+    if config.experts is not None:
+        config = replace(config, biases=False)  # those of rows are added as products
     model, _ = make(config, "reference")
     tokens = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         whole_logits(model, tokens, torch.arange(24).expand_as(tokens)).sum().backward()
-    assert counter.get_total_flops() == training_flops_per_token(config) * tokens.numel()
+    # this kernel computes what it masks
+    assert counter.get_total_flops() == training_flops_per_token(replace(config, sparse=None)) * tokens.numel()
 
 
 def test_a_turn_depends_on_the_distance_alone_and_takes_its_angles_in_fp32() -> None:

@@ -63,9 +63,12 @@ def parallel_keys(layout: Layout) -> tuple[str, ...]:
         f"parallel.pipeline={layout.pipeline}",
         f"parallel.virtual={layout.virtual}",
         f"parallel.data={layout.data}",
+        f"parallel.context={layout.context}",
         f"parallel.sequence={sequence}",
         f"parallel.zero={layout.zero}",
         f"parallel.zero_group={layout.zero_group or 'null'}",
+        f"parallel.expert={layout.expert}",
+        f"parallel.expert_tensor={layout.expert_tensor or 'null'}",
     )
 
 
@@ -108,40 +111,39 @@ def small_trainer(layout: Layout, *overrides: str) -> tuple[Trainer, list[Batch]
 
 
 def train_layout(rank: int, world: int, layout: Layout, steps: int, *overrides: str) -> dict[str, Any]:
-    """Train a few steps on one rank of a layout.
-
-    Returns:
-        Numbers of units and of elements held, and, on the first rank, first weights, results and gradients of every
-        step, weights and held-out loss, put together from all ranks.
-    """
+    """Train a few steps on one rank of a layout: numbers of units and of elements held, and what `train` returns."""
     torch.manual_seed(rank)  # nothing may depend on torch's own state
     config = tiny(*overrides, *parallel_keys(layout))
-    mesh = Mesh.connect(layout, torch.device("cpu"))
-    trainer = Trainer(config, mesh)
+    trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu")))
+    found, units = train(trainer, range(steps)), trainer.parameters.flat_parameters
+    return {
+        **(found if rank == 0 else {}),
+        "units": len(units),
+        "elements": sum(unit.numel for unit in units),
+        "masters": sum(unit.main.numel() for unit in units),
+    }
+
+
+def train(trainer: Trainer, steps: range) -> dict[str, Any]:
+    """First weights, results and gradients of every step, weights and held-out loss, put together from all ranks."""
+    config, mesh = trainer.config, trainer.mesh
     first = whole(trainer, of_gradients=False)
     results, gradients = [], []
     size, packing = config.batch.global_size, config.data.packing
     with Loader(RaggedStream(), packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
-        for step in range(steps):
+        for step in steps:
             trainer.forward_backward(loader.micro_batches(size * step))
             gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
             results.append(trainer.read(trainer.update()))
     held_out = np.stack([RaggedStream()[1000 + i] for i in range(4)])
     batches = [make_batch(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
-    found = {
+    return {
         "logits": grown_texts(LoadedModel(trainer.runner, trainer.stages.schedule, mesh, config.model, None, None)),
         "first": first,
         "results": results,
         "gradients": gradients,
         "weights": whole(trainer, of_gradients=False),
         "validation": mean_loss(trainer.runner, trainer.stages.schedule, batches, mesh),
-    }
-    units = trainer.parameters.flat_parameters
-    return {
-        **(found if rank == 0 else {}),
-        "units": len(units),
-        "elements": sum(unit.numel for unit in units),
-        "masters": sum(unit.main.numel() for unit in units),
     }
 
 
@@ -166,12 +168,13 @@ def grown_texts(model: LoadedModel) -> Tensor:
 
 def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float, frozen: Collection[str] = ()) -> None:
     """Initial weights bit for bit; losses, norms, every gradient of every step and the final weights to rounding. All
-    weights move but the frozen ones, which have no gradient."""
+    weights move but the frozen ones, which have no gradient, and those of an expert that no token chose."""
     assert ours["first"].keys() == one["first"].keys()
     assert all(torch.equal(ours["first"][name], weight) for name, weight in one["first"].items())
     for mine, reference in zip(ours["results"], one["results"], strict=True):
         assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
         assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
+        assert (mine.experts or {}) == pytest.approx(reference.experts or {}, rel=tolerance)
     for mine, reference in zip(ours["gradients"], one["gradients"], strict=True):
         assert mine.keys() == reference.keys() == one["first"].keys() - set(frozen)
         for name, gradient in reference.items():
@@ -181,6 +184,6 @@ def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float, frozen:
     for name, weight in one["weights"].items():
         torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1000 * tolerance, msg=name)
         still = torch.equal(weight, one["first"][name]) and torch.equal(ours["weights"][name], weight)
-        assert still == (name in frozen), f"{name} moved or did not"
+        assert still == (name in frozen or (still and ".experts." in name)), f"{name} moved or did not"
     torch.testing.assert_close(ours["logits"], one["logits"], rtol=0, atol=1000 * tolerance)
     assert ours["validation"] == pytest.approx(one["validation"], rel=1000 * tolerance)

@@ -36,9 +36,16 @@ AXES = {
     "pipeline": ("1", "2", "3", "4"),
     "schedule": ("1f1b", "interleaved", "zb_v"),
     "data": ("1", "2", "3", "4"),
+    "context": ("1", "2", "4"),
     "zero": ("0", "1", "2", "3"),
     "zero_group": ("0", "2"),
 }
+EXPERTS = {
+    "none": "",
+    "global": "model.experts=4 model.expert_ffn=16 model.expert_capacity=0.8 model.router.balance=global",
+    "bias": "model.experts=4 model.expert_ffn=16 model.router.balance=bias model.router.bias_rate=0.1",
+}
+"""What of their loads a checkpoint must bring."""
 FACTORS = {
     **{f"{name} before": values for name, values in AXES.items()},
     **{f"{name} after": values for name, values in AXES.items()},
@@ -53,6 +60,7 @@ FACTORS = {
     "positions": ("learned", "rope", "relative"),
     "tied_head": ("true", "false"),
     "biases": ("true", "false"),
+    "experts": tuple(EXPERTS),
 }
 RULES = tuple(
     rule
@@ -60,9 +68,8 @@ RULES = tuple(
     for rule in (
         among(f"sequence {when}", "true", then=f"tensor {when}", needs=("2", "4")),
         among(f"schedule {when}", "interleaved", "zb_v", then=f"pipeline {when}", needs=("2",)),
-        among(f"zero {when}", "1", "2", "3", then=f"data {when}", needs=("2", "3", "4")),
-        among(f"zero_group {when}", "2", then=f"data {when}", needs=("4",)),
         among(f"zero_group {when}", "2", then=f"zero {when}", needs=("1", "2", "3")),
+        lambda case, when=when: replicas(case, when) is None or least(case, when) <= replicas(case, when),
     )
 )
 FROZEN = "layers.1.*"
@@ -70,8 +77,21 @@ FROZEN = "layers.1.*"
 
 def devices(case: Mapping[str, str], when: str) -> int:
     """Ranks before or after the save, as far as they are decided."""
-    sizes = [int(case.get(f"{axis} {when}", 1)) for axis in ("tensor", "pipeline", "data")]
-    return sizes[0] * sizes[1] * sizes[2]
+    tensor, pipeline, data, context = (
+        int(case.get(f"{axis} {when}", 1)) for axis in ("tensor", "pipeline", "data", "context")
+    )
+    return tensor * pipeline * max(data * context, least(case, when))
+
+
+def least(case: Mapping[str, str], when: str) -> int:
+    """Replicas that share states."""
+    return 4 if case.get(f"zero_group {when}") == "2" else 1 + (case.get(f"zero {when}", "0") != "0")
+
+
+def replicas(case: Mapping[str, str], when: str) -> int | None:
+    """None: not decided."""
+    data, context = (case.get(f"{axis} {when}") for axis in ("data", "context"))
+    return None if data is None or context is None else int(data) * int(context)
 
 
 def fits(case: Mapping[str, str]) -> bool:
@@ -80,6 +100,7 @@ def fits(case: Mapping[str, str]) -> bool:
     both = "precision before" in case and "precision after" in case
     return (
         all(rule(case) for rule in RULES)
+        and (case.get("matmul") != "fp8" or case.get("experts", "none") == "none")
         and max(devices(case, "before"), devices(case, "after")) <= 4
         and (len(exact) == 1 or not both)
     )
@@ -94,7 +115,7 @@ def layout_of(case: Case, when: str) -> Layout:
 
     sequence, chunks = case[f"sequence {when}"] == "true", CHUNKS[case[f"schedule {when}"]]
     sizes = (number("tensor"), number("pipeline"), number("data"), number("zero"))
-    return Layout(*sizes, sequence, chunks, number("zero_group"))
+    return Layout(*sizes, sequence, chunks, number("zero_group"), number("context"))
 
 
 def micro_size(layout: Layout) -> str:
@@ -114,6 +135,7 @@ def words_of(case: Case, when: str) -> tuple[str, ...]:
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{FROZEN if frozen else ''}]",
         *(f"model.{name}={case[name]}" for name in model),
+        *EXPERTS[case["experts"]].split(),
     )
 
 
@@ -168,21 +190,23 @@ def test_every_pair_occurs_that_can() -> None:
     sides = [{f"{name} {when}" for name in AXES} for when in ("before", "after")]
     within = {pair for pair in all_pairs(FACTORS) if any({name for name, _ in pair} <= side for side in sides)}
     apart = {pair for pair in set(all_pairs(FACTORS)) - within if not fits(dict(pair))}
-    assert len(apart) == 4  # exact before and not after, or the other way round
+    # exact before and not after, or the other way round; and experts are not multiplied in fp8
+    assert len(apart) == 6
     pairs = set().union(*map(pairs_of, COVER.cases))
     assert pairs == set(all_pairs(FACTORS)) - (within - possible) - apart
 
 
 def layouts() -> Iterator[Layout]:
     """Every one; what makes no difference (ZeRO with one replica, for example) is left at its default."""
-    for tensor, pipeline, data in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4)):
-        if tensor * pipeline * data > 4:
+    for tensor, pipeline, data, context in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4)):
+        if tensor * pipeline * data * context > 4:
             continue
+        replicas = data * context
         for virtual in (1, 2) if pipeline == 2 else (1,):
             for sequence in (False, True) if tensor > 1 else (False,):
-                for zero in range(4) if data > 1 else (0,):
-                    for group in (0, 2) if data == 4 and zero else (0,):
-                        yield Layout(tensor, pipeline, data, zero, sequence, virtual, group)
+                for zero in range(4) if replicas > 1 else (0,):
+                    for group in (0, 2) if replicas == 4 and zero else (0,):
+                        yield Layout(tensor, pipeline, data, zero, sequence, virtual, group, context)
 
 
 LAYOUTS = tuple(layouts())
@@ -230,5 +254,5 @@ def unbroken(optimizer: str) -> dict[str, Tensor]:
 
 
 def test_the_layouts_are_all() -> None:
-    assert len(set(LAYOUTS)) == len(LAYOUTS) == 44
+    assert len(set(LAYOUTS)) == len(LAYOUTS) == 78
     assert {layout.world for layout in LAYOUTS} == {1, 2, 3, 4}

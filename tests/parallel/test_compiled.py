@@ -5,7 +5,6 @@ it takes a minute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -36,6 +35,7 @@ from tests.parallel.test_layouts import (
 )
 from tests.threads import Ranks
 
+pytestmark = pytest.mark.usefixtures("empty_compiler")
 TRACED = "aot_eager_decomp_partition"
 """What the compiler begins with: forward and backward in simple operations, divided between the two."""
 MODES = ("one_layer", "selective", "full", "none")
@@ -51,15 +51,6 @@ MORE = {
     "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
 }
 COVER = Cover({"compile": ("true",), **FACTORS}, fits, cost, of="compile")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing compiled before, nothing left behind."""
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def graphs() -> int:

@@ -7,9 +7,11 @@ generation. In narrow formats losses and norms are compared to a few roundings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +44,20 @@ RECOMPUTE = {
     "activation": "memory.recompute=selective memory.selective=[activation]",
     "norm": "memory.recompute=selective memory.selective=[norm]",
 }
+SPARSE = {
+    "null": "null",
+    "fixed": "{kind:fixed,block:2,local_blocks:2,global_blocks:1}",
+    "strided": "{kind:strided,block:1,local_blocks:3,stride:4}",
+    "bigbird": "{kind:bigbird,block:2,local_blocks:1,global_blocks:1,random_blocks:1,seed:5}",
+}
+ROUTERS = {
+    "top": "",
+    "one": "model.experts_per_token=1 model.router.normalised=false model.router.z_loss=0.01",
+    "each_group": "model.router.selection=each_group model.router.groups=2 model.router.normalised=false",
+    "limited": "model.router.selection=group_limited model.router.groups=2 model.router.groups_per_token=1 "
+    "model.router.score=sigmoid model.router.scale=2.5",
+}
+EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
     "schedule": tuple(CHUNKS),
@@ -51,6 +67,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "pipeline": ("1", "2", "3", "4"),
     "cut": ("even", "uneven"),
     "data": ("1", "2", "4"),
+    "context": ("1", "2", "4"),
+    "context_kind": ("auto", "gather", "ring", "ulysses"),
+    "expert": ("1", "2", "4"),
+    "expert_tensor": ("null", "1"),
     "zero": ("0", "1", "2", "3"),
     "zero_group": ("null", "2"),
     "overlap": ("true", "false"),
@@ -66,6 +86,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "lamb"),
     "frozen": tuple(FROZEN),
     # the model
+    "router": tuple(ROUTERS),
+    "balance": ("sequence", "global", "bias", "none"),
+    "expert_layers": tuple(EXPERT_LAYERS),
     "kind": ("pangu", "gpt"),
     "norm": ("layernorm", "rmsnorm"),
     "norm_placement": ("pre", "post"),
@@ -77,7 +100,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "kv_heads": ("null", "4"),
     "positions": ("learned", "rope", "alibi", "relative"),
     "window": ("null", "5"),
+    "sparse": tuple(SPARSE),
     "residual_scores": ("false", "true"),
+    "experts": ("null", "4", "6"),
+    "expert_capacity": ("null", "0.8"),
+    "shared_experts": ("0", "2"),
     "vocab": ("101", "250"),  # the latter is padded to a multiple of 128, on one rank and on two
 }
 MODEL = tuple(FACTORS)[tuple(FACTORS).index("kind") :]
@@ -92,38 +119,61 @@ def among(name: str, *values: str, then: str, needs: tuple[str, ...]) -> Rule:
 
 
 def devices(case: Mapping[str, str]) -> int:
-    """Processes of a case, as far as it is decided."""
-    return int(case.get("tensor", 1)) * int(case.get("pipeline", 1)) * int(case.get("data", 1))
+    """Processes of a case, as far as it is decided; at least as many as what is decided asks for."""
+    context = case.get("context", "1" if case.get("context_kind", "auto") == "auto" else "2")
+    least = 4 if case.get("zero_group") == "2" else 1 + (case.get("zero") in SHARDED)
+    whole = 1 if case.get("expert_tensor") == "null" else int(case.get("tensor", 4))
+    replicas = max(least, int(case.get("data", 1)) * int(context), int(case.get("expert", 1)) // whole)
+    return int(case.get("tensor", 1)) * int(case.get("pipeline", 1)) * replicas
+
+
+def shared(case: Mapping[str, str]) -> bool:
+    """Whether `expert` ranks can share the experts, as far as they are decided."""
+    ranks, experts = int(case.get("expert", 1)), case.get("experts", "12")
+    if experts == "null":
+        return ranks == 1
+    if int(experts) % ranks or replicas(case) is None or not {"tensor", "expert_tensor"} <= case.keys():
+        return int(experts) % ranks == 0
+    whole = int(case["tensor"]) if case["expert_tensor"] == "1" else 1
+    less, more = sorted((ranks, 2 * whole if case.get("zero_group") == "2" else ranks))
+    return (replicas(case) or 0) * whole % ranks == 0 and more % less == 0
+
+
+def replicas(case: Mapping[str, str]) -> int | None:
+    """Those that share the states of weights; None: not decided."""
+    return int(case["data"]) * int(case["context"]) if {"data", "context"} <= case.keys() else None
 
 
 SHARDED, SEVERAL = ("1", "2", "3"), ("2", "4")
-RULES = (
+OF_EXPERTS = ("expert", "expert_tensor", "router", "balance", "expert_layers", "expert_capacity", "shared_experts")
+WIDE = (
     lambda case: devices(case) <= 8,
+    lambda case: case.get("zero") not in SHARDED or replicas(case) != 1,
+    lambda case: case.get("zero_group") != "2" or replicas(case) in (None, 4),
+    lambda case: not {("context_kind", "ulysses"), ("tensor", "2"), ("context", "4")} <= case.items(),
+    shared,
+)
+"""Rules that single pairs do not tell."""
+RULES = (
+    *WIDE,
     among("sequence", "true", then="tensor", needs=SEVERAL),  # 3 does not divide the 16 positions
     among("overlap_chunks", "3", then="tensor", needs=("2", "3", "4")),
     among("schedule", "interleaved", "breadth_first", "zb_h1", "zb_v", then="pipeline", needs=("2", "3", "4")),
     among("cut", "uneven", then="pipeline", needs=("2", "3", "4")),
-    among("zero", *SHARDED, then="data", needs=SEVERAL),
-    among("zero_group", "2", then="data", needs=("4",)),
+    among("context_kind", "gather", "ring", "ulysses", then="context", needs=SEVERAL),
+    among("context_kind", "ulysses", then="tensor", needs=("1", "2", "3")),  # 4 leave 3 heads
     among("zero_group", "2", then="zero", needs=SHARDED),
     among("offload", "parameters", "activations,optimizer,parameters", then="zero", needs=("3",)),
     among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
+    among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
+    among("expert", "4", then="tensor", needs=("1", "2", "4")),
+    among("expert", "4", then="pipeline", needs=("1", "2")),
+    among("experts", "4", "6", then="matmul", needs=("compute",)),
+    *(among(name, *FACTORS[name][1:], then="experts", needs=("4", "6")) for name in OF_EXPERTS),
+    *(among(name, *FACTORS[name][1:], then="matmul", needs=("compute",)) for name in OF_EXPERTS),
     # fp16 is refused; in fp32 a rounding more or less may be the next number in fp8, which is far away
     among("matmul", "fp8", then="precision", needs=("bf16",)),
 )
-IMPOSSIBLE = {
-    # together they need a third value that one of them cannot be with
-    *(
-        frozenset({("offload", offload), ("data", "1")})  # zero=3 shares among replicas
-        for offload in ("parameters", "activations,optimizer,parameters")
-    ),
-    *(
-        frozenset({("zero_group", "2"), (axis, size)})  # more than 8 processes with data=4
-        for axis in ("tensor", "pipeline")
-        for size in ("3", "4")
-    ),
-}
-"""Pairs of which there is no case, beside those that a rule forbids by itself."""
 
 
 def layout_of(case: Case) -> Layout:
@@ -135,15 +185,19 @@ def layout_of(case: Case) -> Layout:
         sequence=case["sequence"] == "true",
         virtual=CHUNKS[case["schedule"]],
         zero_group=0 if case["zero_group"] == "null" else 2,
+        context=int(case["context"]),
+        expert=int(case["expert"]),
+        expert_tensor=0 if case["expert_tensor"] == "null" else 1,
     )
 
 
-def keys_of(case: Case) -> tuple[list[str], list[str]]:
-    """What one process is told too, and what only the layout is told."""
-    layout = layout_of(case)
-    chunks = layout.pipeline * layout.virtual
-    layers = max(3, chunks + 1)
-    sequences = layout.data * int(case["micro_batches"]) * int(case["micro_size"])
+def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
+    """What one process is told too, and what only the layout is told; the same model and global batch as `others`."""
+    layouts = [layout_of(one) for one in (case, *others)]
+    chunks = layouts[0].pipeline * layouts[0].virtual
+    layers = max(3, *(layout.pipeline * layout.virtual + 1 for layout in layouts))
+    sizes = [int(one["micro_batches"]) * int(one["micro_size"]) for one in (case, *others)]
+    sequences = math.lcm(*(layout.data * size for layout, size in zip(layouts, sizes, strict=True)))
     model = [
         *OVERRIDES,
         "model.hidden=48",
@@ -155,12 +209,16 @@ def keys_of(case: Case) -> tuple[list[str], list[str]]:
         f"optimizer={case['optimizer']}",
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
-        *(f"model.{name}={case[name]}" for name in MODEL),
+        *(f"model.{name}={SPARSE[case[name]] if name == 'sparse' else case[name]}" for name in MODEL),
+        *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
+        *ROUTERS[case["router"]].split(),
+        *EXPERT_LAYERS[case["expert_layers"]].split(),
         *(("model.relative_buckets=6", "model.relative_distance=9") if case["positions"] == "relative" else ()),
     ]
     own = [
         f"parallel.schedule={case['schedule']}",
         f"parallel.overlap={case['overlap']}",
+        f"parallel.context_kind={case['context_kind']}",
         f"parallel.overlap_chunks={case['overlap_chunks']}",
         f"memory.offload=[{case['offload']}]",
         f"loss.chunk={case['loss_chunk']}",
@@ -171,9 +229,9 @@ def keys_of(case: Case) -> tuple[list[str], list[str]]:
     return model, own
 
 
-def fits(case: Mapping[str, str]) -> bool:
+def fits(case: Mapping[str, str], rules: Sequence[Rule] = RULES) -> bool:
     """Whether nothing speaks against the values given so far."""
-    return all(rule(case) for rule in RULES)
+    return all(rule(case) for rule in rules)
 
 
 def cost(case: Mapping[str, str]) -> float:
@@ -181,8 +239,9 @@ def cost(case: Mapping[str, str]) -> float:
     return 0.1 * devices(case) * (2 + int(case.get("micro_batches", 1)) * int(case.get("data", 1)) / 4)
 
 
-COVER = Cover(FACTORS, fits, cost)
-NARROW = Cover({"precision": tuple(PRECISIONS), **FACTORS}, fits, cost, of="precision")
+FITS = {"rule": fits, "of_more": partial(fits, rules=WIDE)}
+COVER = Cover(FACTORS, **FITS, cost=cost)
+NARROW = Cover({"precision": tuple(PRECISIONS), **FACTORS}, **FITS, cost=cost, of="precision")
 
 
 def name_of(case: Case) -> str:
@@ -212,8 +271,8 @@ def way_of_gradients(case: Case) -> Iterator[None]:
 def test_every_pair_occurs_that_can() -> None:
     """In float64 those of all options, in each narrow format every value."""
     pairs = set().union(*map(pairs_of, COVER.cases))
-    assert COVER.impossible - COVER.apart == IMPOSSIBLE
-    assert pairs == set(all_pairs(FACTORS)) - COVER.apart - IMPOSSIBLE
+    assert COVER.impossible == COVER.apart
+    assert pairs == set(all_pairs(FACTORS)) - COVER.apart
     assert all(fits(case) for case in (*COVER.cases, *NARROW.cases))
     narrow = set().union(*map(pairs_of, NARROW.cases))
     choices = {(name, value) for name, values in FACTORS.items() for value in values}

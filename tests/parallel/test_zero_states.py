@@ -11,7 +11,7 @@ import torch
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.pipeline.stages import plan_stages
-from pangu.planning.states import StatePlan, held_bytes, plan_states
+from pangu.planning.states import StatePlan, fullest_states, held_bytes, plan_states
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -21,6 +21,7 @@ from tests.configs import tiny
 from tests.parallel.harness import RaggedStream, parallel_keys
 from tests.threads import Ranks
 
+EXPERTS = ("model.experts=4", "batch.global_size=8")
 SMALL = ("model.attention=reference", "batch.micro_size=1", "parallel.bucket_mib=null")
 
 
@@ -119,6 +120,11 @@ def test_plan_and_buffers_agree_to_the_byte(ranks: Ranks, data: int, zero: int, 
         (Layout(pipeline=2, data=2, zero=2), ("parallel.layers=[1,2]", "train.frozen=[embedding.*,layers.0.*]")),
         (Layout(data=2, zero=3), ("model.final_norm=after_query", "model.tied_head=false")),
         (Layout(tensor=2, data=2, zero=2), ()),
+        (Layout(data=4, zero=3, expert=2), EXPERTS),
+        (Layout(data=2, zero=3, expert=2), ("memory.offload=[optimizer]", *EXPERTS)),
+        (Layout(data=4, zero=2, zero_group=2, expert=2), EXPERTS),
+        (Layout(tensor=2, data=2, zero=1, expert_tensor=1), EXPERTS),
+        (Layout(pipeline=2, data=2, zero=3, expert=2), ("parallel.schedule=1f1b", "model.dense_layers=1", *EXPERTS)),
     ],
     ids=str,
 )
@@ -150,3 +156,12 @@ def test_a_rank_that_shares_with_nobody_keeps_its_gradients() -> None:
     config = tiny("memory.offload=[parameters]")
     alone, plain = (plan_of(config, Layout(zero=3), 0), plan_of(tiny(), Layout(), 0))
     assert alone.bytes["gradients"] == plain.bytes["gradients"]
+
+
+def test_the_fullest_stage_may_be_any_with_experts() -> None:
+    """Of the eight stages of two layers the second, the fourth and the sixth have some."""
+    config = tiny("model.experts=8", "model.layers=16", "model.expert_every=4", "parallel.pipeline=8")
+    layout = Layout(pipeline=8)
+    each = [sum(plan_of(config, layout, rank).bytes.values()) for rank in range(8)]
+    assert max(each) == each[1] == each[5] > each[6]
+    assert sum(fullest_states(config, layout, plan_stages(config, layout)).bytes.values()) == max(each)

@@ -17,7 +17,17 @@ from pangu.planning.cost import step_time
 from pangu.planning.layout_work import Plan
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import Memory, memory_of_stages
-from pangu.planning.search import Space, configured, enumerate_plans, offloaded, problem_of, search, space_of, time_of
+from pangu.planning.search import (
+    LONG,
+    Space,
+    configured,
+    enumerate_plans,
+    offloaded,
+    problem_of,
+    search,
+    space_of,
+    time_of,
+)
 from tests.configs import config
 from tests.spawn import repository
 from tools.plan import main
@@ -51,6 +61,25 @@ def test_brute_force_finds_nothing_better(devices: int, gib: float) -> None:
             plans += offloaded(where, plan)
     found = search(where, top=5)
     assert [one.time.total for one in found.best] == pytest.approx(sorted(times)[:5])
+
+
+def test_ranks_share_long_sequences() -> None:
+    """Where there are fewer of them than devices nothing else is left, and what is found can be run."""
+    long = ("+config=pangu_2_6b", "batch.global_size=2", f"model.sequence={LONG}")
+    where = space(8, *long)
+    plans = list(enumerate_plans(where, Counter()))
+    assert {plan.context for plan in plans} == {1, 2, 4, 8}
+    assert all(plan.tensor * plan.pipeline * plan.context * plan.data == 8 for plan in plans)
+    times = [
+        time_of(where, plan).total for plan in plans if max(stage.total for stage in memory_of(where, plan)) <= 79.2
+    ]
+    best = search(where, top=1).best[0]
+    assert best.time.total == pytest.approx(min(times))
+    assert not problem_of(where, best.plan)
+    given = where._replace(fixed={"context": 4})
+    assert {plan.context for plan in enumerate_plans(given, Counter())} == {4}
+    short = space(8, *long, f"model.sequence={LONG - 1024}")
+    assert {plan.context for plan in enumerate_plans(short, Counter())} == {1}
 
 
 def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:

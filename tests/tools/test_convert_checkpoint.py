@@ -208,6 +208,10 @@ def test_models_that_a_format_cannot_express(tmp_path: Path, capsys: pytest.Capt
     foreign.write_huggingface(tmp_path / "in", weights(), HEADS)
     said = refusal(capsys, "huggingface", tmp_path / "in", "model.final_norm=after_query", to="megatron")
     assert "model.final_norm = after_query: cannot be expressed in Megatron's PanGu-α port" in said
+    sparse = "model.sparse={kind:strided,block:4,local_blocks:1,stride:2}"
+    said = refusal(capsys, "huggingface", tmp_path / "in", sparse, to="megatron")
+    assert "the files have None" in said
+    assert "model.sparse = " in said
     said = refusal(capsys, "huggingface", tmp_path / "in", "--tensor", "3", to="megatron")
     assert "tensor-parallel size 3: must divide the 8 (key) heads" in said
     config = json.loads((tmp_path / "in" / "config.json").read_text())

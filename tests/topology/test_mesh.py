@@ -6,16 +6,21 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pangu.collectives.reduce import all_reduce
 from pangu.config.errors import LocalError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.nccl import record_collectives
+from pangu.topology.recorder import AxisGroup
+from pangu.zero import gradients
+from tests.parallel.harness import small_trainer
+from tests.spawn import Pool
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -75,6 +80,26 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
     assert made[stages].is_high_priority_stream
     assert made[stages].config.max_ctas == 4
     assert {options._timeout.total_seconds() for options in made.values()} == {600.0}
+
+
+def _sends_before_the_first_step(rank: int, world: int, *overrides: str) -> list[str]:
+    sent: list[str] = []
+
+    def noted(tensor: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+        sent.append(group.axis)
+        return all_reduce(tensor, group)
+
+    with patch.object(gradients, "all_reduce", noted):
+        small_trainer(Layout(pipeline=world), *overrides)
+    return sent
+
+
+def test_what_stages_share_connects_its_groups_before_the_first_step(pool: Pool) -> None:
+    """In the same order on all of them; what shares nothing sends nothing."""
+    relative = ("model.kind=gpt", "model.positions=relative")
+    ends = ["ends", "pipeline"]
+    assert pool.run(3, _sends_before_the_first_step, *relative) == [ends, ends[1:], ends]
+    assert pool.run(2, _sends_before_the_first_step, "model.tied_head=false") == [[], []]
 
 
 def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Path) -> None:

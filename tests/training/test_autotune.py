@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,16 +20,17 @@ from pangu.collectives.algorithms import Collective
 from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
-from pangu.layers import fp32_matmul
+from pangu.layers import fp8, fp32_matmul
 from pangu.layers.fp32_matmul import matmul_precisions
 from pangu.metrics.devices import processor_name
+from pangu.metrics.timing import Timer
 from pangu.models import compiled
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.recorder import AxisGroup
 from pangu.training import autotune
 from pangu.training import run as running
-from pangu.training.autotune import Choices, Timer, choose, save_choices, warn_of_slow_format
+from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from tests.configs import composed, config, tiny
@@ -83,7 +85,8 @@ def test_layers_are_compiled_where_that_is_faster(
     """As a resumed run keeps it, and not where the compiler fails."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    run = tiny("compile=auto", "model.attention=sdpa", "model.dropout=0.1")
+    words = ("compile=auto", "model.attention=sdpa", "model.dropout=0.1")
+    run = tiny(*words)
     faster = choose(run, ONE, timer=table({"true": 1.0, "false": 2.0}))
     slower = choose(run, ONE, timer=table({"true": 2.0, "false": 1.0}))
     assert (faster.compile, slower.compile) == ("true", "false")
@@ -93,6 +96,14 @@ def test_layers_are_compiled_where_that_is_faster(
     assert not isinstance(Trainer(run, ONE, choices=slower).model.compute, compiled.CompiledBlocks)
     assert choose(run, ONE, asdict(faster), timer=table({"false": 1.0})).compile == "true"
     assert choose(tiny("compile=auto", "train.deterministic=true"), ONE, timer=table({"true": 1.0})).compile == "false"
+
+    def once_each(trials: Mapping[str, Callable[[], object]], *_: object) -> dict[str, float]:
+        return {name: float(trial() is None) for name, trial in trials.items()}
+
+    with patch.object(fp8, "product", side_effect=fp8.product) as product:
+        choose(tiny(*words, "precision=bf16", "precision.matmul=fp8"), ONE, timer=once_each)
+    # forward and both gradients of four matrices: without, and twice with, which compiles at first
+    assert product.call_count == 3 * 4 * (1 + 2)
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("no room for C++")
@@ -141,7 +152,7 @@ def test_a_kernel_that_fails_here_is_left_out(
 
 def test_what_is_dropped_is_not_a_matter_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels draw different masks: the preferred one is taken, a run that is resumed keeps its own."""
-    monkeypatch.setattr(autotune, "attention_kernels", lambda *_: ["flash", "sdpa"])
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["flash", "sdpa"])
     given, timer = (
         tiny("model.attention_dropout=0.1"),
         table({"sdpa": 1.0, "flash": 9.0, "medium": 1.0, "highest": 1.0}),

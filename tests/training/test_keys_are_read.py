@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from pangu.config import data, model, optimizer, schema
+from pangu.config import data, model, optimizer, schema, sparse
 from pangu.config.build import keys_of
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
+from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed
+from tests.parallel.harness import small_trainer
+from tests.threads import Ranks
 
 SMALL = (
     "model.layers=2",
@@ -32,6 +35,8 @@ SMALL = (
     "validation.every=0",
 )
 MEMORY = ("memory.recompute=selective", "memory.offload=[activations]")
+EXPERTS = ("model.layers=3", "model.experts=4", "model.expert_capacity=1", "model.shared_experts=1")
+LIMITED = ("model.router.selection=group_limited", "model.router.groups=2", "model.router.groups_per_token=1")
 ROLLBACK = (
     "train.steps=3",
     "checkpoint.every=2",
@@ -62,6 +67,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         "config/build.py",
         "config/checks.py",
         "config/layout_checks.py",
+        "config/expert_checks.py",
         "config/attention.py",
         "dataclasses.py",
         "copy.py",
@@ -84,7 +90,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def classes() -> set[type]:
     """Every class of the configuration."""
-    values = [value for module in (schema, model, data, optimizer) for value in vars(module).values()]
+    values = [value for module in (schema, model, sparse, data, optimizer) for value in vars(module).values()]
     return {value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)}
 
 
@@ -101,6 +107,11 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
     scaling = "model.rope_scaling={factor:2,low_freq_factor:1,high_freq_factor:4,original_sequence:8}"
     rope = ("model.positions=rope", "model.rope_base=500", scaling)
     relative = ("model.positions=relative", "model.relative_buckets=8", "model.relative_distance=20", "model.window=7")
+    patterns = (
+        "model.sparse={kind:fixed,block:4,local_blocks:2,global_blocks:1}",
+        "model.sparse={kind:strided,block:4,local_blocks:1,stride:2}",
+        "model.sparse={kind:bigbird,block:2,local_blocks:1,global_blocks:1,random_blocks:1,seed:1}",
+    )
     (tmp_path / "lambada").mkdir()
     (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "one two three"}\n', encoding="utf-8")
     evaluate = ("evaluate.every=1", "evaluate.tasks=[lambada]", f"evaluate.data={tmp_path}")
@@ -112,17 +123,26 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "data=indexed",
             f"data.train=[{tmp_path}/corpus]",
             "data.weights=[1]",
+            "data.later_weights=[{sample:3,weights:[2]}]",
             "optimizer=lamb",
             *MEMORY,
+            patterns[0],
+            *EXPERTS,
+            *LIMITED,
+            "model.router.balance=bias",
             *rope,
             *quiet,
         ),
-        ("data=synthetic", "precision=fp16", "faults.slow_every=1", *relative, *quiet),
-        ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", *quiet),
+        ("data=synthetic", "precision=fp16", "faults.slow_every=1", patterns[1], *relative, *quiet, *EXPERTS),
+        ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):
         run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"))
+    dense = f"checkpoint.init_from={tmp_path}/3/checkpoints/step-00000002"
+    words = ("data=synthetic", *quiet, dense, "model.experts=2", "checkpoint.upcycle=true")
+    run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))
     with pytest.raises(UserError, match="gone back 1 times"):
         run(composed(*SMALL, "data=synthetic", *quiet, *ROLLBACK, f"train.output={tmp_path}/rollback"))
+    Ranks().run(2, lambda rank, world: small_trainer(Layout(context=2)))
     assert len(all_fields()) > 60
     assert all_fields() - reads - PASSED_ON == set()

@@ -134,10 +134,10 @@ def profiled(rank: int, world: int, layout: Layout) -> tuple[Profile, float]:
     ("layout", "axes"),
     [
         (Layout(), ""),
-        (Layout(data=2, zero=1), "data gather shard world"),
-        (Layout(data=2, zero=3), "data gather shard world"),
+        (Layout(data=2, zero=1), "gather replicas shard world"),
+        (Layout(data=2, zero=3), "gather replicas shard world"),
         (Layout(tensor=2, sequence=True), "tensor world"),
-        (Layout(pipeline=2, data=2), "pipeline data ends world"),
+        (Layout(pipeline=2, data=2), "pipeline replicas ends world"),
     ],
     ids=str,
 )
@@ -169,7 +169,7 @@ def one_is_late(rank: int, world: int) -> tuple[RankProfile, ...]:
     """Rank 1 comes late to one collective; both work while another one is under way."""
     mesh = Mesh.connect(Layout(data=2), torch.device("cpu"))
     mesh.recorder.watches = True
-    group, values = mesh.group("data"), torch.ones(1000)
+    group, values = mesh.group("replicas"), torch.ones(1000)
     recordings = []
     for works_before, works_beside in ((LATE * rank, 0.0), (0.0, LATE)):
         Profile.begin(mesh)
@@ -179,14 +179,16 @@ def one_is_late(rank: int, world: int) -> tuple[RankProfile, ...]:
         work.wait()
         recordings.append(stop(mesh.recorder))
     all_reduce(values, group)
-    late = [recordings[0].messages["data"][0][0], recordings[1].messages["data"][0][0]]
+    late = [recordings[0].messages["replicas"][0][0], recordings[1].messages["replicas"][0][0]]
     dist.all_reduce(last := torch.tensor(late, dtype=torch.float64), dist.ReduceOp.MAX)
-    return tuple(breakdown(one, {"data": [came]}, {}) for one, came in zip(recordings, last.tolist(), strict=True))
+    return tuple(breakdown(one, {"replicas": [came]}, {}) for one, came in zip(recordings, last.tolist(), strict=True))
 
 
 def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is_not_exposed(pool: Pool) -> None:
-    (waiting, beside), (late, _) = pool.run(2, one_is_late)
+    (waiting, beside), (late, beside_too) = pool.run(2, one_is_late)
     assert waiting.parts["bubble"] > 0.9 * LATE > late.parts["bubble"]
     assert waiting.parts["data"] < 0.9 * LATE
     assert late.parts["logging"] >= LATE
-    assert 0 < beside.hidden["data"] < 0.9 * LATE  # what it took, not how long it was left alone
+    # what it took, not how long it was left alone; the clocks of the two begin a little apart, and the last one to come
+    # counts by its own
+    assert 0 < max(each.hidden["replicas"] for each in (beside, beside_too)) < 0.9 * LATE

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +45,9 @@ TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatro
 """Megatron's other format, which is read like the first."""
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
-    *("rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
+    *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
+    *("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every"),
+    *("router.score", "router.normalised", "router.scale", "router.selection"),
 )
 """Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, the given
 value wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
@@ -57,18 +61,19 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     """The model of some files: `known` keys of `ModelConfig` from the files, over those `given` by the user and the
     presets, except the keys that the user `named`. Raises ConfigError with all keys in which files and user contradict
     each other, or if nobody tells the number of heads."""
-    unnamed = {key: value for key, value in known.items() if key not in named}
-    model = replace(given, **unnamed)
+    known = _dotted(known)
+    told = {key for key in known if not {key, key.partition(".")[0]} & named}
+    model = _with(given, {key: known[key] for key in told})
     if model.kv_heads == model.heads:
         model = replace(model, kv_heads=None)
     if model.head_dim is not None and model.head_dim * model.heads == model.hidden:
         model = replace(model, head_dim=None)
     # the same defaults on both sides
-    files = replace(model, **known)
+    files = _with(model, known)
     problems = [
-        Problem(f"model.{key}", getattr(given, key), f"the files have {_plain(files)[key]}")
+        Problem(f"model.{key}", attrgetter(key)(given), f"the files have {_plain(files)[key]}")
         for key in _SHAPING
-        if key in named and key in known and _plain(given)[key] != _plain(files)[key]
+        if key in known and key not in told and _plain(given)[key] != _plain(files)[key]
     ]
     if "heads" not in named | known.keys():
         rule = "the files do not tell, and a wrong number would load without an error"
@@ -76,6 +81,19 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     if problems:
         raise ConfigError(problems)
     return model
+
+
+def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `ModelConfig` with those of the router one by one, e.g. `router.score`."""
+    own = {key: value for key, value in keys.items() if key != "router"}
+    return own | {f"router.{key}": value for key, value in vars(keys.get("router", SimpleNamespace())).items()}
+
+
+def _with(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
+    """A model with other values of some keys, as of `_dotted`."""
+    router = {key.removeprefix("router."): value for key, value in keys.items() if "." in key}
+    own = {key: value for key, value in keys.items() if "." not in key}
+    return replace(model, **own, router=replace(model.router, **router))
 
 
 def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -> PackingConfig:
@@ -90,7 +108,12 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
 def _plain(model: ModelConfig) -> dict[str, Any]:
     """A model's keys, with defaults in place of null values."""
     head_dim = model.head_dim or (model.heads and model.hidden // model.heads)
-    return {**vars(model), "ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
+    filled = {"ffn": model.ffn_size, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim}
+    if model.experts is not None:
+        filled |= {"expert_ffn": model.expert_size, "experts_per_token": model.num_chosen}
+        if len(model.expert_layers) == model.layers:
+            filled["ffn"] = model.expert_size
+    return _dotted(vars(model)) | filled
 
 
 def convert(

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class HuggingFaceSource(Source):
         return name if name.startswith((self._trunk, "lm_head.")) else self._trunk + name
 
     def table(self, model: ModelConfig) -> list[Stored]:
-        return table(model, 1)
+        # how experts will be balanced in training is not the files' matter
+        return table(replace(model, router=replace(model.router, balance="none")), 1)
 
     def read(self, stored: Stored) -> Tensor:
         file, name, _ = self._places[stored.name]
@@ -175,9 +177,13 @@ def write(path: Path, job: Job) -> None:
 
 
 def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
-    if tokenizer.kind == "huggingface":
-        for file in tokenizer_files(Path(tokenizer.path)):
-            shutil.copy(file, path)
+    if tokenizer.kind in ("huggingface", "gpt2"):
+        whole = Path(tokenizer.path)
+        for file in [whole] if whole.is_file() else tokenizer_files(whole):
+            shutil.copy(file, path / ("tokenizer.json" if whole.is_file() else file.name))
+        if whole.is_file() or tokenizer.kind == "gpt2":
+            kind = "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast"
+            _write_json(path / "tokenizer_config.json", {"tokenizer_class": kind})
         return
     shutil.copy(tokenizer.path, path / "vocab.model")
     shutil.copy(Path(__file__).with_name("tokenization_pangu.py"), path)

@@ -1,4 +1,5 @@
-"""config.json of transformers: GPT-2, Llama, Mistral, Qwen2, Qwen3, and PanGu-α as its community port has it."""
+"""config.json of transformers: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, and PanGu-α as its community
+port has it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pangu.checkpoint.formats.fields import check_fields, load_table, refuse, wr
 from pangu.checkpoint.formats.stored import PANGU_VOCAB, require_expressible
 from pangu.config.build import read_keys
 from pangu.config.errors import Problem, UserError
-from pangu.config.model import ModelConfig, RopeScaling
+from pangu.config.model import ModelConfig, RopeScaling, RouterConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Kind:
     keys: Mapping[str, str]
     """Keys of `ModelConfig`: their names in config.json."""
     means: Mapping[str, Any]
-    """Keys of `ModelConfig` that the type implies."""
+    """Keys of `ModelConfig` that the type implies, those of the router by their dotted names."""
     defaults: Mapping[str, Any]
     """transformers' defaults of keys of `ModelConfig` that config.json may leave out."""
     only: Mapping[str, list[Any]]
@@ -52,6 +53,8 @@ def kind_of(model: ModelConfig) -> Kind:
     """The type of a model. Raises ConfigError if none can express it."""
     if model.kind == "pangu" or model.norm == "layernorm":
         name = "gpt_pangu" if model.kind == "pangu" else "gpt2"
+    elif model.experts is not None:
+        name = "qwen3_moe" if model.qk_norm else "mixtral"
     elif model.qk_norm:
         name = "qwen3"
     elif model.biases == "qkv":
@@ -95,7 +98,9 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         keys["head_dim"] = None
     if kind.name == "gpt_pangu":
         keys["vocab"] = PANGU_VOCAB.get(keys["vocab"], keys["vocab"])
-    return {"dropout": 0.0, **keys, **kind.means, "activation": kind.activations[activation]}
+    told = {"dropout": 0.0, **keys, **kind.means, "activation": kind.activations[activation]}
+    router = {key.removeprefix("router."): told.pop(key) for key in list(told) if key.startswith("router.")}
+    return told | ({"router": RouterConfig(**router)} if router else {})
 
 
 def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
@@ -139,7 +144,9 @@ def _rope(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
     used = {"rope_type", "type", "rope_theta", *scaling.values()}
     check_fields(rope, f"{path}: {key}", used, (), {"partial_rotary_factor": (1.0, None)})
     theta = {"rope_base": f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"}
-    base, problems = read_keys(ModelConfig, {"rope_base": rope.get("rope_theta", config.get("rope_theta", 1e4))}, theta)
+    usual = kind_in(config, path).defaults.get("rope_base", 1e4)
+    given = rope.get("rope_theta", config.get("rope_theta", usual))
+    base, problems = read_keys(ModelConfig, {"rope_base": given}, theta)
     names = {factor: f"{key}.{name}" for factor, name in scaling.items()}
     factors, more = read_keys(RopeScaling, {factor: rope.get(name) for factor, name in scaling.items()}, names)
     refuse(path, problems + more)
@@ -175,12 +182,33 @@ def _qwen_window(config: Mapping[str, Any], keys: dict[str, Any], path: Path) ->
     keys["window"] = window
 
 
+def _normalised(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    keys["router.normalised"] = config.get("norm_topk_prob", False)
+    if not isinstance(keys["router.normalised"], bool):
+        raise wrong_field(path, "norm_topk_prob", keys["router.normalised"], "must be true or false")
+
+
+def _experts_twin(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
+    """Another name of `experts`, which transformers 5 writes."""
+    twin, problems = read_keys(
+        ModelConfig, {"experts": config.get("num_local_experts")}, {"experts": "num_local_experts"}
+    )
+    refuse(path, problems)
+    if twin["experts"] is not None:
+        if config.get("num_experts", twin["experts"]) != twin["experts"]:
+            rule = f"must be num_experts = {config['num_experts']}: they are one number"
+            raise wrong_field(path, "num_local_experts", twin["experts"], rule)
+        keys |= twin
+
+
 _DERIVE: dict[str, Callable[[Mapping[str, Any], dict[str, Any], Path], None]] = {
     "embd_pdrop": _gpt2_twins,
     "position_embedding_type": _pangu_positions,
     "rope_parameters": _rope,
     "use_sliding_window": _qwen_window,
     "attention_bias": _biases,
+    "norm_topk_prob": _normalised,
+    "num_local_experts": _experts_twin,
 }
 """Readers of several fields together, by one that only types with all of them have: from config.json into keys of
 `ModelConfig`. Each raises UserError."""
@@ -191,7 +219,9 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     kind = kind_of(model)
     keys = {
         **vars(model),
-        "ffn": model.ffn_size,
+        "ffn": model.expert_size if len(model.expert_layers) == model.layers else model.ffn_size,
+        "expert_ffn": model.expert_size,
+        "experts_per_token": model.num_chosen,
         "activation": next(name for name, activation in kind.activations.items() if activation == model.activation),
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_size,
@@ -209,6 +239,7 @@ def _derived_fields(model: ModelConfig) -> dict[str, Any]:
         "mlp_bias": model.has_biases("mlp"),
         "use_sliding_window": model.window is not None,
         "max_window_layers": model.layers if model.window is None else 0,
+        "norm_topk_prob": model.router.normalised,
     }
     if model.positions == "rope":
         fields |= {"position_embedding_type": "rotary", "rope_theta": model.rotary_base, "rope_scaling": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def write(path: Path, job: Job) -> None:
     data = job.config.data
     assert isinstance(data, IndexedData)
     tokenizer = job.tokenizer
-    if tokenizer is not None:
+    if tokenizer is not None and tokenizer.path:
         # under the name that the folder will have in the end
         tokenizer = replace(tokenizer, path=str(job.output.resolve() / keep_tokenizer(path, tokenizer)))
     config = replace(job.config, data=replace(data, tokenizer=tokenizer))
@@ -69,7 +70,7 @@ def write(path: Path, job: Job) -> None:
         for stored, tensor in zip(job.table, job.described, strict=True)
     ]
     written = write_slices(checkpoint, 0, described, job.contents)
-    facts = {
+    facts: dict[str, Any] = {
         "step": 0,
         "skipped": 0,
         "samples": 0,
@@ -77,5 +78,9 @@ def write(path: Path, job: Job) -> None:
         "identity": identity(config),
         "layout": asdict(Layout()),
     }
+    if config.model.experts is not None:
+        from pangu.layers.expert_balance import ExpertBalance
+
+        facts["experts"] = ExpertBalance(config.model).state()
     commit(checkpoint, [written], facts)
     save_config(path, config)

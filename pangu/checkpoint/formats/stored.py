@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -115,7 +116,7 @@ def make_table(
         prefix = naming["layer"].format(layer)
         if layer == model.query_layer:
             prefix = naming.get("query_layer", prefix)
-        for module, modules in naming["modules"].items():
+        for module, modules in _modules(naming["modules"], model.experts or 0):
             for kind in ("weight", "bias"):
                 parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
                 if parts:
@@ -132,6 +133,13 @@ def make_table(
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
     assert not left_out, f"the format has no names for {sorted(left_out)}"
     return table
+
+
+def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, Sequence[str]]]:
+    """Modules of a layer and what stands in them, those of experts for each of them."""
+    for module, ours in naming.items():
+        for number in range(experts if "{}" in module else 1):
+            yield module.format(number), [name.format(number) for name in ours]
 
 
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
@@ -158,13 +166,13 @@ def take(stored: Stored, tensor: Tensor, part: str, shapes: Mapping[str, tuple[i
 
 
 def require_expressible(model: ModelConfig, format_: str, only: Mapping[str, Any], **choices: Sequence[Any]) -> None:
-    """Raise a ConfigError that names all keys of a model that a format cannot express; it knows the values of `only`
-    and those among `choices`, which come first."""
+    """Raise a ConfigError that names all keys of a model (`router.score` is one) that a format cannot express; it knows
+    the values of `only` and those among `choices`, which come first."""
     needs = {key: [value] for key, value in only.items()} | choices
     problems = [
-        Problem(f"model.{key}", getattr(model, key), f"cannot be expressed in {format_}", f"{list(values)} can")
+        Problem(f"model.{key}", value, f"cannot be expressed in {format_}", f"{list(values)} can")
         for key, values in needs.items()
-        if getattr(model, key) not in values
+        if (value := attrgetter(key)(model)) not in values
     ]
     if problems:
         raise ConfigError(problems)

@@ -1,0 +1,184 @@
+"""Exchanges between the ranks that share a sequence, for attention, in which every token meets those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.collectives.reduce import Completion, Handle, start_all_gather, start_reduce_scatter
+from pangu.config.context import context_kind
+from pangu.config.schema import RunConfig
+from pangu.topology.context import ContextRank, by_rank, in_order
+from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup
+
+
+@dataclass(frozen=True)
+class ContextRegion(ContextRank):
+    """The ranks that share a sequence, and this one's place among them."""
+
+    group: AxisGroup | None = None
+    algorithms: Algorithms = field(default_factory=Algorithms)
+    kind: str = "gather"
+    """How attention meets the keys of other ranks, as `parallel.context_kind`, but not `auto`."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, config: RunConfig) -> ContextRegion:
+        size, group = mesh.layout.context, mesh.group("context")
+        return cls(mesh.at.context, size, group, mesh.algorithms, context_kind(config))
+
+    def totals(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole numbers [2, ...] of this rank's chunks -> [...] of all chunks, and [2, ...] of those before each of its
+        own."""
+        parts = counts.new_empty((self.size, *counts.shape))
+        start_all_gather(parts.view(-1), counts.view(-1), self.group, self.algorithms).wait()
+        whole = in_order(parts.flatten(2)).view(2 * self.size, *counts.shape[1:])
+        before = whole.cumsum(0, dtype=whole.dtype) - whole
+        return whole.sum(0), torch.stack([before[number] for number in self.chunks])
+
+
+class GatheredKeys:
+    """Keys and values [2, batch, heads, sequence / ranks, head size] of all ranks at once, in the order of the sequence
+    (Grattafiori et al. 2024, section 3.3.2)."""
+
+    def __init__(self, part: Tensor, region: ContextRegion) -> None:
+        self.part, self.region = part, region
+
+    def __iter__(self) -> Iterator[tuple[int | None, Tensor]]:
+        """None, for all ranks, and theirs [2, batch, heads, sequence, head size]."""
+        whole = self.part.new_empty((self.region.size, *self.part.shape))
+        start_all_gather(whole.view(-1), self.part.view(-1), self.region.group, self.region.algorithms).wait()
+        yield None, in_order(whole)
+
+    def give_back(self, gradient: Tensor) -> None:
+        """This rank's share in the gradient of what was last seen."""
+        whole = by_rank(gradient.to(self.part.dtype), self.region.size)
+        self._sum = torch.empty_like(self.part)
+        group, algorithms = self.region.group, self.region.algorithms
+        start_reduce_scatter(self._sum.view(-1), whole.view(-1), group, algorithms).wait()
+
+    def gradient(self) -> Tensor:
+        """Of `part`, summed over the ranks, once all was given back."""
+        return self._sum
+
+
+class PassedKeys:
+    """Keys and values of one rank after the other: they go round a ring, and while a rank computes with some it already
+    receives the next (Liu et al. 2023). Gradients go straight to the rank whose keys they are of, each rounded once,
+    while the next ones are computed."""
+
+    def __init__(self, part: Tensor, region: ContextRegion) -> None:
+        self.part, self.region = part, region
+        self._step = 0
+        self._sum: Tensor | None = None
+        self._arriving: tuple[Tensor, Handle] | None = None
+
+    def __iter__(self) -> Iterator[tuple[int | None, Tensor]]:
+        """A rank, from this one on downwards, and its keys and values."""
+        # four ranks     step 0    1    2    3
+        # rank 1 has          1    0    3    2      keys of these
+        # and sends           1    0    3           to rank 2
+        now, (rank, size) = self.part, (self.region.rank, self.region.size)
+        for self._step in range(size):
+            following = None
+            if self._step + 1 < size:
+                following = torch.empty_like(now)
+                handle = _start_shift(following, now, 1, self.region.group)
+            yield (rank - self._step) % size, now
+            if following is not None:
+                handle.wait()
+                now = following
+
+    def give_back(self, gradient: Tensor) -> None:
+        """As of `GatheredKeys`."""
+        if self._sum is None:  # the first are this rank's own
+            self._sum = gradient
+            return
+        sent = gradient.to(self.part.dtype)
+        received = torch.empty_like(sent)
+        handle = _start_shift(received, sent, -self._step, self.region.group)
+        self._add()
+        self._arriving = received, handle
+
+    def gradient(self) -> Tensor:
+        self._add()
+        assert self._sum is not None
+        return self._sum
+
+    def _add(self) -> None:
+        if self._arriving is not None:
+            received, handle = self._arriving
+            handle.wait()
+            assert self._sum is not None
+            self._sum += received
+            self._arriving = None
+
+
+def _start_shift(received: Tensor, sent: Tensor, by: int, group: AxisGroup | None) -> Handle:
+    """Begin to send a contiguous tensor to the rank that is so many places further round the group, and to receive the
+    same of the one as far behind."""
+    if group is None:
+        received.copy_(sent)
+        return Completion()
+    rank, size = dist.get_rank(group.process_group), group.size
+    come, go = ([sent.numel() * (peer == (rank + way) % size) for peer in range(size)] for way in (-by, by))
+    flat = (received.view(-1), sent.view(-1))
+    work = dist.all_to_all_single(*flat, come, go, group=group.process_group, async_op=True)
+    return group.recorder.watched(group.axis, work)
+
+
+def _exchanged(parts: Tensor, region: ContextRegion) -> Tensor:
+    """[ranks, ...], one for each rank -> what each rank has for this one."""
+    if region.group is None:
+        return parts
+    received = torch.empty_like(parts)
+    with region.group.recorder.meeting(region.group.axis):
+        dist.all_to_all_single(received.view(-1), parts.view(-1), group=region.group.process_group)
+    return received
+
+
+def _to_heads(x: Tensor, region: ContextRegion) -> Tensor:
+    return in_order(_exchanged(x.movedim(1, 0).contiguous(), region))
+
+
+def _to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
+    return _exchanged(by_rank(x, region.size), region).movedim(0, 1)
+
+
+class _ToHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return _to_heads(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_sequence(grads[0], ctx.region), None
+
+
+class _ToSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return _to_sequence(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grads[0], ctx.region), None
+
+
+def to_heads(x: Tensor, region: ContextRegion) -> Tensor:
+    """[batch, ranks, heads / ranks, sequence / ranks, size], this rank's tokens and all heads -> [batch, heads / ranks,
+    sequence, size], its heads and all tokens (Jacobs et al. 2023)."""
+    return _ToHeads.apply(x, region)
+
+
+def to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
+    """The inverse of `to_heads`."""
+    return _ToSequence.apply(x, region)

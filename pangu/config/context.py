@@ -1,0 +1,60 @@
+"""What context parallelism asks of a model and its layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pangu.config.attention import ABILITIES
+from pangu.config.errors import Problem
+from pangu.config.schema import RunConfig
+
+
+def context_kind(config: RunConfig) -> str:
+    """`parallel.context_kind`, or what `auto` stands for: what sends least."""
+    parallel, model = config.parallel, config.model
+    if parallel.context_kind != "auto":
+        return parallel.context_kind
+    heads, kv_heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
+    if heads % parallel.context:
+        return "gather"
+    whole = model.attention != "auto" and not ABILITIES[model.attention].blocks
+    return "ulysses" if whole or _exchanged(heads, kv_heads, parallel.context) < 6 * kv_heads else "gather"
+
+
+def _exchanged(heads: int, kv_heads: int, ranks: int) -> float:
+    """Vectors of a head's size for each token of a sequence that a rank sends in forward and backward, to exchange
+    heads: queries and outputs, keys and values. Gathering sends 6 for each key head: keys and values, the same in
+    backward, and their gradients."""
+    return 4 * (heads + math.lcm(kv_heads, ranks)) / ranks
+
+
+def context_problems(config: RunConfig) -> Iterator[Problem]:
+    """What speaks against sharing sequences."""
+    parallel, model = config.parallel, config.model
+    ranks, length = parallel.context, model.sequence
+    slices = parallel.tensor if parallel.sequence else 1
+    if length % math.lcm(2 * ranks, ranks * slices):
+        unit = "2 x parallel.context" if length % (2 * ranks) else "parallel.context x parallel.tensor"
+        works = [count for count in range(1, length + 1) if length % math.lcm(2 * count, count * slices) == 0]
+        near = sorted(sorted(works or [1], key=lambda count: (abs(count - ranks), count))[:3])
+        rule = f"{unit} must divide model.sequence = {length}"
+        yield Problem("parallel.context", ranks, rule, f"nearest that work: {', '.join(map(str, near))}")
+    kind, heads = context_kind(config), model.heads // parallel.tensor
+    if kind == "ulysses" and heads % ranks:
+        rule = f"parallel.context = {ranks} must divide the {heads} heads of a tensor-parallel rank"
+        yield Problem("parallel.context_kind", "ulysses", rule, "gather or ring works")
+    if kind != "ulysses" and model.attention != "auto":
+        yield from _kernel(model.attention, kind, model.window)
+    if config.compile is True:
+        rule = "layers of parts of sequences (parallel.context > 1) are not compiled"
+        yield Problem("compile", True, rule, "compile=false works, and compile=auto does without")
+
+
+def _kernel(kernel: str, kind: str, window: int | None) -> Iterator[Problem]:
+    key = f"with parallel.context_kind = {kind}"
+    if not ABILITIES[kernel].blocks:
+        able = ", ".join(name for name, can in ABILITIES.items() if can.blocks)
+        yield Problem("model.attention", kernel, f"{key} must be one of {able}", "auto works, or ulysses")
+    elif kernel == "flash" and kind == "ring" and window is not None:
+        yield Problem("model.attention", kernel, f"{key} takes no window", "parallel.context_kind=gather works")

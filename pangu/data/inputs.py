@@ -1,0 +1,268 @@
+"""Finding the text that people have, and reading it in chunks from any place on.
+
+A chunk holds neighbouring documents as they were read; what it costs to parse them is left to whom it is given to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import glob
+import gzip
+import io
+import lzma
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+from pangu.config.errors import UserError, reading
+
+DATASET = "hf:"
+"""Begins the name of what the `datasets` library streams: hf:NAME[:CONFIGURATION[:SPLIT]]."""
+LONGEST = 64 << 20
+"""Bytes of a line, or of a document of a text file, at most: a chunk holds at least one."""
+
+_TEXT = (".txt", ".jsonl", ".json")
+_KNOWN = (*_TEXT, ".parquet", ".arrow", ".csv")
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
+_KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}"
+_CHUNK = 1 << 20
+"""Bytes of text of a chunk, unless one document has more."""
+_MOST_ROWS = 4096
+
+
+class Place(NamedTuple):
+    """Where the next chunk begins."""
+
+    source: int
+    """Number of the input."""
+    offset: int
+    """Bytes of it, unpacked, or records."""
+    line: int
+    """Lines, or records, of it before that place."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring documents of one input."""
+
+    source: str
+    content: Any
+    """bytes of whole lines, or a sequence of records' texts: strings, or what stands there instead."""
+    kind: Literal["text", "lines", "records"]
+    """Documents between blank lines; a JSON object in each line; records."""
+    first: int
+    """Number of the first line or record, from 1."""
+    after: Place
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --input and --text-key, the arguments of `find_inputs` and `read_chunks`."""
+    kinds = f"files, folders or globs: {_KINDS}; or {DATASET}NAME[:CONFIGURATION[:SPLIT]], which `datasets` streams"
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+
+
+def find_inputs(patterns: Sequence[str]) -> list[str]:
+    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError for
+    one without files or for a file of an unknown kind."""
+    inputs: dict[str, None] = {}
+    for pattern in patterns:
+        if pattern.startswith(DATASET):
+            inputs[pattern] = None
+            continue
+        path = Path(pattern)
+        # pathlib's own glob takes no absolute patterns
+        globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        matches = [path] if path.exists() else [Path(match) for match in globbed]
+        if not matches:
+            raise UserError(f"--input {pattern}: no such file or folder")
+        for match in matches:
+            files = sorted(filter(_is_known, match.rglob("*"))) if match.is_dir() else [match]
+            if not files:
+                raise UserError(f"--input {match}: the folder holds no file of a known kind: {_KINDS}")
+            if match in files and not _is_known(match):
+                raise UserError(f"--input {match}: its kind is unknown; known are {_KINDS}")
+            inputs.update(dict.fromkeys(map(str, files)))
+    return list(inputs)
+
+
+def _is_known(path: Path) -> bool:
+    suffix, packed = _suffixes(path)
+    return not path.is_dir() and suffix in (_TEXT if packed else _KNOWN)
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """What a name says of the content, and how it is packed, or an empty text."""
+    packed = path.suffix if path.suffix in _PACKED else ""
+    return Path(path.name.removesuffix(packed)).suffix, packed
+
+
+def read_chunks(inputs: Sequence[str], text_key: str, start: Place = Place(0, 0, 0)) -> Iterator[Chunk]:  # noqa: B008
+    """The chunks of the inputs from a place on. Raises UserError, naming the input, if one cannot be read."""
+    for number, source in enumerate(inputs[start.source :], start.source):
+        place = start if number == start.source else Place(number, 0, 0)
+        # the libraries' readers raise many kinds of errors
+        with reading(source, Exception, rule="cannot be read"):
+            yield from _chunks(source, text_key, place)
+
+
+def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
+    suffix, packed = ("", "") if source.startswith(DATASET) else _suffixes(Path(source))
+    if suffix in (".parquet", ".arrow"):
+        columns = _parquet if suffix == ".parquet" else _arrow
+        yield from _record_chunks(source, columns(Path(source), text_key, place.offset), place)
+    elif suffix in _TEXT and not (suffix == ".json" and _is_array(Path(source), packed)):
+        with _open(Path(source), packed) as file:
+            yield from _text_chunks(source, file, "text" if suffix == ".txt" else "lines", place)
+    else:
+        yield from _record_chunks(source, _streamed(source, suffix, text_key, place.offset), place)
+
+
+def _open(path: Path, packed: str) -> BinaryIO:
+    if packed == ".zst":
+        import pyarrow
+
+        return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+    openers: dict[str, Callable[[Path], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+    return cast(BinaryIO, openers[packed](path) if packed else path.open("rb"))
+
+
+def _is_array(path: Path, packed: str) -> bool:
+    """Whether a JSON file is one array rather than an object in each line."""
+    with _open(path, packed) as file:
+        return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "lines"], place: Place) -> Iterator[Chunk]:
+    """Chunks that end with a line, or with a document. Raises UserError for one that has no end."""
+    _skip(file, place.offset)
+    _, offset, line = place
+    held = b""
+    while block := file.read(_CHUNK):
+        held += block
+        stop = _end_of_lines(held) if kind == "lines" else _end_of_documents(held, len(held) - len(block))
+        if stop:
+            content, held = held[:stop], held[stop:]
+            offset, first, line = offset + stop, line + 1, line + content.count(b"\n")
+            yield Chunk(source, content, kind, first, Place(place.source, offset, line))
+        elif len(held) > LONGEST:
+            what = "no blank line ends its document" if kind == "text" else "it does not end"
+            raise UserError(f"{source}, line {line + 1}: {what} within {LONGEST >> 20} MiB; cut it into documents")
+    if held:
+        after = Place(place.source, offset + len(held), line + held.count(b"\n"))
+        yield Chunk(source, held, kind, line + 1, after)
+
+
+def _skip(file: BinaryIO, size: int) -> None:
+    """Go on by so many bytes, of a file that can or cannot be sought."""
+    if isinstance(file, io.BufferedReader) and file.seekable():
+        file.seek(size)
+        return
+    while size and (block := file.read(min(size, _CHUNK))):
+        size -= len(block)
+
+
+def _end_of_lines(text: bytes) -> int:
+    return text.rfind(b"\n") + 1
+
+
+def _end_of_documents(text: bytes, known: int) -> int:
+    """Where the last blank line ends; 0 if there is none, as in the first `known` bytes but for their last line."""
+    end = text.rfind(b"\n")
+    least = text.rfind(b"\n", 0, known)
+    while end > least:
+        before = text.rfind(b"\n", 0, end)
+        if not text[before + 1 : end].strip():
+            return end + 1
+        end = before
+    return 0
+
+
+def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: Place) -> Iterator[Chunk]:
+    offset = place.offset
+    for column in columns:
+        offset += len(column)
+        after = Place(place.source, offset, offset)
+        yield Chunk(source, column, "records", offset - len(column) + 1, after)
+
+
+def _parquet(path: Path, key: str, skipped: int) -> Iterator[Any]:
+    """Parts of a column, after so many rows. Only pages of it are in memory, not whole groups of rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK) as file:
+        _require(path, key, file.schema_arrow.names)
+        for group in range(file.num_row_groups):
+            facts = file.metadata.row_group(group)
+            if skipped >= facts.num_rows:
+                skipped -= facts.num_rows
+                continue
+            rows = _rows(facts.total_byte_size, facts.num_rows)
+            for batch in file.iter_batches(rows, [group], [key], use_threads=False):
+                part = batch.column(0)[skipped:]
+                skipped -= len(batch) - len(part)
+                if len(part):
+                    yield pyarrow.concat_arrays([part])  # a slice would be sent with all that it is a slice of
+
+
+def _arrow(path: Path, key: str, skipped: int) -> Iterator[Any]:
+    """Parts of a column of a file of Arrow's, streamed or not, after so many rows."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        begin = file.read(6)
+        file.seek(0)
+        if begin == b"ARROW1":
+            whole = pyarrow.ipc.open_file(file)
+            batches: Iterable[Any] = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            names = whole.schema.names
+        else:
+            batches = stream = pyarrow.ipc.open_stream(file)
+            names = stream.schema.names
+        _require(path, key, names)
+        for batch in batches:
+            column = batch.column(batch.schema.get_field_index(key))
+            column.validate(full=True)  # offsets of a damaged file would lead anywhere
+            rows = _rows(column.nbytes, len(column))
+            for begin in range(min(skipped, len(column)), len(column), rows):
+                part = column[begin : begin + rows]
+                yield pyarrow.concat_arrays([part])
+            skipped -= min(skipped, len(column))
+
+
+def _rows(size: int, rows: int) -> int:
+    """As many rows as make a chunk."""
+    return min(max(_CHUNK * rows // max(size, 1), 1), _MOST_ROWS)
+
+
+def _streamed(source: str, suffix: str, key: str, skipped: int) -> Iterator[list[object]]:
+    """The text of records that the `datasets` library streams."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if source.startswith(DATASET):
+        name, configuration, split, *_ = [*source.removeprefix(DATASET).split(":"), "", ""]
+        records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
+    else:
+        path = glob.escape(source)
+        records = datasets.load_dataset(suffix[1:], data_files=path, split="train", streaming=True)
+    remaining = iter(records.skip(skipped) if skipped else records)
+    size, chunk = 0, []
+    for record in remaining:
+        _require(source, key, record)
+        text = record[key]
+        chunk.append(text)
+        size += len(text) if isinstance(text, str) else 1
+        if size >= _CHUNK // 2 or len(chunk) == _MOST_ROWS:
+            yield chunk
+            size, chunk = 0, []
+    if chunk:
+        yield chunk
+
+
+def _require(source: object, key: str, names: Iterable[str]) -> None:
+    if key not in names:
+        raise UserError(f"{source}: a record has no text under {key!r}; it has {sorted(names)}; see --text-key")

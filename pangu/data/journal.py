@@ -1,0 +1,76 @@
+"""How far a long command has come, on disk: after a kill it goes on where the last commit was."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.config.errors import reading
+
+_CACHE_KIB = 1 << 18
+"""Of the table of texts that were seen; what is more is on disk."""
+
+
+class Journal:
+    """A state and the texts that were seen, in one SQLite file: a commit is whole or has not happened. One process at
+    a time has it. A context manager. All of it raises UserError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._errors():
+            self._base = sqlite3.connect(path, timeout=0.1, isolation_level=None)
+            # ready for the next commit at any time; the lock is kept between them
+            for line in ("locking_mode=EXCLUSIVE", "synchronous=FULL", f"cache_size=-{_CACHE_KIB}"):
+                self._base.execute(f"PRAGMA {line}")
+            self._base.execute("BEGIN EXCLUSIVE")
+            self._base.execute("CREATE TABLE IF NOT EXISTS state (value TEXT)")
+            self._base.execute("CREATE TABLE IF NOT EXISTS texts (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+            self._base.execute("CREATE TABLE IF NOT EXISTS bands (band INTEGER PRIMARY KEY)")
+            row = self._base.execute("SELECT value FROM state").fetchone()
+            self.state: dict[str, Any] | None = None if row is None else json.loads(row[0])
+            """What was committed last; None if nothing was."""
+
+    def commit(self, state: dict[str, Any]) -> None:
+        """Have the state on disk, and all texts that were seen before."""
+        with self._errors():
+            self._base.execute("DELETE FROM state")
+            self._base.execute("INSERT INTO state VALUES (?)", (json.dumps(state),))
+            self._base.execute("COMMIT")
+            self._base.execute("BEGIN EXCLUSIVE")
+        self.state = state
+
+    def unseen(self, digests: list[bytes]) -> NDArray[np.bool_]:
+        """Which of the digests come for the first time, one by one; they are seen from now on."""
+        insert = "INSERT OR IGNORE INTO texts VALUES (?)"
+        with self._errors():
+            return np.array([self._base.execute(insert, (digest,)).rowcount == 1 for digest in digests], dtype=bool)
+
+    def unlike(self, bands: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows of [documents, bands] have no band in common with any that was unlike all before it."""
+        find = f"SELECT 1 FROM bands WHERE band IN ({', '.join('?' * bands.shape[1])}) LIMIT 1"
+        new = np.zeros(len(bands), dtype=bool)
+        with self._errors():
+            for number, row in enumerate(bands.tolist()):
+                new[number] = self._base.execute(find, row).fetchone() is None
+                if new[number]:
+                    self._base.executemany("INSERT OR IGNORE INTO bands VALUES (?)", ((band,) for band in row))
+        return new
+
+    def _errors(self) -> Any:
+        works = f"another command may be writing there; otherwise remove {self._path.parent} to begin anew"
+        return reading(self._path, sqlite3.Error, ValueError, rule="cannot be used", works=works)
+
+    def close(self) -> None:
+        self._base.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()

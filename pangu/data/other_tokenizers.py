@@ -1,0 +1,123 @@
+"""Tokenizers of other libraries' files: Hugging Face's, GPT-2's, tiktoken's; and bytes, which need none."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pangu.config.errors import UserError, reading
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eot>", "<eod>", "</s>", "<eos>")
+"""Pieces that end a document, the likeliest first."""
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+ENCODINGS = {
+    "r50k_base": (_GPT2, 50256),
+    "p50k_base": (_GPT2, 50256),
+    "cl100k_base": (
+        rf"{_SHORT}|{_LETTERS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        100257,
+    ),
+    "o200k_base": (
+        rf"{_LETTERS}{_UPPER}*{_LOWER}+{_SHORT}?|{_LETTERS}{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        199999,
+    ),
+}
+"""How each of tiktoken's encodings cuts text into words, and the id that ends a document."""
+
+
+class FastTokenizer:
+    """A `tokenizer.json` of Hugging Face, or a folder with GPT-2's `vocab.json` and `merges.txt`. No text spells a
+    special id. Raises UserError for files that are missing or damaged."""
+
+    def __init__(self, path: str | Path) -> None:
+        library = _library("tokenizers")
+        files = [Path(path, name) for name in ("vocab.json", "merges.txt")] if Path(path).is_dir() else [Path(path)]
+        if missing := [str(file) for file in files if not file.is_file()]:
+            raise UserError(f"the tokenizer's {', '.join(missing)} does not exist")
+        # the library's readers raise any kind of error for a damaged file
+        with reading(path, Exception, rule="is no tokenizer that the library tokenizers reads"):
+            if len(files) == 1:
+                self._tokenizer = library.Tokenizer.from_file(str(path))
+            else:
+                self._tokenizer = library.ByteLevelBPETokenizer(*map(str, files))._tokenizer
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._tokenizer.encode_special_tokens = True
+            ids = self._tokenizer.get_vocab()
+            self.vocab_size: int = max(ids.values()) + 1
+        self.eod: int | None = next((ids[piece] for piece in _ENDS if piece in ids), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
+
+
+class TiktokenTokenizer:
+    """A `.tiktoken` file, of one of `ENCODINGS`. No text spells a special id. Raises UserError for a file that is
+    missing or damaged."""
+
+    def __init__(self, encoding: str, path: str | Path) -> None:
+        library = _library("tiktoken")
+        pattern, self.eod = ENCODINGS[encoding]
+        with reading(path, ValueError, binascii.Error, rule="is no file of tiktoken"):
+            ranks = _ranks(Path(path).read_bytes(), self.eod)
+            self._encoding = library.Encoding(
+                encoding, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod}
+            )
+        self._pieces = {rank: piece for piece, rank in ranks.items()} | {self.eod: b"<|endoftext|>"}
+        self.vocab_size: int = max(self._pieces) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # ids need not be without gaps
+        return b"".join(self._pieces.get(int(i), b"") for i in ids).decode(errors="replace")
+
+
+def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
+    """Each piece of a `.tiktoken` file with its id. Raises ValueError for what the library would stumble over later."""
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        piece, _, rank = line.partition(b" ")
+        if not rank.isdigit() or int(rank) > 2**31:
+            raise ValueError(f"line {number} is not a piece in base64 and its id")
+        ranks[base64.b64decode(piece, validate=True)] = int(rank)
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("it lacks a byte")
+    if len(set(ranks.values())) < len(ranks) or eod in ranks.values():
+        raise ValueError("two pieces have the same id")
+    return ranks
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as ids, then one that ends a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"this kind of tokenizer needs {name}: pip install {name} (or this package's extra: preprocess)"
+        ) from error

@@ -1,0 +1,55 @@
+"""Passing items through several processes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import TypeVar
+
+from pangu.config.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`map` over several processes, in order, with only a few items in memory; one worker means this process. The
+    workers end with this process, however it ends. Raises the errors of `function`, and UserError if a worker was
+    killed."""
+    if workers == 1:
+        yield from map(function, items)
+        return
+    # Forking is unsafe beside the threads of progress bars and tokenizers.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+        pending: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) >= 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker process was killed, most likely for lack of memory; use fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent ends: a parent that was killed cannot say so, and its workers would wait for
+    work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, name="parent", daemon=True).start()

@@ -1,0 +1,90 @@
+"""What stands in for attention kernels on fake tensors: as much memory, and as many products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pangu.layers.attention_blocks import Lengths
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that torch takes on a device: for fake tensors it would take the one that holds all scores."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # as torch does in every layer
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, left: int, dropout: float
+) -> Tensor:
+    """The same over whole rows, which is the most that documents can cost: of theirs nobody knows the lengths."""
+    rows = (part.view(-1, longest, *part.shape[-2:]).transpose(1, 2) for part in (query, key, value))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(*rows, dropout, True)[0].transpose(1, 2).view(query.shape)
+
+
+def _rows(part: Tensor, length: int) -> Tensor:
+    """[batch, heads, sequence, size] of one row after the other."""
+    return part.reshape(-1, length, *part.shape[-2:]).transpose(1, 2)
+
+
+def flash_forward(
+    qkv: Sequence[Tensor], lengths: Lengths, share: float, options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """As `flash_attention`; what a window leaves out counts."""
+    rows = [_rows(part, length) for part, length in zip(qkv, (lengths[2], *[lengths[3]] * 2), strict=True)]
+    causal = options["is_causal"] or "window_size_left" in options
+    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, share, causal)
+    if lengths.queries is not None:
+        log_sum = log_sum.transpose(0, 1).flatten(1)
+    state = qkv[0].new_empty(2, dtype=torch.int64)
+    return output.transpose(1, 2).view(qkv[0].shape), log_sum, state, state
+
+
+def flash_backward(
+    tensors: Sequence[Tensor], lengths: Lengths, share: float, state: Sequence[Tensor], options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    sizes = (lengths[2], lengths[2], lengths[3], lengths[3], lengths[2])
+    grad, query, key, value, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
+    log_sum = tensors[5].view(query.shape[1], -1, lengths[2]).transpose(0, 1)
+    causal = options["is_causal"] or "window_size_left" in options
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, output, log_sum, state[0], state[0], lengths[2], lengths[3], share, causal, *state
+    )
+    return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(found, tensors[1:4], strict=True))
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object, block_mask: object, enable_gqa: bool
+) -> Tensor:
+    """As much memory and as many products; the audit knows of how many blocks."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]

@@ -1,0 +1,314 @@
+"""Attention between some queries and some keys of a sequence, forward and backward: what context parallelism puts
+together. Autograd knows nothing of it.
+
+A block gives its output and, for each query, the logarithm of the sum of the exponentials of its scores. Blocks of the
+same queries are weighted by these (`merge`; Milakov & Gimelshein 2018, section 3), and the gradient of each needs no
+more than the total of all (Dao 2023, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.dropout_masks import dropout
+from pangu.layers.kernels import QKV, MaskAndBias
+
+MOST_SCORES = 1 << 26
+"""Scores that are there at a time."""
+
+
+class Block(NamedTuple):
+    """Queries and keys, as places in the sequence. Where they overlap, they end together."""
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+
+    @property
+    def is_square(self) -> bool:
+        """Whether the queries are the keys' own."""
+        return self.query == self.key
+
+    @property
+    def is_before(self) -> bool:
+        """Whether all keys are before all queries."""
+        return self.key + self.keys <= self.query
+
+
+@dataclass(frozen=True)
+class Drops:
+    """The dropout of a block."""
+
+    dropout: Dropout
+    keys: DropoutKeys | None
+    """With rows for the queries."""
+
+    def rows(self, some: slice) -> Drops:
+        if self.keys is None or self.keys.rows is None:
+            return self
+        return replace(self, keys=replace(self.keys, rows=self.keys.rows[some]))
+
+    def __call__(self, probabilities: Tensor, first: int) -> Tensor:
+        """Of probabilities [batch, heads, queries, keys], of keys from number `first` on."""
+        if self.keys is None or self.dropout.probability == 0.0:
+            return probabilities
+        rows, key = self.dropout.rows_of(probabilities, self.keys), self.dropout.key(self.keys)
+        return dropout(probabilities, None, rows, key, self.dropout.probability, first)
+
+
+class Attended(NamedTuple):
+    output: Tensor
+    """[batch, heads, queries, head size], as if there were no other keys; 0 for a query that sees none."""
+    log_sum: Tensor
+    """[batch, heads, queries], fp32 (fp64 in fp64); -inf for such a query."""
+    state: Any = None
+    """What backward needs besides."""
+
+
+class Gradients(NamedTuple):
+    """What backward adds to, in at least fp32."""
+
+    of: QKV
+    bias: Tensor | None = None
+    """[distances, heads], as `Bias.by_distance`."""
+
+
+class Scores(NamedTuple):
+    """[batch, heads, queries, keys], where scores are passed on (`model.residual_scores`)."""
+
+    below: Tensor | None = None
+    """Of the layer below, which are added."""
+    above: Tensor | None = None
+    """In forward, where the scores go; in backward, their gradient, to which that by this layer is added."""
+
+
+class Blocks(Protocol):
+    """Made for one micro-batch, for all layers."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        """`terms` of the whole sequence."""
+
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended: ...
+
+    def backward(
+        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+    ) -> None:
+        """`grad` of the output over all keys, which is in `whole` with its `log_sum`; `state` is this block's."""
+
+
+def merge(one: Attended, other: Attended) -> Attended:
+    """Over the keys of two blocks; the first one's queries see some of theirs."""
+    log_sum = torch.logaddexp(one.log_sum, other.log_sum)
+    shares = ((part.log_sum - log_sum).exp().unsqueeze(-1) for part in (one, other))
+    return Attended(sum(part.output * share for part, share in zip((one, other), shares, strict=True)), log_sum)  # type: ignore[arg-type]
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """[batch, heads x group, queries, ...] -> [batch, heads, group x queries, ...]."""
+    return x.unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+class ExplicitBlocks:
+    """Scores of some queries at a time, and a softmax in fp32 (fp64 in fp64)."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.terms = terms
+        self.wide = torch.promote_types(terms.dtype, torch.float32)
+
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        outputs, log_sums = [], []
+        for rows, tile in self._tiles(part, block):
+            logits = self._logits(part, rows, tile, scores, passes_on=True)
+            log_sum = logits.logsumexp(-1)
+            # of a query that sees nothing all are -inf
+            shares = (logits - log_sum.clamp(min=torch.finfo(log_sum.dtype).min).unsqueeze(-1)).exp()
+            shares = drops.rows(rows)(shares.to(part.query.dtype), block.key)
+            heads = part.value.shape[1]
+            outputs.append((_grouped(shares, heads) @ part.value).view(*shares.shape[:-1], -1))
+            log_sums.append(log_sum)
+        return Attended(torch.cat(outputs, 2), torch.cat(log_sums, 2))
+
+    def backward(
+        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+    ) -> None:
+        dtype, heads, scale = part.query.dtype, part.key.shape[1], 1.0 / math.sqrt(part.query.shape[-1])
+        # of a query, the mean of the gradients of its probabilities
+        means = (grad.to(self.wide) * whole.output.to(self.wide)).sum(-1, keepdim=True)
+        for rows, tile in self._tiles(part, block):
+            logits = self._logits(part, rows, tile, scores)
+            shares = (logits - whole.log_sum[:, :, rows, None]).exp()
+            drop, grouped = drops.rows(rows), _grouped(grad[:, :, rows], heads)
+            dropped = _grouped(drop(shares.to(dtype), block.key), heads)
+            into.of.value.add_(dropped.transpose(-2, -1) @ grouped)
+            of_shares = drop((grouped @ part.value.transpose(-2, -1)).view(shares.shape), block.key)
+            of_logits = shares.mul_(of_shares.to(self.wide) - means[:, :, rows])
+            if into.bias is not None:
+                self._add_bias(of_logits, tile, into.bias)
+            if scores.above is not None:
+                of_logits = scores.above[:, :, rows].add_(of_logits)
+            of_scores = _grouped(of_logits.to(dtype), heads)
+            of_queries = (of_scores @ part.key).view(*shares.shape[:-1], -1)
+            into.of.query[:, :, rows].add_(of_queries, alpha=scale)
+            queries = _grouped(part.query[:, :, rows], heads)
+            into.of.key.add_(of_scores.transpose(-2, -1) @ queries, alpha=scale)
+
+    def _tiles(self, part: QKV, block: Block) -> Iterator[tuple[slice, Block]]:
+        """Some of the queries at a time."""
+        batch, heads = part.query.shape[:2]
+        size = max(1, MOST_SCORES // (batch * heads * block.keys))
+        for start in range(0, block.queries, size):
+            count = min(size, block.queries - start)
+            yield slice(start, start + count), block._replace(query=block.query + start, queries=count)
+
+    def _logits(self, part: QKV, rows: slice, tile: Block, scores: Scores, passes_on: bool = False) -> Tensor:
+        """[batch, heads, queries, keys]; -inf where the mask forbids. `passes_on`: to the layer above."""
+        heads = part.key.shape[1]
+        found = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
+        found = found.view(*part.query.shape[:2], tile.queries, tile.keys) * (1.0 / math.sqrt(part.query.shape[-1]))
+        if scores.below is not None:
+            found = found + scores.below[:, :, rows]
+        if passes_on and scores.above is not None:
+            scores.above[:, :, rows] = found
+        bias = bias_of(self.terms, tile, self.wide)
+        return found.to(self.wide) if bias is None else found + bias
+
+    def _add_bias(self, of_logits: Tensor, tile: Block, bias: Tensor) -> None:
+        distances = _places(tile, bias.device)[2].abs().flatten()
+        bias.index_add_(0, distances, of_logits.sum(0).permute(1, 2, 0).flatten(0, 1).to(bias.dtype))
+
+
+def _places(block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries [queries, 1], of keys [keys], and their distances."""
+    queries = torch.arange(block.query, block.query + block.queries, device=device)[:, None]
+    keys = torch.arange(block.key, block.key + block.keys, device=device)
+    return queries, keys, queries - keys
+
+
+def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | None:
+    """[batch or 1, heads / ranks or 1, queries, keys], the bias, -inf where the mask forbids; None: neither."""
+    if terms.bias is None and terms.mask.is_plain_causal and block.is_before:
+        return None
+    queries, keys, distances = _places(block, terms.device)
+    bias = torch.zeros((), dtype=dtype, device=terms.device)
+    if terms.bias is not None:
+        bias = terms.bias.by_distance.detach()[distances.abs()].permute(2, 0, 1).to(dtype)
+    documents = terms.mask.documents
+    batch = torch.arange(1 if documents is None else documents.shape[0], device=terms.device)[:, None, None, None]
+    return torch.where(terms.mask.rule()(batch, None, queries, keys), bias, -math.inf)
+
+
+class CpuBlocks:
+    """torch's flash attention for CPUs. What the mask forbids and the bias is a matrix, made once for all layers."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.terms = terms
+        self._made: dict[Block, Tensor | None] = {}
+
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        whole, is_causal, mask = part.ungrouped(), *self._mask(block)
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *whole, 0.0, is_causal, attn_mask=mask
+        )
+        if mask is not None:
+            log_sum = log_sum.masked_fill((mask == -math.inf).all(-1), -math.inf)
+        return Attended(output, log_sum)
+
+    def backward(
+        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+    ) -> None:
+        is_causal, mask = self._mask(block)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
+        )
+        for total, gradient in zip(into.of, found, strict=True):
+            total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
+
+    def _mask(self, block: Block) -> tuple[bool, Tensor | None]:
+        """Whether the block is causal and nothing else, and otherwise what is added to its scores."""
+        if self.terms.bias is None and self.terms.mask.is_plain_causal and block.is_square:
+            return True, None
+        if block not in self._made:
+            self._made[block] = bias_of(self.terms, block, self.terms.dtype)
+        return False, self._made[block]
+
+
+class FlashBlocks:
+    """The flash attention (Dao 2023) in torch."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.terms, self.mask = terms, terms.mask
+        assert self.mask.documents is None or self.mask.bounds is not None
+
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        share = drops.dropout.in_kernel(drops.keys)
+        output, log_sum, *state = flash_forward(self._laid(part), self._lengths(block), share, self._options(block))
+        batch, _, queries, _ = part.query.shape
+        if self.mask.bounds is not None:
+            log_sum = log_sum.view(-1, batch, queries).transpose(0, 1)
+        log_sum = log_sum.masked_fill(log_sum == math.inf, -math.inf)  # of a query that sees nothing
+        return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (share, *state))
+
+    def backward(
+        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+    ) -> None:
+        log_sum = whole.log_sum if self.mask.bounds is None else whole.log_sum.transpose(0, 1).flatten(1)
+        grad, output = self._laid((grad, whole.output))
+        tensors = (grad, *self._laid(part), output, log_sum.contiguous())
+        share, *state = whole.state
+        found = flash_backward(tensors, self._lengths(block), share, state, self._options(block))
+        for total, gradient in zip(into.of, found, strict=True):
+            batch, _, length, _ = total.shape
+            total.add_(gradient.view(batch, length, *gradient.shape[-2:]).transpose(1, 2))
+
+    def _laid(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """[batch, heads, sequence, size] as the kernel wants them."""
+        laid = [part.transpose(1, 2) for part in parts]
+        return laid if self.mask.bounds is None else [part.flatten(0, 1) for part in laid]
+
+    def _lengths(self, block: Block) -> Lengths:
+        if self.mask.bounds is None:
+            return Lengths(None, None, block.queries, block.keys)
+        row, place = self.mask.bounds // self.terms.length, self.mask.bounds % self.terms.length
+        spans = ((block.query, block.queries), (block.key, block.keys))
+        queries, keys = ((row * count + (place - first).clamp(0, count)).int() for first, count in spans)
+        return Lengths(queries, keys, block.queries, block.keys)
+
+    def _options(self, block: Block) -> dict[str, Any]:
+        window = self.mask.window
+        if window is None:
+            return {"is_causal": not block.is_before}
+        assert not block.is_before
+        return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+
+
+class Lengths(NamedTuple):
+    """Where documents begin among the queries and among the keys of all rows, int32, or None; how long they may be."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    longest_queries: int
+    longest_keys: int
+
+
+def flash_forward(qkv: Sequence[Tensor], lengths: Lengths, share: float, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Output, log of sums, state of the generator (two tensors); see `pangu.layers.gpu_kernels.flash_attention`. Where
+    there are more keys than queries, both end together."""
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(*qkv, *lengths, share, return_debug_mask=False, **options)[:4]
+
+
+def flash_backward(
+    tensors: Sequence[Tensor], lengths: Lengths, share: float, state: Sequence[Tensor], options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values. `tensors`: the output's gradient, these, the output and log of sums."""
+    options, causal = dict(options), options["is_causal"]
+    del options["is_causal"]
+    return torch.ops.aten._flash_attention_backward(*tensors, *lengths, share, causal, *state, **options)

@@ -1,0 +1,189 @@
+"""Attention over a sequence that several ranks share (`parallel.context`), as kernels that call others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.collectives.context import ContextRegion, GatheredKeys, PassedKeys, to_heads, to_sequence
+from pangu.config.model import ModelConfig
+from pangu.layers.attention_blocks import (
+    Attended,
+    Block,
+    Blocks,
+    CpuBlocks,
+    Drops,
+    ExplicitBlocks,
+    FlashBlocks,
+    Gradients,
+    Scores,
+    merge,
+)
+from pangu.layers.biases import Bias
+from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.kernels import QKV, Kernel, MaskAndBias, kernel_named
+from pangu.layers.recompute import checkpointed
+
+
+def context_kernel(
+    config: ModelConfig, name: str, recompute: bool, region: ContextRegion
+) -> Callable[[MaskAndBias], Kernel]:
+    """What makes the kernel for parts of sequences from that of this name. `recompute`: what it keeps for backward
+    beside queries, keys and values is computed again, without sending."""
+    if region.kind == "ulysses":
+        return partial(HeadExchange, kernel=kernel_named(name), region=region, recompute=recompute)
+    return partial(BlockAttention, config=config, name=name, region=region)
+
+
+def _of_heads(dropout: Dropout, region: ContextRegion) -> Dropout:
+    """A dropout where the ranks that share a sequence share its heads."""
+    shared, place = copy(dropout), dropout.region
+    shared.region = replace(place, rank=place.rank * region.size + region.rank, size=place.size * region.size)
+    return shared
+
+
+class HeadExchange:
+    """Every rank has all tokens of some heads while they attend (Ulysses; Jacobs et al. 2023)."""
+
+    def __init__(self, terms: MaskAndBias, kernel: type[Kernel], region: ContextRegion, recompute: bool) -> None:
+        self.region, self.recompute = region, recompute
+        if terms.bias is not None:
+            slopes = terms.bias.slopes
+            of_rank = None if slopes is None else slopes.chunk(region.size)[region.rank]
+            terms = replace(terms, bias=Bias(terms.bias.by_distance.chunk(region.size, 1)[region.rank], of_rank))
+        self.kernel = kernel(terms)
+
+    def __call__(
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of `Kernel`; scores [batch, heads / ranks, sequence, sequence]."""
+        ranks, of_all = self.region.size, _of_heads(dropout, self.region)
+        # of few keys and values each rank gets those that its queries need
+        repeats = math.lcm(qkv.key.shape[1], ranks) // qkv.key.shape[1]
+        heads = (qkv.query, *(part.repeat_interleave(repeats, dim=1) for part in (qkv.key, qkv.value)))
+        parts = [part.unflatten(1, (ranks, -1)) for part in heads]
+        whole = to_heads(torch.cat(parts, 2), self.region)
+        if keys is not None and keys.rows is not None:
+            keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]))
+        mine = QKV(*whole.split([part.shape[2] for part in parts], 1))
+        output, scores = checkpointed(self.kernel, mine, of_all, keys, below, on=self.recompute)
+        return to_sequence(output, self.region).flatten(1, 2), scores
+
+
+class BlockAttention:
+    """Queries stay where they are, keys and values of the other ranks come (`GatheredKeys`, `PassedKeys`) and go: they
+    come again in backward. Scores are never kept."""
+
+    def __init__(self, terms: MaskAndBias, config: ModelConfig, name: str, region: ContextRegion) -> None:
+        self.region, self.residual_scores = region, config.residual_scores
+        self.length, self.window = terms.length, terms.mask.window
+        self.bias = None if terms.bias is None else terms.bias.by_distance
+        self.blocks: Blocks = blocks_for(name, terms, config.attention_dropout > 0)(terms)
+
+    def __call__(
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of `Kernel`; scores [batch, heads, sequence / ranks, sequence]."""
+        # what seeds a device's generator differs between the ranks
+        drops = Drops(dropout if isinstance(self.blocks, ExplicitBlocks) else _of_heads(dropout, self.region), keys)
+        output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
+        return output, scores
+
+    def visits(self, source: int | None, keys: int) -> Iterator[tuple[slice, slice, Block]]:
+        """Which of this rank's queries see which of the keys that `source` has, all ranks' if it is None."""
+        chunk = self.length // (2 * self.region.size)
+        for number, place in enumerate(self.region.chunks):
+            own, start = slice(number * chunk, (number + 1) * chunk), place * chunk
+            oldest = 0 if self.window is None else max(0, start - self.window + 1)
+            if source is None:
+                some = slice(oldest, start + chunk)
+                yield own, some, Block(start, chunk, some.start, some.stop - some.start)
+                continue
+            their = replace(self.region, rank=source).chunks
+            for half, other in reversed(list(enumerate(their))):
+                if other <= place and (other + 1) * chunk > oldest:
+                    yield own, slice(half * chunk, (half + 1) * chunk), Block(start, chunk, other * chunk, chunk)
+
+
+def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
+    """By the name of a kernel. A learned bias has a gradient, which fused kernels do not give; what they drop depends
+    on the blocks."""
+    if name == "flash":
+        return FlashBlocks
+    learned = terms.bias is not None and terms.bias.slopes is None
+    fused = name == "sdpa" and terms.device.type == "cpu"
+    return CpuBlocks if fused and not (learned or drops) else ExplicitBlocks
+
+
+def _exchange(key: Tensor, value: Tensor, region: ContextRegion) -> GatheredKeys | PassedKeys:
+    return (PassedKeys if region.kind == "ring" else GatheredKeys)(torch.stack((key, value)), region)
+
+
+def _part(query: Tensor, pair: Tensor, own: slice, some: slice) -> QKV:
+    key, value = pair[..., some, :]
+    return QKV(query[:, :, own], key, value)
+
+
+def _columns(scores: Tensor | None, own: slice, block: Block) -> Tensor | None:
+    return None if scores is None else scores[:, :, own, block.key : block.key + block.keys]
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        below: Tensor | None,
+        attention: BlockAttention,
+        drops: Drops,
+    ) -> tuple[Tensor, Tensor | None]:
+        scores = None
+        if attention.residual_scores:
+            scores = query.new_zeros(*query.shape[:3], attention.length)
+        found: dict[int, Attended] = {}
+        states = []
+        for source, pair in _exchange(key, value, attention.region):
+            for own, some, block in attention.visits(source, pair.shape[-2]):
+                passed = Scores(_columns(below, own, block), _columns(scores, own, block))
+                part = _part(query, pair, own, some)
+                one = attention.blocks.forward(part, block, drops.rows(own), passed)
+                states.append(one.state)
+                found[own.start] = merge(found[own.start], one) if own.start in found else one
+        halves = [found[start] for start in sorted(found)]
+        output = torch.cat([half.output for half in halves], 2).to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, torch.cat([half.log_sum for half in halves], 2), below)
+        ctx.rest = attention, drops, states
+        return output, scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum, below = ctx.saved_tensors
+        attention, drops, states = ctx.rest
+        wide, states = torch.promote_types(query.dtype, torch.float32), iter(states)
+        of_query = torch.zeros_like(query, dtype=wide)
+        of_bias = torch.zeros_like(attention.bias) if ctx.needs_input_grad[3] else None
+        of_scores = grads[1].clone() if attention.residual_scores else None
+        exchange = _exchange(key, value, attention.region)
+        for source, pair in exchange:
+            of_pair = torch.zeros_like(pair, dtype=wide)
+            for own, some, block in attention.visits(source, pair.shape[-2]):
+                passed = Scores(_columns(below, own, block), _columns(of_scores, own, block))
+                whole = Attended(output[:, :, own], log_sum[:, :, own], next(states))
+                into = Gradients(_part(of_query, of_pair, own, some), of_bias)
+                part = _part(query, pair, own, some)
+                attention.blocks.backward(grads[0][:, :, own], part, block, drops.rows(own), passed, whole, into)
+            exchange.give_back(of_pair)
+        of_key, of_value = exchange.gradient().to(query.dtype)
+        of_below = of_scores if ctx.needs_input_grad[4] else None
+        return of_query.to(query.dtype), of_key, of_value, of_bias, of_below, None, None

@@ -1,0 +1,105 @@
+"""Experts that are spread over ranks: each rank sends its tokens to those that hold their experts, which send back what
+they make of them.
+
+    permute -> exchange -> (expert by expert) -> products -> exchange -> unpermute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pangu.collectives.exchange import Exchange, ExpertRegion, exchange_counts, host_numbers
+from pangu.layers.experts import Choices, Experts, MixtureOfExperts, permute, unpermute
+from pangu.layers.routing import Dispatch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a micro-batch, whose communication hides behind the products of others."""
+
+    tokens: Tensor
+    """[tokens, hidden]."""
+    weights: Tensor
+    """[rows], what each row is multiplied by."""
+    dispatch: Dispatch
+
+
+class _Trip:
+    """Rows of a part on their way to their experts and back."""
+
+    def __init__(
+        self, part: Part, to_each: Sequence[int], from_each: Sequence[int], told: Tensor, region: ExpertRegion
+    ):
+        """`told`: int64 [ranks, experts of this rank], rows of each that come from each rank."""
+        self.part, self.sent, self.told = part, sum(to_each), told
+        self.there = rows, weights = [Exchange(to_each, from_each, region.group) for _ in range(2)]
+        self.back = Exchange(from_each, to_each, region.group)
+        # dropped choices lie last, and stay
+        self._begun = (
+            rows.begin(_first(permute(part.tokens, part.dispatch), self.sent)),
+            weights.begin(_first(part.weights, self.sent)),
+        )
+
+    def compute(self, experts: Experts) -> None:
+        """Wait for the rows of this rank's experts, and begin to send back what they make of them."""
+        rows, weights = (exchange.end(begun) for exchange, begun in zip(self.there, self._begun, strict=True))
+        # rows lie by the rank that they come from, and in that by expert
+        places = torch.arange(len(rows), device=rows.device)
+        count = self.told.shape[1]
+        expert_of_row = torch.searchsorted(self.told.flatten().cumsum(0), places, right=True) % count
+        here = Dispatch.of(expert_of_row[:, None], count)
+        outputs = experts(rows, weights.index_select(0, here.order), here)
+        self._begun_back = self.back.begin(unpermute(outputs, here))
+
+    def finish(self) -> Tensor:
+        """[tokens, hidden], the sum over the experts of each token."""
+        outputs = self.back.end(self._begun_back)
+        missing = len(self.part.weights) - self.sent
+        return unpermute(F.pad(outputs, (0, 0, 0, missing)) if missing else outputs, self.part.dispatch)
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    return x if count == len(x) else x[:count]
+
+
+def exchanged(
+    layer: MixtureOfExperts, tokens: Tensor, choices: Choices, beside: Callable[[], Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """What the experts of all ranks make of tokens [tokens, hidden], of which each tensor-parallel rank has a term of
+    the sum; and the result of `beside`, which is computed while tokens are on their way to the experts."""
+    # two parts; > begins an exchange, < ends it
+    #
+    #     tokens to experts    1> 2>          1<          2<
+    #     computing                  beside      1            2
+    #     back                                     1>           2>  1<  2<
+    region = layer.spread
+    assert region is not None
+    parts = list(_parts(layer, region, tokens, choices))
+    ends = torch.stack([F.pad(part.dispatch.ends, (1, 0)) for part in parts]).long()
+    to_each = ends.diff(dim=1).unflatten(1, (region.size, -1)).transpose(0, 1).contiguous()
+    told = exchange_counts(to_each, region.group)
+    most = [len(part.weights) * region.tensor.size // layer.region.size for part in parts]
+    numbers = host_numbers(torch.stack([to_each, told]).sum(-1), most)
+    sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
+    trips = [_Trip(part, sent[at], received[at], told[:, at], region) for at, part in enumerate(parts)]
+    result = beside()
+    for trip in trips:
+        trip.compute(layer.experts)
+    return torch.cat([trip.finish() for trip in trips]), result
+
+
+def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choices: Choices) -> Iterator[Part]:
+    if layer.region.size > region.tensor.size:
+        # an expert is whole on one rank: each sends a share of the tokens, the others' terms are 0
+        first, stop = layer.region.bounds(len(tokens))
+        place = torch.arange(len(tokens), device=tokens.device)[:, None]
+        mine = ((place >= first) & (place < stop)).expand_as(choices.experts)
+        choices = choices._replace(kept=mine if choices.kept is None else choices.kept & mine)
+    size = -(-len(tokens) // layer.region.chunks)
+    for start in range(0, len(tokens), size):
+        yield Part(tokens[start : start + size], *choices.of(slice(start, start + size)).rows(layer.router.experts))

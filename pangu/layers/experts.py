@@ -1,0 +1,280 @@
+"""A mixture-of-experts layer: each token goes to a few of many feed-forward layers (Shazeer et al. 2017).
+
+    router -> permute -> experts' products -> unpermute
+
+Tokens lie in rows, expert by expert, in the products. A tensor-parallel rank has every token of the sequence and a part
+of every expert's width, so that all ranks choose alike and each adds its part of every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from pangu.collectives.regions import enter, leave
+from pangu.config.model import ModelConfig
+from pangu.layers.builder import Builder
+from pangu.layers.expert_balance import Attach
+from pangu.layers.grouped_matmul import grouped_matmul
+from pangu.layers.recompute import checkpointed
+from pangu.layers.routing import (
+    Dispatch,
+    balance_loss,
+    choose,
+    chosen_by,
+    expert_weights,
+    room_of,
+    scores_of,
+    within_room,
+    z_loss,
+)
+
+
+class Route(NamedTuple):
+    """What a router decided for the tokens [sequence, batch] of a micro-batch that this rank has."""
+
+    experts: Tensor
+    """int64 [sequence, batch, count]."""
+    loads: Tensor | None = None
+    """[experts], choices of these tokens. None, as what follows, where nothing is trained."""
+    shares: Tensor | None = None
+    """[batch or 1, experts], of the choices that the balance loss is made of."""
+    kept: Tensor | None = None
+    """bool, as `experts`; None: all are."""
+
+
+Routes = dict[nn.Module, Route]
+"""Router -> what it decided."""
+
+
+class _Permute(Function):
+    """[tokens, width] -> [rows, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return x.index_select(0, dispatch.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_rows(grads[0], ctx.dispatch), None
+
+
+class _Unpermute(Function):
+    """[rows, width] -> [tokens, width], the sum over the rows of a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return _sum_rows(x, dispatch)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.dispatch.tokens), None
+
+
+class _Reorder(Function):
+    """[tokens, count], a number of each choice -> [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return x.flatten().index_select(0, dispatch.order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.dispatch.rows
+        return grads[0].index_select(0, rows.flatten()).view_as(rows), None
+
+
+def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """[tokens, width] -> [rows, width], expert by expert."""
+    return _Permute.apply(x, dispatch)
+
+
+def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """[rows, width] -> [tokens, width], the sum over the rows of a token."""
+    return _Unpermute.apply(x, dispatch)
+
+
+def _sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """One order of addition, whatever device: a scatter has none."""
+    return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
+
+
+class Choices(NamedTuple):
+    """Of tokens, each [tokens, count]."""
+
+    weights: Tensor
+    experts: Tensor
+    kept: Tensor | None
+    """bool; None: all are."""
+
+    def of(self, tokens: slice) -> Choices:
+        """Of some of the tokens."""
+        return Choices(self.weights[tokens], self.experts[tokens], None if self.kept is None else self.kept[tokens])
+
+    def rows(self, number: int) -> tuple[Tensor, Dispatch]:
+        """The weight of each row, and where the rows of so many experts lie."""
+        dispatch = Dispatch.of(self.experts, number, self.kept)
+        return _Reorder.apply(self.weights, dispatch), dispatch
+
+
+class Router(nn.Module):
+    """Chooses the experts of every token, with weights for what they make of it. In training it notes their loads and
+    adds its losses to the objective."""
+
+    def __init__(self, config: ModelConfig, build: Builder, layer: int) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.config, self.options = config, config.router
+        self.experts, self.count = config.experts, config.num_chosen
+        self.weight = build.parameter("weight")
+        assert build.balance is not None
+        self.balance, self.row = build.balance, build.balance.row(layer)
+        adds_loss = self.options.balance in ("sequence", "global")
+        self.weight_of_balance = self.options.balance_weight if adds_loss else 0.0
+        self.context, self.ranks = build.context, 1 if build.context is None else build.context.size
+        """Those that share a sequence."""
+        self.counts = build.region.rank == 0
+        """The other tensor-parallel ranks see the same tokens."""
+
+    def forward(self, x: Tensor, routes: Routes) -> Choices:
+        """Of the tokens of x [sequence, batch, hidden]. `routes` hold what was decided when backward computes this
+        again: a score that is rounded to another number must not choose others, and nothing is sent again."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # without saving x in the wide format too
+        logits = checkpointed(lambda x: F.linear(x.to(wide), self.weight.to(wide)), x, on=x.dtype != wide)
+        scores = scores_of(logits, self.options)
+        again = self in routes
+        if not again:
+            routes[self] = self._route(scores.detach())
+        route = routes[self]
+        weights = expert_weights(scores, route.experts, self.options)
+        if self.counts and route.loads is not None and route.shares is not None:
+            losses = self._losses(logits, scores, route.shares)
+            balance, z = losses.unbind()
+            loss = self.weight_of_balance * balance + self.options.z_loss * z
+            weights = Attach.apply(weights, loss, self.balance.scale)
+            if not again:
+                dropped = losses.new_zeros(()) if route.kept is None else route.kept.logical_not().sum()
+                self.balance.note(self.row, route.loads, dropped, losses.detach())
+        kept = None if route.kept is None else route.kept.flatten(0, 1)
+        return Choices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), kept)
+
+    def _route(self, scores: Tensor) -> Route:
+        options, capacity = self.options, self.config.expert_capacity
+        experts = choose(
+            scores + self.balance.bias[self.row] if options.balance == "bias" else scores, options, self.count
+        )
+        if not torch.is_grad_enabled():
+            return Route(experts)
+        chosen = chosen_by(experts, self.experts)
+        shares, kept = self.balance.shares[self.row, None].to(scores.dtype), None
+        if capacity is not None or options.balance != "global":
+            length = len(chosen) * self.ranks
+            totals, before = self._of_sequences(chosen)
+            if options.balance != "global":
+                shares = totals.to(scores.dtype) / (length * self.count)
+            if capacity is not None:
+                room = room_of(capacity, length, self.count, self.experts)
+                kept = within_room(chosen, room, before).gather(-1, experts)
+        return Route(experts, chosen.sum((0, 1)), shares, kept)
+
+    def _of_sequences(self, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Choices of each expert in whole sequences [batch, experts], and before each chunk of them that this rank has
+        [chunks, batch, experts]; None: it has all."""
+        if self.context is None:
+            return chosen.sum(0), None
+        return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
+
+    def _losses(self, logits: Tensor, scores: Tensor, shares: Tensor) -> Tensor:
+        """Balance loss and z-loss [2], sums over the sequences of a micro-batch, this rank's tokens' part of them."""
+        length = len(scores) * self.ranks
+        if self.options.score == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        return torch.stack([balance_loss(scores, shares, length), z_loss(logits, length)])
+
+
+class GroupedLinear(nn.Module):
+    """y = x Wᵀ + b of each expert, for the rows of its tokens."""
+
+    def __init__(self, build: Builder, name: str) -> None:
+        super().__init__()
+        self.store = build.store
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
+
+    def forward(self, x: Tensor, dispatch: Dispatch, times: Tensor | None = None) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]; `times` [rows]: factor of the bias."""
+        out = grouped_matmul(x, self.weight, dispatch.ends, self.store)
+        if self.bias is None:
+            return out
+        members = dispatch.members(x.dtype)
+        if times is not None:
+            members = members * times[:, None]
+        # a product has one order of addition in backward
+        return out + members @ self.bias.view(len(dispatch.ends), -1)
+
+
+class Experts(nn.Module):
+    """The experts of a layer, on the rows of their tokens."""
+
+    def __init__(self, build: Builder, activation: Callable[[Tensor], Tensor], recompute: bool) -> None:
+        """`recompute`: the output of the non-linearity."""
+        super().__init__()
+        self.up, self.down = GroupedLinear(build, "up"), GroupedLinear(build, "down")
+        self.activation, self.recompute = activation, recompute
+        self.adds_bias = (build.region if build.experts is None else build.experts.tensor).rank == 0
+        """The bias of a sum over tensor-parallel ranks is added once."""
+
+    def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
+        # a row is a copy of its token, of which one is kept
+        inner = checkpointed(lambda x: self.up(_Permute.apply(x, dispatch), dispatch), tokens)
+        return checkpointed(self._down, inner, weights, dispatch, on=self.recompute)
+
+    def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        # a product is linear: what is narrower is multiplied, and the output needs not be kept for the weights
+        activated = self.activation(inner) * weights[:, None]
+        return self.down(activated, dispatch, weights if self.adds_bias else torch.zeros_like(weights))
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts, and those that compute every token."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: Builder,
+        layer: int,
+        activation: Callable[[Tensor], Tensor],
+        recompute: bool,
+        shared: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(config, build.at("router"), layer)
+        self.experts = Experts(build.at("experts"), activation, recompute)
+        self.region, self.shared, self.spread = build.region, shared, build.experts
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        """[sequence (/ ranks with sequence parallelism), batch, hidden], as its output."""
+        whole = enter(x, self.region)
+        tokens, choices = whole.flatten(0, 1), self.router(whole, routes)
+        if self.spread is None:
+            weights, dispatch = choices.rows(self.router.experts)
+            out = unpermute(self.experts(tokens, weights, dispatch), dispatch)
+            beside = self._shared(x, routes)
+        else:
+            from pangu.layers.expert_exchange import exchanged
+
+            out, beside = exchanged(self, tokens, choices, lambda: self._shared(x, routes))
+        out = leave(out.view_as(whole), self.region)
+        return out if beside is None else out + beside
+
+    def _shared(self, x: Tensor, routes: Routes) -> Tensor | None:
+        return None if self.shared is None else self.shared(x, routes)

@@ -1,0 +1,123 @@
+"""Products of rows that lie group by group, each group with a matrix of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from pangu.layers.tensor_parallel_matmul import ALONE, _Value
+
+if TYPE_CHECKING:
+    from pangu.layers.weight_gradient_store import WeightGradientStore
+
+ALIGNMENT = 16
+"""Bytes that operands of torch's grouped kernel and their rows begin at multiples of."""
+_LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+
+
+def _by_kernel(*operands: Tensor) -> bool:
+    """Whether torch's kernel takes these operands, whose last dimension is contiguous; it knows no fp64."""
+    ways = ((x.dtype, x.shape[-1] * x.itemsize, x.data_ptr()) for x in operands)
+    return all(dtype != torch.float64 and row % ALIGNMENT == start % ALIGNMENT == 0 for dtype, row, start in ways)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    """First row of each group and the one behind its last."""
+    stops = ends.tolist()
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    weight = matrices.mT if transposed else matrices
+    if _by_kernel(x, matrices):
+        out = F.grouped_mm(x, weight, offs=ends)
+    else:
+        out = x.new_empty(x.shape[0], weight.shape[-1])
+        for (start, stop), matrix in zip(_spans(ends), weight, strict=True):
+            torch.mm(x[start:stop], matrix, out=out[start:stop])
+    # rows of no group are written by nobody
+    beyond = torch.arange(x.shape[0], dtype=ends.dtype, device=ends.device) >= ends[-1]
+    return out.masked_fill_(beyond[:, None], 0.0)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if _by_kernel(grad, x):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    return torch.stack([grad[start:stop].t() @ x[start:stop] for start, stop in _spans(ends)])
+
+
+def _like_product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], matrices.shape[1 if transposed else 2])
+
+
+def _like_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _product_flops(x: Any, matrices: Any, *others: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * matrices[1] * matrices[2]
+
+
+def _weight_gradient_flops(grad: Any, x: Any, *others: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * grad[1]
+
+
+_LIBRARY.define("grouped_product(Tensor x, Tensor matrices, Tensor ends, bool transposed) -> Tensor")
+_LIBRARY.define("grouped_weight_gradient(Tensor grad, Tensor x, Tensor ends) -> Tensor")
+_LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("pangu::grouped_product", _like_product, lib=_LIBRARY)
+torch.library.register_fake("pangu::grouped_weight_gradient", _like_weight_gradient, lib=_LIBRARY)
+register_flop_formula(torch.ops.pangu.grouped_product)(_product_flops)
+register_flop_formula(torch.ops.pangu.grouped_weight_gradient)(_weight_gradient_flops)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, store: WeightGradientStore | None) -> Tensor:
+    """x Wᵀ of each group of rows with its own W.
+
+    x [rows, inputs], group by group; weight [groups x outputs, inputs], a leaf whose gradient `store` takes while it is
+    open; ends: int32 [groups], the row behind each group's last -> [rows, outputs], 0 in rows of no group.
+    """
+    # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a product whose value is not needed again
+    backward = _Backward.apply(x, weight, ends, store)
+    return _Value.apply(backward, lambda: torch.ops.pangu.grouped_product(x, _matrices(weight, ends), ends, True))
+
+
+def _matrices(weight: Tensor, ends: Tensor) -> Tensor:
+    """[groups, outputs, inputs]."""
+    return weight.detach().view(ends.shape[0], -1, weight.shape[-1])
+
+
+class _Backward(Function):
+    """Does backward; its output stands for the product in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, store: WeightGradientStore | None) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
+        ctx.weight, ctx.store = weight, store
+        return x.new_empty(()).expand(x.shape[0], weight.shape[0] // ends.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_x = torch.ops.pangu.grouped_product(grad, _matrices(weight, ends), ends, False)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        gradient = partial(_gradient, grad, ends)
+        if ctx.store is not None and ctx.store.is_open:
+            ctx.store.put(ctx.weight, x, ALONE, gradient)
+            return grad_x, None, None, None
+        return grad_x, gradient(x), None, None
+
+
+def _gradient(grad: Tensor, ends: Tensor, x: Tensor) -> Tensor:
+    """Of the weight, from the output's gradient and the input."""
+    return torch.ops.pangu.grouped_weight_gradient(grad, x, ends).flatten(0, 1)

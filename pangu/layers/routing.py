@@ -1,0 +1,134 @@
+"""Which experts compute a token: pure functions of the scores of tokens, each of one token or of one sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pangu.config.model import RouterConfig
+
+
+def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
+    """int64 [..., count], the experts of each token, the best first; of equal ones the one of the lowest number.
+    scores: [..., experts]."""
+    experts, groups = scores.shape[-1], router.groups
+    if router.selection == "each_group":
+        within = _best(scores.unflatten(-1, (groups, -1)), count // groups)
+        return (within + experts // groups * torch.arange(groups, device=scores.device)[:, None]).flatten(-2)
+    if router.selection == "group_limited":
+        assert router.groups_per_token is not None
+        grouped = scores.unflatten(-1, (groups, -1))
+        liked = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
+        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, liked, True)
+        scores = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
+    return _best(scores, count)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    # of equal ones `max` takes the first, `topk` any; to sort is slower
+    found = []
+    for _ in range(count):
+        found.append(scores.max(-1, keepdim=True).indices)
+        scores = scores.scatter(-1, found[-1], -math.inf)
+    return torch.cat(found, -1)
+
+
+def chosen_by(experts: Tensor, number: int) -> Tensor:
+    """bool [..., number]: whether a token chose each of so many experts; experts: [..., count]."""
+    mask = torch.zeros(*experts.shape[:-1], number, dtype=torch.bool, device=experts.device)
+    return mask.scatter_(-1, experts, True)
+
+
+def _kept_by(experts: Tensor, kept: Tensor, number: int) -> Tensor:
+    """As `chosen_by`, of the choices that are kept."""
+    return torch.zeros(len(experts), number, dtype=torch.bool, device=experts.device).scatter_(1, experts, kept)
+
+
+def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
+    """[..., count], what the outputs of a token's experts are multiplied by."""
+    weights = scores.gather(-1, experts)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return weights * router.scale
+
+
+def room_of(factor: float, length: int, count: int, experts: int) -> int:
+    """Tokens of a sequence of so many that one expert computes at most, if each chooses `count` experts."""
+    return math.ceil(factor * length * count / experts)
+
+
+def within_room(chosen: Tensor, room: int, before: Tensor | None = None) -> Tensor:
+    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` of an
+    expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in the tokens before each of as many
+    chunks of a longer sequence that `chosen` consists of."""
+    if before is None:
+        return chosen & (chosen.cumsum(0, dtype=torch.int32) <= room)
+    places = chosen.unflatten(0, (len(before), -1)).cumsum(1, dtype=torch.int32) + before[:, None]
+    return chosen & (places <= room).flatten(0, 1)
+
+
+def balance_loss(scores: Tensor, shares: Tensor, length: int) -> Tensor:
+    """Sum over sequences of number of experts x sum over experts of share of choices x mean score, which is 1 if all
+    are alike. scores: [tokens, batch, experts], of each token with the sum 1, of sequences of so many tokens, whose
+    parts add up; shares: [batch or 1, experts]."""
+    return scores.shape[-1] / length * (scores.sum(0) * shares).sum()
+
+
+def z_loss(logits: Tensor, length: int) -> Tensor:
+    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]."""
+    return logits.logsumexp(-1).square().sum() / length
+
+
+def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
+    """Of each expert for each token, [..., experts]."""
+    return logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where the rows of tokens lie, expert by expert, and in an expert in the order of tokens. Two experts for each of
+    three tokens:
+
+        token    0     1     2           row      0  1  2  3  4  5
+        experts  2 0   1 2   0 2         token    0  2  1  0  1  2
+        rows     3 0   2 4   1 5         expert   0  0  1  2  2  2      ends  2 3 6
+
+    Choices that are dropped come last, and behind the last end.
+    """
+
+    order: Tensor
+    """int64 [rows], the choice of each row: token x count + place among its experts."""
+    rows: Tensor
+    """int64 [tokens, count], the row of each choice."""
+    ends: Tensor
+    """int32 [experts], the row behind each expert's last."""
+
+    @classmethod
+    def of(cls, experts: Tensor, number: int, kept: Tensor | None = None) -> Dispatch:
+        """experts: [tokens, count], each another of `number`; kept: bool [tokens, count], None: all."""
+        chosen = chosen_by(experts, number) if kept is None else _kept_by(experts, kept, number)
+        places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
+        counts = chosen.sum(0, dtype=torch.int32)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = (places + (ends - counts - 1)).gather(1, experts)
+        if kept is not None:
+            last = ends[-1] + (~kept).flatten().cumsum(0, dtype=torch.int32).view_as(rows) - 1
+            rows = torch.where(kept, rows, last)
+        rows = rows.long()
+        numbers = torch.arange(rows.numel(), device=rows.device)
+        return cls(torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers), rows, ends)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [rows], the token of each row."""
+        return self.order // self.rows.shape[1]
+
+    def members(self, dtype: torch.dtype) -> Tensor:
+        """[rows, experts], 1 where a row is an expert's."""
+        places = torch.arange(len(self.order), dtype=self.ends.dtype, device=self.ends.device)[:, None]
+        starts = F.pad(self.ends[:-1], (1, 0))
+        return ((places >= starts) & (places < self.ends)).to(dtype)

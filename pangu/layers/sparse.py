@@ -1,0 +1,67 @@
+"""The patterns of block-sparse attention: who sees whom is a function of the numbers of two blocks, so that neither the
+length of a text nor what a rank holds of it changes it. Without torch, for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from pangu.config.sparse import BigBirdSparsity, FixedSparsity, SparseConfig
+from pangu.topology.random import random_key
+
+FLEX_TILE = 128
+"""Queries, and keys, of which FlexAttention computes all scores or none."""
+
+
+def blocks_seen(pattern: SparseConfig, block: int) -> set[int]:
+    """The blocks that a block sees, itself and earlier ones."""
+    # rows see columns; `local_blocks` 3, `global_blocks` 1, `stride` 4, `random_blocks` 1 (seed 0)
+    #
+    #     fixed       strided     bigbird
+    #     #           #           #
+    #     ##          ##          ##
+    #     ###         ###         ###
+    #     ..##        .###        ####
+    #     ..###       #.###       #####
+    #     ..####      .#.###      ##.###
+    #     ..#..##     ..#.###     ##..###
+    #     ..#..###    ...#.###    #..#.###
+    #     ..#..####   #...#.###   ##....###
+    if isinstance(pattern, FixedSparsity):
+        size, last = pattern.local_blocks, range(pattern.local_blocks - pattern.global_blocks, pattern.local_blocks)
+        begins = block // size * size
+        return {*range(begins, block + 1), *(group + place for group in range(0, begins, size) for place in last)}
+    own = set(range(max(0, block - pattern.local_blocks + 1), block + 1))
+    if isinstance(pattern, BigBirdSparsity):
+        return own | set(range(min(pattern.global_blocks, block))) | set(_drawn(pattern, block))
+    return own | set(range(block % pattern.stride, block, pattern.stride))
+
+
+def _drawn(pattern: BigBirdSparsity, block: int) -> Iterator[int]:
+    """Different ones of the blocks between the first and the latest."""
+    left = list(range(pattern.global_blocks, block - pattern.local_blocks + 1))
+    for number in range(min(pattern.random_blocks, len(left))):
+        yield left.pop(random_key(pattern.seed, "random block", block, number) % len(left))
+
+
+@lru_cache
+def computed_share(pattern: SparseConfig, length: int, tile: int) -> float:
+    """Of the tiles of `tile` x `tile` scores on and below the diagonal, the share with a score that the pattern asks
+    for, in a text of `length` tokens."""
+    begins = range(0, length, pattern.block)
+    tiles = [range(begin // tile, (min(length, begin + pattern.block) - 1) // tile + 1) for begin in begins]
+    count = -(-length // tile)
+    computed: list[set[int]] = [set() for _ in range(count)]
+    for block, queries in enumerate(tiles):
+        keys = {key for seen in blocks_seen(pattern, block) for key in tiles[seen]}
+        for query in queries:
+            computed[query] |= keys
+    below = sum(sum(key <= query for key in keys) for query, keys in enumerate(computed))
+    return below / (count * (count + 1) / 2)
+
+
+def in_words(pattern: SparseConfig, length: int) -> str:
+    """What a pattern asks for in a text of `length` tokens, and what kernels compute of it."""
+    blocks = f"{computed_share(pattern, length, pattern.block):.1%} of the causal blocks of {pattern.block} tokens"
+    tiles = f"{computed_share(pattern, length, FLEX_TILE):.1%} in tiles of {FLEX_TILE}"
+    return f"{pattern.kind}: sees {blocks}; FlexAttention computes {tiles}, other kernels all"

@@ -1,0 +1,117 @@
+"""Rows between ranks, as many as each has for each."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.collectives import exchange
+from pangu.collectives.exchange import Exchange, exchange_counts
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from tests.spawn import Pool
+from tests.threads import Ranks
+
+COUNTS = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 0, 0]])
+"""Rows from each rank to each; the last has none."""
+
+
+def rows_between(source: int, target: int) -> Tensor:
+    """Those that one rank has for another."""
+    first = 100.0 * source + 10.0 * target
+    return torch.arange(first, first + int(COUNTS[source, target]), dtype=torch.float64).repeat(2, 1).t()
+
+
+def send_all(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank is told, what it receives, and the gradient of what it sent, for one of each row's square."""
+    mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
+    group = mesh.group("replicas")
+    told = exchange_counts(COUNTS[rank], group)
+    rows = torch.cat([rows_between(rank, target) for target in range(world)]).requires_grad_()
+    between = Exchange(COUNTS[rank].tolist(), told.tolist(), group)
+    received = between.end(between.begin(rows))
+    received.square().sum().backward()
+    assert rows.grad is not None
+    return told, received.detach(), rows.grad
+
+
+def check(answers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Of `send_all`."""
+    for rank, (told, received, gradient) in enumerate(answers):
+        assert told.tolist() == COUNTS[:, rank].tolist()
+        assert torch.equal(received, torch.cat([rows_between(source, rank) for source in range(3)]))
+        assert torch.equal(gradient, 2 * torch.cat([rows_between(rank, target) for target in range(3)]))
+
+
+def test_rows_go_where_they_are_for_and_gradients_come_back(pool: Pool) -> None:
+    check(pool.run(3, send_all))
+
+
+def test_ranks_that_are_threads_exchange_alike(ranks: Ranks) -> None:
+    check(ranks.run(3, send_all))
+
+
+def test_one_rank_keeps_its_rows() -> None:
+    rows = torch.randn(4, 2, requires_grad=True)
+    between = Exchange([4], [4], None)
+    received = between.end(between.begin(rows))
+    received.sum().backward()
+    assert torch.equal(received, rows)
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, torch.ones(4, 2))
+    assert exchange_counts(torch.tensor([4]), None).tolist() == [4]
+
+
+class _Noted(torch.autograd.Function):
+    """Computes beside an exchange."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, notes: list[str]) -> Tensor:
+        ctx.notes = notes  # type: ignore[attr-defined]
+        notes.append("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.notes.append("backward")  # type: ignore[attr-defined]
+        return grads[0], None
+
+
+def test_what_is_computed_between_runs_while_rows_are_under_way() -> None:
+    """In forward, and in backward, where the gradients are under way."""
+    notes: list[str] = []
+
+    class Handle:
+        def wait(self) -> None:
+            notes.append("there")
+
+    def start(received: Tensor, rows: Tensor, *_: object) -> Handle:
+        notes.append("sent")
+        received.copy_(rows)
+        return Handle()
+
+    x = torch.randn(4, 2, requires_grad=True)
+    with patch.object(exchange, "start_exchange", start):
+        between = Exchange([4], [4], None)
+        begun = between.begin(2 * x)
+        beside = _Noted.apply(x, notes)
+        (between.end(begun) + beside).sum().backward()
+    assert notes == ["sent", "forward", "there", "sent", "backward", "there"]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4, 2), 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_rows_travel_as_they_are(pool: Pool, dtype: torch.dtype) -> None:
+    for received in pool.run(2, narrow, dtype):
+        assert received.dtype == dtype
+        assert received.float().tolist() == [[0.5], [1.5]]
+
+
+def narrow(rank: int, world: int, dtype: torch.dtype) -> Tensor:
+    mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
+    between = Exchange([1, 1], [1, 1], mesh.group("replicas"))
+    return between.end(between.begin(torch.full((2, 1), rank + 0.5, dtype=dtype)))

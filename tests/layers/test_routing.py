@@ -1,0 +1,124 @@
+"""Experts are chosen as a few plain lines choose them: ties, groups, room, and where the rows of tokens lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pangu.config.model import RouterConfig
+from pangu.layers.expert_balance import ExpertBalance
+from pangu.layers.grouped_matmul import grouped_matmul
+from pangu.layers.routing import Dispatch, balance_loss, choose, chosen_by, room_of, within_room
+from tests.models.helpers import variant
+from tests.models.test_variants import choice
+
+ROUTERS = [
+    (RouterConfig(), 8, 3),
+    (RouterConfig(selection="each_group", groups=4), 8, 4),
+    (RouterConfig(selection="each_group", groups=2), 8, 6),
+    (RouterConfig(selection="group_limited", groups=4, groups_per_token=2), 8, 3),
+    (RouterConfig(selection="group_limited", groups=3, groups_per_token=1), 9, 2),
+    (RouterConfig(selection="group_limited", groups=8, groups_per_token=3), 8, 3),
+]
+
+
+def scores_with_ties() -> Iterator[Tensor]:
+    """[tokens, 72 numbers], few of them different, whose sums are exact."""
+    for seed, kinds in enumerate((2, 3, 5, 1000)):
+        source = torch.Generator().manual_seed(seed)
+        yield torch.randint(kinds, (50, 72), generator=source) / 1024
+
+
+@pytest.mark.parametrize(("router", "experts", "count"), ROUTERS, ids=str)
+def test_the_best_experts_are_chosen_and_of_equal_ones_the_first(
+    router: RouterConfig, experts: int, count: int
+) -> None:
+    for scores in scores_with_ties():
+        found = choose(scores[:, :experts].view(5, 10, experts), router, count).flatten(0, 1)
+        assert found.tolist() == [choice(row[:experts].tolist(), router, count) for row in scores]
+
+
+def test_a_sequence_fills_an_expert_in_the_order_of_tokens() -> None:
+    """Whatever else is in the micro-batch, and however it is cut."""
+    experts = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:2] for i in range(60)])
+    chosen = chosen_by(experts.view(20, 3, 2), 5)
+    room = room_of(0.7, 20, 2, 5)
+    assert room == math.ceil(0.7 * 20 * 2 / 5) == 6
+    kept = within_room(chosen, room)
+    for row in range(3):
+        assert torch.equal(within_room(chosen[:, row : row + 1], room), kept[:, row : row + 1])
+        for expert in range(5):
+            places = chosen[:, row, expert].nonzero().flatten().tolist()
+            assert kept[:, row, expert].nonzero().flatten().tolist() == places[:room]
+    assert bool((chosen & ~kept).any())
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_lie_expert_by_expert_in_the_order_of_tokens(drops: bool) -> None:
+    source = torch.Generator().manual_seed(1)
+    experts = torch.stack([torch.randperm(6, generator=source)[:3] for _ in range(40)])
+    kept = torch.rand(40, 3, generator=source) < 0.6 if drops else None
+    dispatch = Dispatch.of(experts, 6, kept)
+    starts = [0, *dispatch.ends.tolist()]
+    for expert in range(6):
+        mine = (experts == expert) & (kept if kept is not None else True)
+        rows = dispatch.tokens[starts[expert] : starts[expert + 1]]
+        assert rows.tolist() == mine.any(1).nonzero().flatten().tolist()
+        assert torch.equal(
+            dispatch.members(torch.float32)[:, expert].nonzero().flatten(), torch.arange(*starts[expert : expert + 2])
+        )
+    assert torch.equal(dispatch.order[dispatch.rows.flatten()], torch.arange(120))
+    assert starts[-1] == (120 if kept is None else int(kept.sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 18])
+def test_products_of_groups(dtype: torch.dtype, width: int) -> None:
+    """By torch's kernel and without it, with groups of no rows and rows of no group. Integers: nothing is rounded."""
+    source = torch.Generator().manual_seed(2)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=source).to(dtype).requires_grad_()
+
+    x, weight, ends = numbers(23, width), numbers(4 * 8, width), torch.tensor([5, 5, 17, 20], dtype=torch.int32)
+    grad = numbers(23, 8).detach()
+    grad[20:] = 0
+    spans = [(0, 5), (5, 5), (5, 17), (17, 20)]
+    expected = torch.cat(
+        [*(x[a:b] @ w.t() for (a, b), w in zip(spans, weight.view(4, 8, width), strict=True)), x.new_zeros(3, 8)]
+    )
+    found = grouped_matmul(x, weight, ends, None)
+    assert torch.equal(found, expected)
+    for mine, reference in zip(
+        torch.autograd.grad(found, (x, weight), grad), torch.autograd.grad(expected, (x, weight), grad), strict=True
+    ):
+        assert torch.equal(mine, reference)
+
+
+def test_a_loss_of_even_loads_is_one() -> None:
+    scores = torch.rand(7, 3, 5, generator=torch.Generator().manual_seed(3)).softmax(-1)
+    assert float(balance_loss(scores, torch.full((1, 5), 0.2), 7)) == pytest.approx(3.0)
+    shares = torch.tensor([[1.0, 0, 0, 0, 0]])
+    assert float(balance_loss(scores, shares, 7)) == pytest.approx(float(5 * scores[..., 0].mean(0).sum()))
+
+
+def test_a_bias_falls_while_its_expert_has_more_than_the_mean() -> None:
+    config = variant(experts=4, router=RouterConfig(balance="bias", bias_rate=0.25))
+    balance = ExpertBalance(config)
+    none = torch.zeros(())
+    for skipped in (False, True):
+        balance.start_step(none)
+        balance.note(0, torch.tensor([9, 3, 6, 6]), none, torch.ones(2))
+        balance.note(1, torch.tensor([0, 0, 24, 0]), none + 12, torch.ones(2))
+        figures = balance.finish_step(None, torch.tensor(skipped))
+    assert balance.bias.tolist() == [[-0.25, 0.25, 0, 0], [0.25, 0.25, -0.25, 0.25]]
+    assert balance.shares.tolist() == [[0.375, 0.125, 0.25, 0.25], [0, 0, 1, 0]]
+    assert figures.tolist() == [4, 0, 0.25, 2, 2]  # 24 choices of a layer are half a sequence of 24 tokens
+    other = ExpertBalance(config)
+    other.restore("here", balance.state())
+    assert torch.equal(other.bias, balance.bias)
+    assert torch.equal(other.shares, balance.shares)

@@ -1,0 +1,68 @@
+"""tools/inspect_data.py as its users start it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pangu.data.indexed_writer import IndexedWriter
+from tests.tools.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A prefix with a manifest. Not to be changed."""
+    prefix = tmp_path_factory.mktemp("inspected") / "corpus"
+    assert preprocess(folder, prefix).returncode == 0
+    return prefix
+
+
+def test_documents_as_text(corpus: Path) -> None:
+    done = tool(corpus, "--verify", name="inspect_data")
+    assert done.returncode == 0, done.stderr
+    assert f"{corpus}: all bytes are as they were written" in done.stdout
+    assert f"{corpus}: 300 documents, " in done.stdout
+    assert f"document 0: {DOCUMENTS[0]}".replace("\n", "\\n") in done.stdout
+    assert done.stdout.count("  document ") == 2
+
+
+def test_samples_as_a_model_gets_them(tmp_path: Path) -> None:
+    """Cut after each end of a document, where positions begin anew; the loss does not count at padding, 1."""
+    datasets = {"a": [[5, 6, 9], [7, 1, 9], [5, 9], [8] * 30], "b": [[2] * 20, [3] * 20]}
+    for name, documents in datasets.items():
+        with IndexedWriter(tmp_path / name, 10) as writer:
+            for document in documents:
+                writer.add(document)
+    words = ("--weights", 3, 1, "--samples", 12, "--sequence", 8, "--eod", 9, "--pad", 1, "--reset-positions")
+    done = tool(tmp_path / "a", tmp_path / "b", *words, "--reset-mask", name="inspect_data")
+    assert done.returncode == 0, done.stderr
+    drawn = []
+    for sample in re.split("^sample ", done.stdout, flags=re.MULTILINE)[1:]:
+        name, start, loss = re.findall(r"/(a|b) from token (\d+), loss at (\d) of 8", sample)[0]
+        drawn.append(name)
+        tokens = [token for document in datasets[name] for token in document][int(start) :][:8]
+        parts = re.findall(r"tokens (\d)-(\d), positions 0-(\d), document (\d)(?:, loss at (\d))?: \[(.*)\]", sample)
+        assert [int(token) for part in parts for token in part[-1].split(", ")] == tokens
+        assert int(loss) == 8 - tokens.count(1)
+        for number, (begin, stop, position, document, counted, ids) in enumerate(parts):
+            assert (int(position), int(document)) == (int(stop) - int(begin), number)
+            assert ids.count("9") == (number < len(parts) - 1 or tokens[-1] == 9)
+            assert (counted == "") == (ids.count("1") == 0)
+    assert drawn.count("b") == 3
+
+
+def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
+    for kind in ("bin", "idx", "json"):
+        (tmp_path / f"corpus.{kind}").write_bytes(Path(f"{corpus}.{kind}").read_bytes())
+    content = bytearray((tmp_path / "corpus.bin").read_bytes())
+    content[100] ^= 4
+    (tmp_path / "corpus.bin").write_bytes(content)
+    done = tool(tmp_path / "corpus", "--verify", name="inspect_data")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{tmp_path}/corpus.bin: damaged within 64 MiB from byte 0" in done.stderr
+    (tmp_path / "corpus.json").unlink()
+    done = tool(tmp_path / "corpus", "--verify", name="inspect_data")
+    assert done.returncode == 2
+    assert "there are no checksums to compare" in done.stderr
