@@ -4,7 +4,8 @@ python -m benchmarks.experts --output benchmarks/results/experts.json
 
 All have the plain model's attention, and in each block 8 gated feed-forward layers of width 768 without biases, of
 which every token gets the 2 that a softmax router likes best, without a limit of their loads and without a loss for
-balance.
+balance. megatron-core is measured if it can be imported, as in `benchmarks.tensor_parallel`; of its kinds of experts a
+CPU runs the one that computes expert by expert.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models import PlainBlock, PlainGPT, loop, pangu_step
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
+from benchmarks.tensor_parallel import megatron_config
 
-PEERS = ("plain", "pangu", "transformers", "transformers_grouped")
+PEERS = ("plain", "pangu", "transformers", "transformers_grouped", "megatron")
 EXPERTS, CHOSEN, WIDTH = 8, 2, 768
 PANGU = (
     "model.activation=swiglu",
@@ -71,6 +74,37 @@ def mixtral_experts(hidden: int, implementation: str) -> nn.Module:
     return block
 
 
+class MegatronExperts(nn.Module):
+    """The layer of megatron-core, of a group of one rank."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+        from megatron.core.transformer.spec_utils import build_module
+
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = megatron_config(
+            "fp32",
+            1,
+            False,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=CHOSEN,
+            moe_ffn_hidden_size=WIDTH,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="allgather",
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+        )
+        self.layer = build_module(get_mlp_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, hidden] -> the same."""
+        return self.layer(x)[0]
+
+
 class ExpertBlock(PlainBlock):
     """The plain block with experts for its feed-forward layer."""
 
@@ -100,7 +134,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return pangu_step(precision, vocab, micro, *PANGU)
     implementation = {"transformers": "eager", "transformers_grouped": "grouped_mm"}
     kinds: dict[str, Any] = {name: partial(mixtral_experts, implementation=how) for name, how in implementation.items()}
-    model = with_experts(vocab, kinds.get(peer, PlainExperts))
+    kinds |= {"plain": PlainExperts, "megatron": MegatronExperts}
+    model = with_experts(vocab, kinds[peer])
     return loop(model, model, precision, micro)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from benchmarks.side_by_side import SHAPE, Step
 from pangu.config.build import build
 from pangu.config.data import PackingConfig
+from pangu.config.layout_checks import data_size
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.topology.layout import Layout
@@ -157,12 +158,7 @@ def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     config = build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
     device = torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
-    parallel = config.parallel
-    replicas = world // (parallel.tensor * parallel.pipeline)
-    layout = Layout(
-        parallel.tensor, parallel.pipeline, replicas, parallel.zero, parallel.sequence, virtual=parallel.virtual
-    )
-    mesh = Mesh.connect(layout, device)
+    mesh = Mesh.connect(Layout.of(config.parallel, data_size(config, world)), device)
     return Trainer(config, mesh, choices=choose(config, mesh))
 
 

@@ -53,14 +53,16 @@ def measure(make: Make, processes: int, arguments: argparse.Namespace) -> None:
         common = (make, precision, vocab, arguments)
         timed = fresh(processes, _interleaved, *common, arguments.peers)[0][0] if arguments.repeats else None
         for peer in arguments.peers:
-            peaks = [round(peak) for _, peak in fresh(processes, _interleaved, *common, [peer])]
-            speed = _row(timed, peer) if timed else {}
-            rows.append({"precision": precision, "vocab": vocab, "peer": peer, **speed, "peak_mib": peaks})
+            if timed:
+                measured: dict[str, Any] = _row(timed, peer)
+            else:
+                measured = {"peak_mib": [round(peak) for _, peak in fresh(processes, _interleaved, *common, [peer])]}
+            rows.append({"precision": precision, "vocab": vocab, "peer": peer, **measured})
             print(json.dumps(rows[-1]), flush=True)
     if arguments.output:
         result = {
             "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-            "shape": SHAPE,
+            "shape": {**SHAPE, "sequence": arguments.sequence},
             "configuration": {key: str(value) for key, value in vars(arguments).items()},
             "environment": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
             "machine": machine(),
@@ -76,14 +78,17 @@ def command_line(
     threads: int,
     vocab: tuple[int, ...] = (8192, 40000),
     micro: int = 4,
+    batch: int = 8,
+    sequence: int = SHAPE["sequence"],
 ) -> argparse.Namespace:
-    """The options of a benchmark; `threads` (of a process), `vocab` and `micro` are defaults."""
+    """The options of a benchmark; `threads` (of a process) and what follows are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--vocab", nargs="+", type=int, default=list(vocab))
     parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers), help="plain among them")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=batch, help="sequences in a step")
     parser.add_argument("--micro", type=int, default=micro, help="sequences in a micro-batch")
+    parser.add_argument("--sequence", type=int, default=sequence, help="tokens of a sequence")
     parser.add_argument("--repeats", type=int, default=7, help="0: peaks of memory only")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=threads)
@@ -117,6 +122,7 @@ def _interleaved(
 ) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """Wall and processor seconds of each peer's steps, and this process's peak resident set in MiB."""
     torch.set_num_threads(arguments.threads)
+    SHAPE["sequence"] = arguments.sequence
     data = samples(vocab, arguments.batch)
     steps = {peer: make(peer, precision, vocab, arguments.micro) for peer in peers}
     seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in peers}

@@ -118,8 +118,10 @@ class MegatronGPT(nn.Module):
         return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).mean()
 
 
-def megatron_config(precision: str, ranks: int, sequence: bool, shape: Mapping[str, int] = SHAPE) -> Any:
-    """megatron-core's configuration of a model that so many ranks share."""
+def megatron_config(
+    precision: str, ranks: int, sequence: bool, shape: Mapping[str, int] = SHAPE, **further: Any
+) -> Any:
+    """megatron-core's configuration of a model that so many ranks share; `further` fields of it."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
@@ -133,6 +135,7 @@ def megatron_config(precision: str, ranks: int, sequence: bool, shape: Mapping[s
         sequence_parallel=sequence,
         use_cpu_initialization=True,
         params_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        **further,
     )
 
 

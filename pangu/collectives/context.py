@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
+from pangu.collectives.conjugate import conjugate
 from pangu.collectives.reduce import Completion, Handle, start_all_gather, start_reduce_scatter
 from pangu.config.context import context_kind
 from pangu.config.schema import RunConfig
@@ -151,34 +150,12 @@ def _to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
     return _exchanged(by_rank(x, region.size), region).movedim(0, 1)
 
 
-class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: ContextRegion) -> Tensor:
-        ctx.region = region
-        return _to_heads(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_sequence(grads[0], ctx.region), None
-
-
-class _ToSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: ContextRegion) -> Tensor:
-        ctx.region = region
-        return _to_sequence(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.region), None
-
-
 def to_heads(x: Tensor, region: ContextRegion) -> Tensor:
     """[batch, ranks, heads / ranks, sequence / ranks, size], this rank's tokens and all heads -> [batch, heads / ranks,
     sequence, size], its heads and all tokens (Jacobs et al. 2023)."""
-    return _ToHeads.apply(x, region)
+    return conjugate(x, region, _to_heads, _to_sequence)
 
 
 def to_sequence(x: Tensor, region: ContextRegion) -> Tensor:
     """The inverse of `to_heads`."""
-    return _ToSequence.apply(x, region)
+    return conjugate(x, region, _to_sequence, _to_heads)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
+from pangu.collectives.conjugate import conjugate
 from pangu.collectives.reduce import Handle, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.placement import TensorRank
@@ -81,42 +80,16 @@ def _sum(x: Tensor, region: TensorRegion) -> Tensor:
     return start_sum(x if region.slices_sequence else x.clone(), region)()
 
 
-class _Enter(Function):
-    """Forward: copy, or gather the sequence. Backward: all-reduce, or reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
-        ctx.region = region
-        return _gather(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum(grads[0], ctx.region), None
-
-
-class _Leave(Function):
-    """Forward: all-reduce, or reduce-scatter. Backward: copy, or gather the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
-        ctx.region = region
-        return _sum(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.region), None
-
-
 def enter(x: Tensor, region: TensorRegion) -> Tensor:
     """Into a region where ranks compute different things from the same input: [sequence / size, ...] -> [sequence, ...]
-    under sequence parallelism; otherwise the shape stays."""
-    return x if region.size == 1 else _Enter.apply(x, region)
+    under sequence parallelism; otherwise the shape stays. Backward sums over the ranks."""
+    return x if region.size == 1 else conjugate(x, region, _gather, _sum)
 
 
 def leave(x: Tensor, region: TensorRegion) -> Tensor:
     """Out of it, summing over the ranks: [sequence, ...] -> [sequence / size, ...] under sequence parallelism;
     otherwise the shape stays."""
-    return x if region.size == 1 else _Leave.apply(x, region)
+    return x if region.size == 1 else conjugate(x, region, _sum, _gather)
 
 
 def gather_last(x: Tensor, region: TensorRegion) -> Tensor:

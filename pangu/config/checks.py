@@ -234,8 +234,8 @@ def _files(config: RunConfig) -> Iterator[Problem]:
     if not data.train and not config.dry_run:
         works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
         yield Problem("data.train", [], "names no files", works)
-    later = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(data.later_weights)]
-    for key, weights in (("data.weights", data.weights), *later):
+    later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(data.later_weights)]
+    for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
             rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
             yield Problem(key, weights, rule, "data.weights=null: in proportion to their tokens")

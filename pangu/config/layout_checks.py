@@ -34,17 +34,19 @@ def one_copy(config: RunConfig) -> int:
 
 
 def _tensor(config: RunConfig) -> Iterator[Problem]:
-    yield from shared_matrices(config.model, config.parallel.tensor, config.parallel.sequence)
+    parallel = config.parallel
+    yield from shared_matrices(config.model, parallel.tensor, parallel.sequence, parallel.expert_tensor != 1)
 
 
-def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False) -> Iterator[Problem]:
-    """What keeps `tensor` devices from sharing every matrix of a model, and with `sequence` what is between them."""
+def shared_matrices(model: ModelConfig, tensor: int, sequence: bool = False, experts: bool = True) -> Iterator[Problem]:
+    """What keeps `tensor` devices from sharing every matrix of a model, those of experts only with `experts`, and with
+    `sequence` what is between them."""
     # a number that divides the key heads divides the query heads too
     key = "heads" if model.kv_heads is None else "kv_heads"
     cut = {f"model.{key} = ": getattr(model, key)}
     if len(model.expert_layers) < model.layers:
         cut["the feed-forward width "] = model.ffn_size
-    if model.experts is not None:
+    if experts and model.experts is not None:
         cut["an expert's width "] = model.expert_size
     if sequence:
         cut["model.sequence = "] = model.sequence

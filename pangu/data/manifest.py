@@ -83,9 +83,9 @@ def find_damage(prefix: str | Path, manifest: dict[str, Any]) -> list[str]:
         elif path.stat().st_size != record["bytes"]:
             problems.append(f"{path}: has {path.stat().st_size} bytes instead of {record['bytes']}")
         else:
-            found = file_checksums(path).all()
-            wrong = [number for number, (a, b) in enumerate(zip(found, record["blake2b"], strict=False)) if a != b]
-            if wrong or len(found) != len(record["blake2b"]):
+            checksums = file_checksums(path).all()
+            wrong = [number for number, (a, b) in enumerate(zip(checksums, record["blake2b"], strict=False)) if a != b]
+            if wrong or len(checksums) != len(record["blake2b"]):
                 places = ", ".join(f"{number * BLOCK}" for number in wrong[:8])
                 problems.append(f"{path}: damaged within {BLOCK >> 20} MiB from byte {places}")
     return problems

@@ -234,15 +234,17 @@ class Preprocessing:
                 warn(f"left out: {line}")
 
     def _add(self, encoded: Encoded) -> None:
-        kept = np.ones(len(encoded.lengths), dtype=bool)
+        stays = np.ones(len(encoded.lengths), dtype=bool)
         if self.recipe.exact_duplicates:
-            kept = self._journal.unseen(encoded.digests)
-            self.progress.exact_duplicates += int(np.count_nonzero(~kept))
+            stays = self._journal.unseen(encoded.digests)
+            self.progress.exact_duplicates += int(np.count_nonzero(~stays))
         if self.recipe.near_duplicates is not None:
-            unlike = self._journal.unlike(encoded.bands[kept])
+            unlike = self._journal.unlike(encoded.bands[stays])
             self.progress.near_duplicates += int(np.count_nonzero(~unlike))
-            kept[kept] = unlike
-        for writer, chosen in zip(self.writers, (~encoded.validation & kept, encoded.validation & kept), strict=False):
+            stays[stays] = unlike
+        for writer, chosen in zip(
+            self.writers, (~encoded.validation & stays, encoded.validation & stays), strict=False
+        ):
             ids = encoded.ids if chosen.all() else encoded.ids[np.repeat(chosen, encoded.lengths)]
             writer.add(ids, encoded.lengths[chosen], int(encoded.sizes[chosen].sum()))
 
@@ -259,11 +261,11 @@ class Preprocessing:
         for writer in self.writers:
             manifest_path(writer.prefix).unlink(missing_ok=True)
             files = writer.publish()
-            found = self._statistics(writer)
-            plot_lengths(found, Path(f"{writer.prefix}.png"), Path(writer.prefix).name)
-            manifest = {"format": FORMAT, "files": files, "recipe": self._wanted, "statistics": found}
+            of_pair = self._statistics(writer)
+            plot_lengths(of_pair, Path(f"{writer.prefix}.png"), Path(writer.prefix).name)
+            manifest = {"format": FORMAT, "files": files, "recipe": self._wanted, "statistics": of_pair}
             write_atomically(manifest_path(writer.prefix), json.dumps(manifest, indent=2, ensure_ascii=False).encode())
-            statistics.append(found)
+            statistics.append(of_pair)
         self._journal.close()
         remove(self._folder)
         return statistics

@@ -78,9 +78,9 @@ class SampleStream:
             self._check_ids(reader, reader.tokens[:_SCANNED])
         self._stages: list[_Stage] = []
         stages = ((0, [weight for _, weight in readers_and_weights]), *later)
-        for reader, own in zip(self._readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
-            for weight, (_, weights) in zip(own, stages, strict=True):
-                if not weight * RAREST >= sum(weights) > 0 and (weight or not any(own)):
+        for reader, row in zip(self._readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
+            for weight, (_, weights) in zip(row, stages, strict=True):
+                if not weight * RAREST >= sum(weights) > 0 and (weight or not any(row)):
                     raise UserError(
                         f"{reader.prefix}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
                         f" {sum(weights)}; raise it or leave the dataset out"

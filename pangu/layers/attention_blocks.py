@@ -171,14 +171,14 @@ class ExplicitBlocks:
     def _logits(self, part: QKV, rows: slice, tile: Block, scores: Scores, passes_on: bool = False) -> Tensor:
         """[batch, heads, queries, keys]; -inf where the mask forbids. `passes_on`: to the layer above."""
         heads = part.key.shape[1]
-        found = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
-        found = found.view(*part.query.shape[:2], tile.queries, tile.keys) * (1.0 / math.sqrt(part.query.shape[-1]))
+        logits = _grouped(part.query[:, :, rows], heads) @ part.key.transpose(-2, -1)
+        logits = logits.view(*part.query.shape[:2], tile.queries, tile.keys) * (1.0 / math.sqrt(part.query.shape[-1]))
         if scores.below is not None:
-            found = found + scores.below[:, :, rows]
+            logits = logits + scores.below[:, :, rows]
         if passes_on and scores.above is not None:
-            scores.above[:, :, rows] = found
+            scores.above[:, :, rows] = logits
         bias = bias_of(self.terms, tile, self.wide)
-        return found.to(self.wide) if bias is None else found + bias
+        return logits.to(self.wide) if bias is None else logits + bias
 
     def _add_bias(self, of_logits: Tensor, tile: Block, bias: Tensor) -> None:
         distances = _places(tile, bias.device)[2].abs().flatten()
@@ -225,10 +225,10 @@ class CpuBlocks:
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
     ) -> None:
         is_causal, mask = self._mask(block)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        of_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *part.ungrouped(), whole.output, whole.log_sum, 0.0, is_causal, attn_mask=mask
         )
-        for total, gradient in zip(into.of, found, strict=True):
+        for total, gradient in zip(into.of, of_parts, strict=True):
             total.add_(gradient.unflatten(1, (total.shape[1], -1)).sum(2))
 
     def _mask(self, block: Block) -> tuple[bool, Tensor | None]:
@@ -248,13 +248,15 @@ class FlashBlocks:
         assert self.mask.documents is None or self.mask.bounds is not None
 
     def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
-        share = drops.dropout.in_kernel(drops.keys)
-        output, log_sum, *state = flash_forward(self._laid(part), self._lengths(block), share, self._options(block))
+        probability = drops.dropout.in_kernel(drops.keys)
+        output, log_sum, *state = flash_forward(
+            self._laid(part), self._lengths(block), probability, self._options(block)
+        )
         batch, _, queries, _ = part.query.shape
         if self.mask.bounds is not None:
             log_sum = log_sum.view(-1, batch, queries).transpose(0, 1)
         log_sum = log_sum.masked_fill(log_sum == math.inf, -math.inf)  # of a query that sees nothing
-        return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (share, *state))
+        return Attended(output.view(batch, queries, *output.shape[-2:]).transpose(1, 2), log_sum, (probability, *state))
 
     def backward(
         self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
@@ -262,9 +264,9 @@ class FlashBlocks:
         log_sum = whole.log_sum if self.mask.bounds is None else whole.log_sum.transpose(0, 1).flatten(1)
         grad, output = self._laid((grad, whole.output))
         tensors = (grad, *self._laid(part), output, log_sum.contiguous())
-        share, *state = whole.state
-        found = flash_backward(tensors, self._lengths(block), share, state, self._options(block))
-        for total, gradient in zip(into.of, found, strict=True):
+        probability, *state = whole.state
+        of_parts = flash_backward(tensors, self._lengths(block), probability, state, self._options(block))
+        for total, gradient in zip(into.of, of_parts, strict=True):
             batch, _, length, _ = total.shape
             total.add_(gradient.view(batch, length, *gradient.shape[-2:]).transpose(1, 2))
 
@@ -298,17 +300,19 @@ class Lengths(NamedTuple):
     longest_keys: int
 
 
-def flash_forward(qkv: Sequence[Tensor], lengths: Lengths, share: float, options: dict[str, Any]) -> tuple[Tensor, ...]:
+def flash_forward(
+    qkv: Sequence[Tensor], lengths: Lengths, probability: float, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
     """Output, log of sums, state of the generator (two tensors); see `pangu.layers.gpu_kernels.flash_attention`. Where
     there are more keys than queries, both end together."""
     forward = torch.ops.aten._flash_attention_forward
-    return forward(*qkv, *lengths, share, return_debug_mask=False, **options)[:4]
+    return forward(*qkv, *lengths, probability, return_debug_mask=False, **options)[:4]
 
 
 def flash_backward(
-    tensors: Sequence[Tensor], lengths: Lengths, share: float, state: Sequence[Tensor], options: dict[str, Any]
+    tensors: Sequence[Tensor], lengths: Lengths, probability: float, state: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values. `tensors`: the output's gradient, these, the output and log of sums."""
     options, causal = dict(options), options["is_causal"]
     del options["is_causal"]
-    return torch.ops.aten._flash_attention_backward(*tensors, *lengths, share, causal, *state, **options)
+    return torch.ops.aten._flash_attention_backward(*tensors, *lengths, probability, causal, *state, **options)

@@ -73,8 +73,8 @@ class HeadExchange:
         whole = to_heads(torch.cat(parts, 2), self.region)
         if keys is not None and keys.rows is not None:
             keys = keys.on(keys.rows.new_empty(whole.shape[0], whole.shape[2]))
-        mine = QKV(*whole.split([part.shape[2] for part in parts], 1))
-        output, scores = checkpointed(self.kernel, mine, of_all, keys, below, on=self.recompute)
+        of_rank = QKV(*whole.split([part.shape[2] for part in parts], 1))
+        output, scores = checkpointed(self.kernel, of_rank, of_all, keys, below, on=self.recompute)
         return to_sequence(output, self.region).flatten(1, 2), scores
 
 
@@ -97,20 +97,20 @@ class BlockAttention:
         output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
         return output, scores
 
-    def visits(self, source: int | None, keys: int) -> Iterator[tuple[slice, slice, Block]]:
+    def visits(self, source: int | None) -> Iterator[tuple[slice, slice, Block]]:
         """Which of this rank's queries see which of the keys that `source` has, all ranks' if it is None."""
         chunk = self.length // (2 * self.region.size)
         for number, place in enumerate(self.region.chunks):
-            own, start = slice(number * chunk, (number + 1) * chunk), place * chunk
+            queries, start = slice(number * chunk, (number + 1) * chunk), place * chunk
             oldest = 0 if self.window is None else max(0, start - self.window + 1)
             if source is None:
-                some = slice(oldest, start + chunk)
-                yield own, some, Block(start, chunk, some.start, some.stop - some.start)
+                keys = slice(oldest, start + chunk)
+                yield queries, keys, Block(start, chunk, keys.start, keys.stop - keys.start)
                 continue
             their = replace(self.region, rank=source).chunks
             for half, other in reversed(list(enumerate(their))):
                 if other <= place and (other + 1) * chunk > oldest:
-                    yield own, slice(half * chunk, (half + 1) * chunk), Block(start, chunk, other * chunk, chunk)
+                    yield queries, slice(half * chunk, (half + 1) * chunk), Block(start, chunk, other * chunk, chunk)
 
 
 def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
@@ -127,13 +127,13 @@ def _exchange(key: Tensor, value: Tensor, region: ContextRegion) -> GatheredKeys
     return (PassedKeys if region.kind == "ring" else GatheredKeys)(torch.stack((key, value)), region)
 
 
-def _part(query: Tensor, pair: Tensor, own: slice, some: slice) -> QKV:
-    key, value = pair[..., some, :]
-    return QKV(query[:, :, own], key, value)
+def _part(query: Tensor, pair: Tensor, queries: slice, keys: slice) -> QKV:
+    key, value = pair[..., keys, :]
+    return QKV(query[:, :, queries], key, value)
 
 
-def _columns(scores: Tensor | None, own: slice, block: Block) -> Tensor | None:
-    return None if scores is None else scores[:, :, own, block.key : block.key + block.keys]
+def _columns(scores: Tensor | None, queries: slice, block: Block) -> Tensor | None:
+    return None if scores is None else scores[:, :, queries, block.key : block.key + block.keys]
 
 
 class _Attend(Function):
@@ -151,16 +151,16 @@ class _Attend(Function):
         scores = None
         if attention.residual_scores:
             scores = query.new_zeros(*query.shape[:3], attention.length)
-        found: dict[int, Attended] = {}
+        attended: dict[int, Attended] = {}
         states = []
         for source, pair in _exchange(key, value, attention.region):
-            for own, some, block in attention.visits(source, pair.shape[-2]):
-                passed = Scores(_columns(below, own, block), _columns(scores, own, block))
-                part = _part(query, pair, own, some)
-                one = attention.blocks.forward(part, block, drops.rows(own), passed)
+            for queries, keys, block in attention.visits(source):
+                passed = Scores(_columns(below, queries, block), _columns(scores, queries, block))
+                part = _part(query, pair, queries, keys)
+                one = attention.blocks.forward(part, block, drops.rows(queries), passed)
                 states.append(one.state)
-                found[own.start] = merge(found[own.start], one) if own.start in found else one
-        halves = [found[start] for start in sorted(found)]
+                attended[queries.start] = merge(attended[queries.start], one) if queries.start in attended else one
+        halves = [attended[start] for start in sorted(attended)]
         output = torch.cat([half.output for half in halves], 2).to(query.dtype)
         ctx.save_for_backward(query, key, value, output, torch.cat([half.log_sum for half in halves], 2), below)
         ctx.rest = attention, drops, states
@@ -177,12 +177,14 @@ class _Attend(Function):
         exchange = _exchange(key, value, attention.region)
         for source, pair in exchange:
             of_pair = torch.zeros_like(pair, dtype=wide)
-            for own, some, block in attention.visits(source, pair.shape[-2]):
-                passed = Scores(_columns(below, own, block), _columns(of_scores, own, block))
-                whole = Attended(output[:, :, own], log_sum[:, :, own], next(states))
-                into = Gradients(_part(of_query, of_pair, own, some), of_bias)
-                part = _part(query, pair, own, some)
-                attention.blocks.backward(grads[0][:, :, own], part, block, drops.rows(own), passed, whole, into)
+            for queries, keys, block in attention.visits(source):
+                passed = Scores(_columns(below, queries, block), _columns(of_scores, queries, block))
+                whole = Attended(output[:, :, queries], log_sum[:, :, queries], next(states))
+                into = Gradients(_part(of_query, of_pair, queries, keys), of_bias)
+                part = _part(query, pair, queries, keys)
+                attention.blocks.backward(
+                    grads[0][:, :, queries], part, block, drops.rows(queries), passed, whole, into
+                )
             exchange.give_back(of_pair)
         of_key, of_value = exchange.gradient().to(query.dtype)
         of_below = of_scores if ctx.needs_input_grad[4] else None

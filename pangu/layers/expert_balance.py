@@ -67,7 +67,7 @@ class ExpertBalance:
         losses = sums[:, experts + 1 :].mean(0) / sequences
         return torch.cat([torch.stack([ratios.max(), ratios.min(), sums[:, experts].sum() / choices]), losses])
 
-    def told(self, numbers: list[float]) -> tuple[list[float], dict[str, float]]:
+    def split(self, numbers: list[float]) -> tuple[list[float], dict[str, float]]:
         """Numbers without the figures of experts, which are the last of them, and these by name."""
         return numbers[: -len(FIGURES)], dict(zip(FIGURES, numbers[-len(FIGURES) :], strict=True))
 
@@ -77,10 +77,10 @@ class ExpertBalance:
 
     def restore(self, path: object, state: Any) -> None:
         """Take over the state that a checkpoint at `path` keeps. Raises UserError if it is not of such a model."""
-        told = state if isinstance(state, dict) and state.get("layers") == list(self.layers) else {}
+        known = state if isinstance(state, dict) and state.get("layers") == list(self.layers) else {}
         try:
             for name, tensor in (("bias", self.bias), ("shares", self.shares)):
-                tensor.copy_(torch.tensor(told[name], dtype=torch.float64).view_as(tensor))
+                tensor.copy_(torch.tensor(known[name], dtype=torch.float64).view_as(tensor))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             message = f"{path}: does not say how the experts of layers {list(self.layers)} were balanced"
             raise UserError(message) from error

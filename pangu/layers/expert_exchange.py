@@ -33,10 +33,10 @@ class _Trip:
     """Rows of a part on their way to their experts and back."""
 
     def __init__(
-        self, part: Part, to_each: Sequence[int], from_each: Sequence[int], told: Tensor, region: ExpertRegion
+        self, part: Part, to_each: Sequence[int], from_each: Sequence[int], from_ranks: Tensor, region: ExpertRegion
     ):
-        """`told`: int64 [ranks, experts of this rank], rows of each that come from each rank."""
-        self.part, self.sent, self.told = part, sum(to_each), told
+        """`from_ranks`: int64 [ranks, experts of this rank], rows of each that come from each rank."""
+        self.part, self.sent, self.from_ranks = part, sum(to_each), from_ranks
         self.there = rows, weights = [Exchange(to_each, from_each, region.group) for _ in range(2)]
         self.back = Exchange(from_each, to_each, region.group)
         # dropped choices lie last, and stay
@@ -50,11 +50,11 @@ class _Trip:
         rows, weights = (exchange.end(begun) for exchange, begun in zip(self.there, self._begun, strict=True))
         # rows lie by the rank that they come from, and in that by expert
         places = torch.arange(len(rows), device=rows.device)
-        count = self.told.shape[1]
-        expert_of_row = torch.searchsorted(self.told.flatten().cumsum(0), places, right=True) % count
-        here = Dispatch.of(expert_of_row[:, None], count)
-        outputs = experts(rows, weights.index_select(0, here.order), here)
-        self._begun_back = self.back.begin(unpermute(outputs, here))
+        count = self.from_ranks.shape[1]
+        expert_of_row = torch.searchsorted(self.from_ranks.flatten().cumsum(0), places, right=True) % count
+        of_rank = Dispatch.of(expert_of_row[:, None], count)
+        outputs = experts(rows, weights.index_select(0, of_rank.order), of_rank)
+        self._begun_back = self.back.begin(unpermute(outputs, of_rank))
 
     def finish(self) -> Tensor:
         """[tokens, hidden], the sum over the experts of each token."""
@@ -82,11 +82,11 @@ def exchanged(
     parts = list(_parts(layer, region, tokens, choices))
     ends = torch.stack([F.pad(part.dispatch.ends, (1, 0)) for part in parts]).long()
     to_each = ends.diff(dim=1).unflatten(1, (region.size, -1)).transpose(0, 1).contiguous()
-    told = exchange_counts(to_each, region.group)
+    from_ranks = exchange_counts(to_each, region.group)
     most = [len(part.weights) * region.tensor.size // layer.region.size for part in parts]
-    numbers = host_numbers(torch.stack([to_each, told]).sum(-1), most)
+    numbers = host_numbers(torch.stack([to_each, from_ranks]).sum(-1), most)
     sent, received = ([list(of_part) for of_part in zip(*ranks, strict=True)] for ranks in numbers)
-    trips = [_Trip(part, sent[at], received[at], told[:, at], region) for at, part in enumerate(parts)]
+    trips = [_Trip(part, sent[at], received[at], from_ranks[:, at], region) for at, part in enumerate(parts)]
     result = beside()
     for trip in trips:
         trip.compute(layer.experts)
@@ -98,8 +98,8 @@ def _parts(layer: MixtureOfExperts, region: ExpertRegion, tokens: Tensor, choice
         # an expert is whole on one rank: each sends a share of the tokens, the others' terms are 0
         first, stop = layer.region.bounds(len(tokens))
         place = torch.arange(len(tokens), device=tokens.device)[:, None]
-        mine = ((place >= first) & (place < stop)).expand_as(choices.experts)
-        choices = choices._replace(kept=mine if choices.kept is None else choices.kept & mine)
+        share = ((place >= first) & (place < stop)).expand_as(choices.experts)
+        choices = choices._replace(admitted=share if choices.admitted is None else choices.admitted & share)
     size = -(-len(tokens) // layer.region.chunks)
     for start in range(0, len(tokens), size):
         yield Part(tokens[start : start + size], *choices.of(slice(start, start + size)).rows(layer.router.experts))

@@ -9,13 +9,13 @@ of every expert's width, so that all ranks choose alike and each adds its part o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional as F
 
+from pangu.collectives.conjugate import conjugate
 from pangu.collectives.regions import enter, leave
 from pangu.config.model import ModelConfig
 from pangu.layers.builder import Builder
@@ -44,7 +44,7 @@ class Route(NamedTuple):
     """[experts], choices of these tokens. None, as what follows, where nothing is trained."""
     shares: Tensor | None = None
     """[batch or 1, experts], of the choices that the balance loss is made of."""
-    kept: Tensor | None = None
+    admitted: Tensor | None = None
     """bool, as `experts`; None: all are."""
 
 
@@ -52,54 +52,18 @@ Routes = dict[nn.Module, Route]
 """Router -> what it decided."""
 
 
-class _Permute(Function):
-    """[tokens, width] -> [rows, width]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return x.index_select(0, dispatch.tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(grads[0], ctx.dispatch), None
-
-
-class _Unpermute(Function):
-    """[rows, width] -> [tokens, width], the sum over the rows of a token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return _sum_rows(x, dispatch)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.dispatch.tokens), None
-
-
-class _Reorder(Function):
-    """[tokens, count], a number of each choice -> [rows]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return x.flatten().index_select(0, dispatch.order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        rows = ctx.dispatch.rows
-        return grads[0].index_select(0, rows.flatten()).view_as(rows), None
-
-
 def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[tokens, width] -> [rows, width], expert by expert."""
-    return _Permute.apply(x, dispatch)
+    return conjugate(x, dispatch, _copy_rows, _sum_rows)
 
 
 def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[rows, width] -> [tokens, width], the sum over the rows of a token."""
-    return _Unpermute.apply(x, dispatch)
+    return conjugate(x, dispatch, _sum_rows, _copy_rows)
+
+
+def _copy_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return x.index_select(0, dispatch.tokens)
 
 
 def _sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -107,22 +71,33 @@ def _sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
     return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
 
 
+def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """[tokens, count], a number of each choice -> [rows]."""
+    return x.flatten().index_select(0, dispatch.order)
+
+
+def _by_choice(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return x.index_select(0, dispatch.rows.flatten()).view_as(dispatch.rows)
+
+
 class Choices(NamedTuple):
     """Of tokens, each [tokens, count]."""
 
     weights: Tensor
     experts: Tensor
-    kept: Tensor | None
+    admitted: Tensor | None
     """bool; None: all are."""
 
     def of(self, tokens: slice) -> Choices:
         """Of some of the tokens."""
-        return Choices(self.weights[tokens], self.experts[tokens], None if self.kept is None else self.kept[tokens])
+        return Choices(
+            self.weights[tokens], self.experts[tokens], None if self.admitted is None else self.admitted[tokens]
+        )
 
     def rows(self, number: int) -> tuple[Tensor, Dispatch]:
         """The weight of each row, and where the rows of so many experts lie."""
-        dispatch = Dispatch.of(self.experts, number, self.kept)
-        return _Reorder.apply(self.weights, dispatch), dispatch
+        dispatch = Dispatch.of(self.experts, number, self.admitted)
+        return conjugate(self.weights, dispatch, _by_row, _by_choice), dispatch
 
 
 class Router(nn.Module):
@@ -151,8 +126,8 @@ class Router(nn.Module):
         # without saving x in the wide format too
         logits = checkpointed(lambda x: F.linear(x.to(wide), self.weight.to(wide)), x, on=x.dtype != wide)
         scores = scores_of(logits, self.options)
-        again = self in routes
-        if not again:
+        recomputes = self in routes
+        if not recomputes:
             routes[self] = self._route(scores.detach())
         route = routes[self]
         weights = expert_weights(scores, route.experts, self.options)
@@ -161,11 +136,11 @@ class Router(nn.Module):
             balance, z = losses.unbind()
             loss = self.weight_of_balance * balance + self.options.z_loss * z
             weights = Attach.apply(weights, loss, self.balance.scale)
-            if not again:
-                dropped = losses.new_zeros(()) if route.kept is None else route.kept.logical_not().sum()
+            if not recomputes:
+                dropped = losses.new_zeros(()) if route.admitted is None else route.admitted.logical_not().sum()
                 self.balance.note(self.row, route.loads, dropped, losses.detach())
-        kept = None if route.kept is None else route.kept.flatten(0, 1)
-        return Choices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), kept)
+        admitted = None if route.admitted is None else route.admitted.flatten(0, 1)
+        return Choices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), admitted)
 
     def _route(self, scores: Tensor) -> Route:
         options, capacity = self.options, self.config.expert_capacity
@@ -175,7 +150,7 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             return Route(experts)
         chosen = chosen_by(experts, self.experts)
-        shares, kept = self.balance.shares[self.row, None].to(scores.dtype), None
+        shares, admitted = self.balance.shares[self.row, None].to(scores.dtype), None
         if capacity is not None or options.balance != "global":
             length = len(chosen) * self.ranks
             totals, before = self._of_sequences(chosen)
@@ -183,8 +158,8 @@ class Router(nn.Module):
                 shares = totals.to(scores.dtype) / (length * self.count)
             if capacity is not None:
                 room = room_of(capacity, length, self.count, self.experts)
-                kept = within_room(chosen, room, before).gather(-1, experts)
-        return Route(experts, chosen.sum((0, 1)), shares, kept)
+                admitted = within_room(chosen, room, before).gather(-1, experts)
+        return Route(experts, chosen.sum((0, 1)), shares, admitted)
 
     def _of_sequences(self, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choices of each expert in whole sequences [batch, experts], and before each chunk of them that this rank has
@@ -235,7 +210,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
         # a row is a copy of its token, of which one is kept
-        inner = checkpointed(lambda x: self.up(_Permute.apply(x, dispatch), dispatch), tokens)
+        inner = checkpointed(lambda x: self.up(permute(x, dispatch), dispatch), tokens)
         return checkpointed(self._down, inner, weights, dispatch, on=self.recompute)
 
     def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:

@@ -30,11 +30,11 @@ def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
 
 def _best(scores: Tensor, count: int) -> Tensor:
     # of equal ones `max` takes the first, `topk` any; to sort is slower
-    found = []
+    experts = []
     for _ in range(count):
-        found.append(scores.max(-1, keepdim=True).indices)
-        scores = scores.scatter(-1, found[-1], -math.inf)
-    return torch.cat(found, -1)
+        experts.append(scores.max(-1, keepdim=True).indices)
+        scores = scores.scatter(-1, experts[-1], -math.inf)
+    return torch.cat(experts, -1)
 
 
 def chosen_by(experts: Tensor, number: int) -> Tensor:
@@ -43,9 +43,9 @@ def chosen_by(experts: Tensor, number: int) -> Tensor:
     return mask.scatter_(-1, experts, True)
 
 
-def _kept_by(experts: Tensor, kept: Tensor, number: int) -> Tensor:
-    """As `chosen_by`, of the choices that are kept."""
-    return torch.zeros(len(experts), number, dtype=torch.bool, device=experts.device).scatter_(1, experts, kept)
+def _admitted_by(experts: Tensor, admitted: Tensor, number: int) -> Tensor:
+    """As `chosen_by`, of the choices that an expert has room for."""
+    return torch.zeros(len(experts), number, dtype=torch.bool, device=experts.device).scatter_(1, experts, admitted)
 
 
 def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
@@ -108,16 +108,16 @@ class Dispatch:
     """int32 [experts], the row behind each expert's last."""
 
     @classmethod
-    def of(cls, experts: Tensor, number: int, kept: Tensor | None = None) -> Dispatch:
-        """experts: [tokens, count], each another of `number`; kept: bool [tokens, count], None: all."""
-        chosen = chosen_by(experts, number) if kept is None else _kept_by(experts, kept, number)
+    def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
+        """experts: [tokens, count], each another of `number`; admitted: bool [tokens, count], None: all."""
+        chosen = chosen_by(experts, number) if admitted is None else _admitted_by(experts, admitted, number)
         places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
         counts = chosen.sum(0, dtype=torch.int32)
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = (places + (ends - counts - 1)).gather(1, experts)
-        if kept is not None:
-            last = ends[-1] + (~kept).flatten().cumsum(0, dtype=torch.int32).view_as(rows) - 1
-            rows = torch.where(kept, rows, last)
+        if admitted is not None:
+            last = ends[-1] + (~admitted).flatten().cumsum(0, dtype=torch.int32).view_as(rows) - 1
+            rows = torch.where(admitted, rows, last)
         rows = rows.long()
         numbers = torch.arange(rows.numel(), device=rows.device)
         return cls(torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers), rows, ends)

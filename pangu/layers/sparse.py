@@ -31,10 +31,10 @@ def blocks_seen(pattern: SparseConfig, block: int) -> set[int]:
         size, last = pattern.local_blocks, range(pattern.local_blocks - pattern.global_blocks, pattern.local_blocks)
         begins = block // size * size
         return {*range(begins, block + 1), *(group + place for group in range(0, begins, size) for place in last)}
-    own = set(range(max(0, block - pattern.local_blocks + 1), block + 1))
+    recent = set(range(max(0, block - pattern.local_blocks + 1), block + 1))
     if isinstance(pattern, BigBirdSparsity):
-        return own | set(range(min(pattern.global_blocks, block))) | set(_drawn(pattern, block))
-    return own | set(range(block % pattern.stride, block, pattern.stride))
+        return recent | set(range(min(pattern.global_blocks, block))) | set(_drawn(pattern, block))
+    return recent | set(range(block % pattern.stride, block, pattern.stride))
 
 
 def _drawn(pattern: BigBirdSparsity, block: int) -> Iterator[int]:

@@ -50,8 +50,8 @@ def place_tensors(
     for parameter, tensors in _tensors(config, parts):
         trained = not any(_fits(tensor.name, frozen) for tensor in tensors)
         apart = experts if tensors[0].expert else None
-        own, place = (tensors, rank) if apart is None else (apart.own(tensors), apart.tensor)
-        placed = [replace(tensor, trained=trained, expert=apart is not None) for tensor in own]
+        held, place = (tensors, rank) if apart is None else (apart.held(tensors), apart.tensor)
+        placed = [replace(tensor, trained=trained, expert=apart is not None) for tensor in held]
         table.place(parameter, placed, place)
     return table
 

@@ -80,7 +80,7 @@ class ExpertRank:
         tensor = TensorRank(at.tensor, layout.tensor, layout.sequence) if experts.tensor > 1 else TensorRank()
         return cls(experts.place(at)[0], layout.expert, tensor)
 
-    def own(self, tensors: Sequence[Placement]) -> Sequence[Placement]:
+    def held(self, tensors: Sequence[Placement]) -> Sequence[Placement]:
         """Of the experts' `tensors`, in the order of the experts, this rank's."""
         share, rest = divmod(len(tensors), self.size)
         assert not rest, (len(tensors), self)

@@ -107,16 +107,18 @@ class Layout:
             return [self.rank(replace(at, **{axis: place})) for place in range(getattr(self, axis))]
         if axis == "ends":
             return [self.rank(replace(at, pipeline=stage)) for stage in (0, self.pipeline - 1)]
-        own = self.replica(at)
-        return [rank + (place - own) * self.tensor for place in places_along(axis, own, self.replicas, self.shards)]
+        replica = self.replica(at)
+        return [
+            rank + (place - replica) * self.tensor for place in places_along(axis, replica, self.replicas, self.shards)
+        ]
 
 
-def places_along(axis: str, own: int, replicas: int, shards: int) -> range:
-    """Indices of the replicas along one of their axes, of which one is `own`."""
-    start = own - own % shards
+def places_along(axis: str, replica: int, replicas: int, shards: int) -> range:
+    """Indices of the replicas along one of their axes, of which one is `replica`."""
+    start = replica - replica % shards
     return {
         "replicas": range(replicas),
         "shard": range(start, start + shards),
         "gather": range(start, start + shards),
-        "copies": range(own % shards, replicas, shards),
+        "copies": range(replica % shards, replicas, shards),
     }[axis]

@@ -202,7 +202,7 @@ class Trainer:
         loss, norm, scale, *flags = pending.numbers.tolist()
         experts = None
         if self.balance is not None:
-            flags, experts = self.balance.told(flags)
+            flags, experts = self.balance.split(flags)
         result = StepResult(loss, norm, pending.lr, scale, tuple(map(bool, flags)), experts=experts)
         if not result.skipped:
             return result

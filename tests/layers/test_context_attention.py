@@ -102,8 +102,7 @@ def test_every_rank_has_as_many_scores_to_compute(ranks: int) -> None:
         work, seen = Counter[int](), Counter[tuple[int, int]]()
         for rank in range(ranks):
             attention = BlockAttention(terms, variant(), "reference", ContextRegion(rank, ranks, kind=kind))
-            keys = length if kind == "gather" else length // ranks
-            for _, _, block in (visit for source in sources for visit in attention.visits(source, keys)):
+            for _, _, block in (visit for source in sources for visit in attention.visits(source)):
                 for query in range(block.query, block.query + block.queries):
                     for key in range(block.key, min(block.key + block.keys, query + 1)):
                         seen[query, key] += 1

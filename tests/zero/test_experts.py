@@ -36,7 +36,7 @@ def table_of(layout: Layout, rank: int, layers: int = 1) -> PlacementTable:
     for layer in range(layers):
         for parameter, tensors in experts_of(layer, 2 * layout.expert):
             if tensors[0].expert and layout.splits_experts:
-                table.place(parameter, experts.own(tensors), experts.tensor)
+                table.place(parameter, experts.held(tensors), experts.tensor)
             else:
                 table.place(parameter, [replace(tensor, expert=False) for tensor in tensors], dense)
     return table

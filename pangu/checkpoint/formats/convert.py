@@ -62,8 +62,8 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     presets, except the keys that the user `named`. Raises ConfigError with all keys in which files and user contradict
     each other, or if nobody tells the number of heads."""
     known = _dotted(known)
-    told = {key for key in known if not {key, key.partition(".")[0]} & named}
-    model = _with(given, {key: known[key] for key in told})
+    from_files = {key for key in known if not {key, key.partition(".")[0]} & named}
+    model = _with(given, {key: known[key] for key in from_files})
     if model.kv_heads == model.heads:
         model = replace(model, kv_heads=None)
     if model.head_dim is not None and model.head_dim * model.heads == model.hidden:
@@ -73,7 +73,7 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     problems = [
         Problem(f"model.{key}", attrgetter(key)(given), f"the files have {_plain(files)[key]}")
         for key in _SHAPING
-        if key in known and key not in told and _plain(given)[key] != _plain(files)[key]
+        if key in known and key not in from_files and _plain(given)[key] != _plain(files)[key]
     ]
     if "heads" not in named | known.keys():
         rule = "the files do not tell, and a wrong number would load without an error"
@@ -85,15 +85,15 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
 
 def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of `ModelConfig` with those of the router one by one, e.g. `router.score`."""
-    own = {key: value for key, value in keys.items() if key != "router"}
-    return own | {f"router.{key}": value for key, value in vars(keys.get("router", SimpleNamespace())).items()}
+    plain = {key: value for key, value in keys.items() if key != "router"}
+    return plain | {f"router.{key}": value for key, value in vars(keys.get("router", SimpleNamespace())).items()}
 
 
 def _with(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     """A model with other values of some keys, as of `_dotted`."""
     router = {key.removeprefix("router."): value for key, value in keys.items() if "." in key}
-    own = {key: value for key, value in keys.items() if "." not in key}
-    return replace(model, **own, router=replace(model.router, **router))
+    plain = {key: value for key, value in keys.items() if "." not in key}
+    return replace(model, **plain, router=replace(model.router, **router))
 
 
 def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -> PackingConfig:

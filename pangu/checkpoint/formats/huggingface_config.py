@@ -98,9 +98,9 @@ def read_model(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         keys["head_dim"] = None
     if kind.name == "gpt_pangu":
         keys["vocab"] = PANGU_VOCAB.get(keys["vocab"], keys["vocab"])
-    told = {"dropout": 0.0, **keys, **kind.means, "activation": kind.activations[activation]}
-    router = {key.removeprefix("router."): told.pop(key) for key in list(told) if key.startswith("router.")}
-    return told | ({"router": RouterConfig(**router)} if router else {})
+    model_keys = {"dropout": 0.0, **keys, **kind.means, "activation": kind.activations[activation]}
+    router = {key.removeprefix("router."): model_keys.pop(key) for key in list(model_keys) if key.startswith("router.")}
+    return model_keys | ({"router": RouterConfig(**router)} if router else {})
 
 
 def _gpt2_twins(config: Mapping[str, Any], keys: dict[str, Any], path: Path) -> None:
