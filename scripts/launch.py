@@ -1,15 +1,18 @@
-"""torchrun, with another answer to SIGTERM: it is passed on, and the launcher ends when its processes have ended, with
-their status. torchrun itself kills them after 30 seconds and ends with status 1, whatever theirs was.
+"""torchrun in few words. It takes torchrun's options, and differs in three things:
 
-Takes torchrun's words:
+SIGTERM is passed on, and the launcher ends when its processes have ended, with their status; torchrun kills them after 30
+seconds. A user's error is the one message of the run, without torchrun's report around it; of a process that crashed
+there is one line. The status is that of the process that failed first, where torchrun's is always 1.
 
   python scripts/launch.py --nproc-per-node=8 pretrain.py +config=pangu_2_6b
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event, Thread
 
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main as torchrun
 
+from pangu.config.exit_status import INTERRUPTED, USER_ERROR
+
 INTERVAL_SECONDS = 0.2
+SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED)
+"""Exit statuses of a process that has said why."""
+_LOG = "torch.distributed.elastic.multiprocessing"
 
 
 def children() -> list[int]:
@@ -48,13 +59,47 @@ def pass_on(terminated: Event) -> None:
         time.sleep(INTERVAL_SECONDS)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run torchrun, which raises or exits with a status if its processes fail."""
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether torchrun's line about its processes says what they have not said: not that one ended which told why, and
+    not that the others are ended then."""
+    text = str(record.msg)
+    told = text.startswith("failed (exitcode") and bool(record.args) and tuple(record.args)[0] in SPEAKS_ITSELF
+    return not told and not text.startswith("Sending process")
+
+
+def report(failed: ChildFailedError) -> int:
+    """One line of the process that failed first, unless it has spoken itself; returns the status to end with."""
+    rank, failure = failed.get_first_failure()
+    if failure.exitcode in SPEAKS_ITSELF:
+        return failure.exitcode
+    how = f"ended with status {failure.exitcode}; what it said stands above"
+    if failure.exitcode < 0:
+        how = f"was ended by {failure.signal_name()}"
+    if failure.exitcode == -signal.SIGKILL:
+        how += ", as the system does when its memory is full"
+    print(f"\nrank {rank} on {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr, flush=True)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun; returns the status to end with."""
     terminated = Event()
     Thread(target=pass_on, args=(terminated,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
+    logging.getLogger(f"{_LOG}.api").addFilter(is_news)
+    logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
+    try:
+        torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
+    except ChildFailedError as failed:
+        return report(failed)
+    except SignalException as ended:
+        return 128 + ended.sigval
+    except RendezvousError as error:
+        print(f"\nthe launchers of this run did not meet: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

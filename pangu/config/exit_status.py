@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from pangu.config.errors import FIRST_SPEAKS_SECONDS, LocalError, UserError, printable
 
+USER_ERROR = 2
+"""Exit status after one message for what the user can mend."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of any command that SIGINT ends."""
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
@@ -26,9 +32,21 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
         if not first and not isinstance(error, LocalError):
             # most errors are everybody's; the launcher ends this process before the pause is over
             time.sleep(FIRST_SPEAKS_SECONDS)
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"{says}: {printable(text)}", file=sys.stderr, flush=True)
-        return 2
+        text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        print(f"{says}: {text}", file=sys.stderr, flush=True)
+        tell_launcher(text)
+        return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def tell_launcher(text: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Leave a message where torchrun looks for the cause of a failure: its report, the last that stands on the screen,
+    ends with it."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # the message has been printed
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")

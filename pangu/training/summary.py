@@ -8,13 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pangu.config.data import StdlibData
-from pangu.config.errors import writing
-from pangu.config.files import write_atomically
+from pangu.config.errors import UserError, writing
+from pangu.config.files import read_json_object, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.metrics.devices import peak_memory_gib
 from pangu.metrics.text import duration
@@ -23,12 +24,16 @@ from pangu.training.loop import Loop
 
 log = logging.getLogger("pangu")
 
+FIGURES = ("loss", "validation_loss", "validation_perplexity", "evaluation")
+"""Of the last step, which the summary repeats."""
+
 
 def finish(loop: Loop, texts: list[str], seconds: float) -> None:
     """Write summary.json and the pictures of a complete run, and print what came out. `loop`: of the first process;
     `texts`: sampled; `seconds`: that the loop took."""
     config, record = loop.config, loop.record
     output = Path(config.train.output)
+    figures = _earlier(output, loop.trainer.step) if record is None else {name: getattr(record, name) for name in FIGURES}
     summary = {
         "steps": loop.trainer.step,
         "skipped": loop.trainer.skipped,
@@ -36,10 +41,7 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
         "tokens": loop.tokens,
         "parameters": num_parameters(config.model),
         "devices": loop.trainer.mesh.layout.world,
-        "loss": record and record.loss,
-        "validation_loss": record and record.validation_loss,
-        "validation_perplexity": record and record.validation_perplexity,
-        "evaluation": record and record.evaluation,
+        **figures,
         "deterministic": config.train.deterministic,
         "seconds": seconds,
         "peak_memory_gib": peak_memory_gib(loop.trainer.mesh.device),
@@ -53,6 +55,16 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
             write_atomically(output / "summary.json", json.dumps(summary, indent=1, ensure_ascii=False).encode())
     draw_pictures(loop)
     log.info(summary_lines(config, summary))
+
+
+def _earlier(output: Path, step: int) -> dict[str, Any]:
+    """Numbers of the last step as the start that made it wrote them; None where there are none of this step."""
+    summary: dict[str, Any] = {}
+    with suppress(UserError):
+        summary = read_json_object(output / "summary.json")
+    is_of_step = summary.get("steps") == step
+    values = {name: summary.get(name) for name in FIGURES}
+    return {name: value if is_of_step and isinstance(value, float) else None for name, value in values.items()}
 
 
 def draw_pictures(loop: Loop) -> None:
@@ -84,10 +96,9 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
         f"\n{summary['steps']} steps, {summary['tokens']:,} tokens; "
         f"this part of the run took {duration(summary['seconds'])}"
     ]
-    if summary["validation_loss"] is not None:
-        lines.append(
-            f"held-out loss {summary['validation_loss']:.4f}, perplexity {summary['validation_perplexity']:.2f}"
-        )
+    loss, perplexity = summary["validation_loss"], summary["validation_perplexity"]
+    if loss is not None and perplexity is not None:
+        lines.append(f"held-out loss {loss:.4f}, perplexity {perplexity:.2f}")
     lines += [f"\nsampled: {text!r}" for text in summary["samples"]]
     names = {
         "loss curve": "plots/loss.png",

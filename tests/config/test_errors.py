@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
@@ -23,6 +24,17 @@ def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "tool: no \\x1b[31mred\n"
     with pytest.raises(OSError, match="a fault of the program"):
         exit_status(lambda: (_ for _ in ()).throw(OSError("a fault of the program")), "tool")
+
+
+def test_torchruns_report_ends_with_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        raise UserError("model.heads = 7: must divide")
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert exit_status(wrong, "tool") == 2
+    report = str(ChildFailedError("pretrain.py", {0: ProcessFailure(0, 1, 2, str(path))}))
+    assert "traceback : model.heads = 7: must divide\n" in report
 
 
 @pytest.mark.parametrize(

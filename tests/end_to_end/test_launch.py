@@ -1,13 +1,17 @@
-"""SIGTERM to the launcher."""
+"""What the launcher passes on, and what it says."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from pangu.config.exit_status import USER_ERROR
+from scripts import launch
 from tests.spawn import repository
 
 WORKER = "trap 'sleep 1; exit {status}' TERM; echo ready; while :; do sleep 0.1; done"
@@ -23,5 +27,29 @@ def test_the_launcher_passes_sigterm_on_and_ends_with_the_status_of_its_processe
         assert launcher.stdout.readline() == "ready\n"
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate(timeout=60)
-    assert (launcher.returncode == 0) == (status == 0), said
+    assert launcher.returncode == status, said
     assert "SignalException" not in said
+
+
+def test_a_users_error_is_the_one_message() -> None:
+    worker = 'if [ $RANK = 0 ]; then echo "error: model.heads = 7" >&2; exit 2; fi; exec sleep 100'
+    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = subprocess.run([*line, "bash", "-c", worker], cwd=repository(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (USER_ERROR, "", "error: model.heads = 7\n")
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "line"),
+    [
+        (USER_ERROR, USER_ERROR, ""),
+        (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, as the system does when its memory is full\n"),
+        (-11, 139, r"\nrank 3 on \S+ \(process 11\) was ended by SIGSEGV\n"),
+        (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; what it said stands above\n"),
+    ],
+)
+def test_a_crash_is_one_line(exitcode: int, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the process that failed first."""
+    first, second = ProcessFailure(3, 11, exitcode, ""), ProcessFailure(4, 12, 77, "")
+    first.timestamp = second.timestamp - 1
+    assert launch.report(ChildFailedError("pretrain.py", {4: second, 3: first})) == status
+    assert re.fullmatch(line, capsys.readouterr().err)

@@ -94,12 +94,27 @@ def test_a_run_may_continue_with_another_batch_size_and_sees_every_sample_once(t
     assert metrics(tmp_path)[-1]["tokens"] == index["samples"] * 32
 
 
-def test_a_finished_run_says_so(tmp_path: Path) -> None:
-    for _ in range(2):
+def test_a_finished_run_says_so_and_what_came_out(tmp_path: Path) -> None:
+    def started() -> str:
         done = pretrain(tmp_path, *SYNTHETIC, "train.steps=1")
         assert done.returncode == 0, done.stderr
-    assert "all 1 steps of this run are made; a larger train.steps continues it" in done.stderr
-    assert json.loads((tmp_path / "summary.json").read_text())["loss"] > 0
+        return done.stderr
+
+    assert "are made" not in started()
+    path = tmp_path / "summary.json"
+    summary = json.loads(path.read_text())
+    assert summary["loss"] > 0
+    for figures, line in (
+        ({"validation_loss": 1.5, "validation_perplexity": 4.48}, "\nheld-out loss 1.5000, perplexity 4.48\n"),
+        ({"validation_loss": 1.5, "validation_perplexity": 4.48, "steps": 2}, ""),
+        ({"validation_loss": "low", "validation_perplexity": 4.48}, ""),
+    ):
+        path.write_text(json.dumps(summary | figures))
+        said = started()
+        assert "all 1 steps of this run are made; a larger train.steps continues it" in said
+        assert line in said
+        assert ("held-out" in said) == bool(line)
+        assert json.loads(path.read_text()) == summary | figures
 
 
 def test_a_plan_of_the_largest_preset_takes_no_memory_and_no_data() -> None:
