@@ -42,9 +42,9 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
             silent = answer_of_store(SILENCE_SECONDS + STORE_SECONDS, partial(silent_ranks, mesh))
         except RuntimeError:
             silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
-        others = f"rank {', '.join(map(str, silent))}" if silent else "another process"
+        others = mesh.named(silent) if silent else "another process"
         raise LocalError(
-            f"rank {mesh.rank}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
+            f"{mesh.name}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
             f"says, if it still speaks, is the cause ({error})"
         ) from error
 

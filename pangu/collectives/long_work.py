@@ -56,7 +56,7 @@ def agree_on_long_work(
         )
         if stuck_ranks:
             raise StuckError(
-                f"rank {', '.join(map(str, stuck_ranks))}: {doing} does not get on for more than {mesh.timeout_s:g} s "
+                f"{mesh.named(stuck_ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "
                 "(parallel.timeout_s); look at the disk and the network there"
             )
     results: list[T | None] = []

@@ -115,7 +115,7 @@ class Runner:
         cls, mesh: Mesh, model: LanguageModel, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any
     ) -> Runner:
         """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
-        name = f"rank {mesh.rank}, stage {mesh.at.pipeline}"
+        name = f"{mesh.name}, stage {mesh.at.pipeline}"
         channels = None
         if mesh.layout.pipeline > 1:
             from pangu.collectives.point_to_point import Channels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,26 +38,55 @@ class Launch:
         return cls(**{field: int(environment[name]) for field, name in names.items() if name in environment})
 
 
-def choose_device(requested: str, launch: Launch) -> torch.device:
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Say which devices of its node a process sees."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one setting."""
+GROWING = "expandable_segments:True"
+
+
+def choose_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch's allocator grow its segments, so that blocks of changing sizes leave no gaps, unless the user has set
+    it up. Before torch is imported."""
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = GROWING
+
+
+def choose_device(requested: str, launch: Launch, environment: Mapping[str, str] = os.environ) -> torch.device:
     """The device of this process; sets the number of its CPU threads too. Raises UserError if the machine lacks the
-    requested kind or has fewer devices than local processes."""
+    requested kind or has fewer devices than local processes.
+
+    A scheduler may show each process a device of its own alone (SLURM's `--gpus-per-task=1`, torchrun's
+    `--virtual-local-rank`), which is the first one to all of them.
+    """
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = requested if requested != "auto" else (accelerator.type if accelerator else "cpu")
-    # torchrun gives each process one thread, whatever the number of cores; beside an accelerator they compute first
-    # weights, and updates of state on the host
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
+    torch.set_num_threads(num_threads(launch.local_world))
     if kind == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
         raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device=cpu works")
-    if launch.local_world > torch.accelerator.device_count():
-        count = torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
+    shown_alone = count == 1 and any(name in environment for name in VISIBLE)
+    if launch.local_world > count and not shown_alone:
         raise UserError(
             f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process "
             f"needs its own; at most --nproc-per-node={count} works"
         )
-    device = torch.device(kind, launch.local_rank)
-    torch.accelerator.set_device_index(launch.local_rank)
+    device = torch.device(kind, 0 if shown_alone else launch.local_rank)
+    torch.accelerator.set_device_index(device.index)
     return device
+
+
+def num_threads(local_world: int) -> int:
+    """CPU threads of a process: its share of the launcher's cores, as far as it may run on them (`--numa-binding`).
+    torchrun gives each process one, whatever the number of cores; beside an accelerator they compute first weights, and
+    updates of state on the host."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        of_launcher = len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # it is another user's, or gone
+        of_launcher = allowed
+    return max(1, min(allowed, max(allowed, of_launcher) // local_world))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -44,6 +45,8 @@ class Mesh:
     keeper: int | None = None
     """Rank of the process that serves the store; None: the launcher does."""
     algorithms: Algorithms = field(default_factory=Algorithms)
+    hosts: list[str] = field(default_factory=list)
+    """Of all ranks, in order; empty until they are known, and in a run of one node."""
     recorder: Recorder = field(default_factory=Recorder)
     """Of this rank's steps."""
 
@@ -66,15 +69,19 @@ class Mesh:
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # before groups are made, in which processes of two layouts would wait for each other
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
-                    raise LocalError(f"rank {rank} has {layout}, another one {first}: all nodes need the same command")
+                    raise LocalError(
+                        f"rank {rank} on {socket.gethostname()} has {layout}, another one {first}: all nodes need the "
+                        "same command"
+                    )
+                require_own_device(store, rank, device)
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise LocalError(
-                    f"rank {os.environ.get('RANK')}: the {layout.world} processes of this run did not all come to "
-                    f"{place} within {timeout_s:g} s (parallel.timeout_s); a process that could not start says why "
-                    f"itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
+                    f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this run "
+                    f"did not all come to {place} within {timeout_s:g} s (parallel.timeout_s); a process that could not "
+                    f"start says why itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
                 ) from error
         assert dist.group.WORLD is not None
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -138,6 +145,15 @@ class Mesh:
         """True on the one process that prints and writes for all."""
         return self.rank == 0
 
+    @property
+    def name(self) -> str:
+        """This rank in messages."""
+        return self.named([self.rank])
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Ranks in words: `rank 3, 5`, or `rank 3 on node-a, 5 on node-b` in a run of several nodes."""
+        return f"rank {', '.join(f'{rank} on {self.hosts[rank]}' if self.hosts else str(rank) for rank in ranks)}"
+
     def group(self, axis: str) -> AxisGroup | None:
         group = self.groups.get(axis)
         return None if group is None else AxisGroup(group, axis, self.recorder)
@@ -145,3 +161,16 @@ class Mesh:
     def close(self) -> None:
         if self.groups:
             dist.destroy_process_group()
+
+
+def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
+    """Before groups are made: a backend that finds two ranks on one device does not say it plainly. Raises LocalError."""
+    if device.type == "cpu":
+        return
+    properties = torch.get_device_module(device).get_device_properties(device)
+    name = f"{socket.gethostname()}, {getattr(properties, 'uuid', device)}"
+    if (holder := store.compare_set(f"device-{name}", "", str(rank)).decode()) != str(rank):
+        raise LocalError(
+            f"rank {holder} and rank {rank} have one device ({name}): each process needs its own; start fewer "
+            "(--nproc-per-node), or show each process another one (CUDA_VISIBLE_DEVICES)"
+        )

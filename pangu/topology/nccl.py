@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pangu.topology.launch import ALLOCATOR, GROWING
+
 URGENT = ("tensor", "messages")
 """Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
 MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
 """Groups that every run sends in which has them."""
+TOLD = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", *ALLOCATOR)
+"""Beginnings of the names of what the start of a run tells."""
 RECORDED_COLLECTIVES = 2000
 """The last ones of each process: some steps' worth, a few hundred KiB."""
 
@@ -45,3 +49,16 @@ def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.
     environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         environment.setdefault(name, str(folder.absolute() / "collectives-"))
+
+
+def describe_environment(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> str:
+    """In words, what the allocator and NCCL are told: defaults of pangu, and what the user has `given`."""
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"{name}={environment[name]}" for name in sorted(names))
+
+    told = {name for name in environment if name.startswith(TOLD)}
+    defaults = {name for name in told if given.get(name) in (None, GROWING)}
+    return "; ".join(
+        f"{whose}: {listed(names)}" for whose, names in (("default", defaults), ("yours", told - defaults)) if names
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -24,10 +25,8 @@ def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
         while os.getppid() == launcher:
             time.sleep(INTERVAL_SECONDS)
         try:
-            rank = environment.get("RANK")
-            print(
-                f"\nrank {rank}: torchrun is gone (process {launcher}), so this ends too", file=sys.stderr, flush=True
-            )
+            name = f"rank {environment.get('RANK')} on {socket.gethostname()}"
+            print(f"\n{name}: torchrun is gone (process {launcher}), so this ends too", file=sys.stderr, flush=True)
         finally:
             os._exit(STATUS)  # no other thread is asked
 

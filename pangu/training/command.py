@@ -19,7 +19,7 @@ from pangu.config.build import build
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
-from pangu.topology.launch import Launch
+from pangu.topology.launch import Launch, choose_allocator
 
 
 def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
@@ -34,6 +34,7 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def train(values: Mapping[str, Any]) -> None:
+        choose_allocator()
         # all of the trainer, which those who only compose do without
         import torch
 

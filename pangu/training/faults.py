@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pangu.collectives.reduce import gather_objects, largest
 from pangu.config.schema import FaultsConfig
+from pangu.topology.mesh import Mesh
 from pangu.training.saving import state_of
 from pangu.training.step import StepResult, Trainer
 from pangu.zero.gradients import Norms
@@ -92,18 +93,18 @@ def not_finite(norms: Norms) -> list[str]:
     return list(dict.fromkeys(name for (name, _), norm in pairs if not math.isfinite(norm)))
 
 
-def culprits(not_finite: Sequence[Sequence[str]]) -> str:
+def culprits(mesh: Mesh, not_finite: Sequence[Sequence[str]]) -> str:
     """In words, where gradients were not finite: for every rank, the names of its tensors, before the reduction."""
-    ranks = _first_ranks(not_finite)
+    ranks = _first_ranks(mesh, not_finite)
     if not ranks:
         return "the gradients of each rank are finite, and their sum or its norm is not"
     return f"gradients are not finite: {ranks}"
 
 
-def _first_ranks(tensors: Sequence[Sequence[str]]) -> str:
+def _first_ranks(mesh: Mesh, tensors: Sequence[Sequence[str]]) -> str:
     """In words, the first ranks with some tensors, and the first tensor of each; `tensors`: names, for every rank."""
     ranks = [
-        f"rank {rank}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        f"{mesh.named([rank])}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         for rank, names in enumerate(tensors)
         if names
     ]
@@ -118,10 +119,11 @@ def find_non_finite(trainer: Trainer) -> str | None:
     No step makes such a value rightly: one whose gradient overflows is skipped, and changes neither weights nor
     moments. Each rank reads what it keeps once, where it lies.
     """
-    world = trainer.mesh.group("world")
+    mesh = trainer.mesh
+    world = mesh.group("world")
     names = _non_finite_names((name, part.tensor) for name, part in state_of(trainer))
-    most = largest(torch.tensor(len(names), dtype=torch.int32, device=trainer.mesh.device), world)
-    return _first_ranks(gather_objects(names, world)) if int(most) else None
+    most = largest(torch.tensor(len(names), dtype=torch.int32, device=mesh.device), world)
+    return _first_ranks(mesh, gather_objects(names, world)) if int(most) else None
 
 
 def _non_finite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:

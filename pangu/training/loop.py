@@ -263,8 +263,9 @@ class Loop:
         """Say what went wrong in a step, if anything did, and do what is asked for then; True if the run has gone back
         to a checkpoint. Raises UserError on all ranks, if the run is to end."""
         if result.skipped:
-            of_ranks = gather_objects(not_finite(result.norms), self.trainer.mesh.group("world"))
-            log.warning("step %d is skipped: %s", self.trainer.step, culprits(of_ranks))
+            mesh = self.trainer.mesh
+            of_ranks = gather_objects(not_finite(result.norms), mesh.group("world"))
+            log.warning("step %d is skipped: %s", self.trainer.step, culprits(mesh, of_ranks))
         fault = self.spikes.fault(result)
         return fault is not None and self._answer(fault, saver)
 

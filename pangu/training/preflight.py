@@ -74,16 +74,18 @@ def raise_open_files(num_ranks: int) -> None:
 
 
 def check_cluster(config: RunConfig, mesh: Mesh) -> None:
-    """Compare the nodes of a run. What only makes it slow is a warning.
+    """Compare the nodes of a run, and note on which of them the ranks are. What only makes it slow is a warning.
 
     Raises:
         UserError: on every rank, if versions or configurations differ, or if the run folder is not one folder for all.
     """
     nodes = gather_objects(Node.of(config, mesh.device), mesh.group("world"))
     require_equal(nodes)
+    hosts = [node.host for node in nodes]
+    mesh.hosts[:] = hosts if len(set(hosts)) > 1 else []
     for line in warnings(nodes, mesh.layout):
         log.warning(line)
-    require_shared(Path(config.train.output), mesh, [node.host for node in nodes])
+    require_shared(Path(config.train.output), mesh, hosts)
 
 
 def require_equal(nodes: Sequence[Node]) -> None:

@@ -1,4 +1,4 @@
-"""The run as a process of its machine: the lock on its folder, its heartbeat for watchers, and the signals it obeys."""
+"""The run as processes: which rank runs where, the lock on its folder, its heartbeat, and the signals that it obeys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,6 +20,8 @@ from typing import Any, Self
 
 from pangu.config.errors import LAUNCHER_SECONDS, UserError, writing
 from pangu.config.files import open_regular, write_atomically
+from pangu.metrics.devices import device_name
+from pangu.topology.mesh import Mesh
 
 log = logging.getLogger("pangu")
 
@@ -98,6 +100,20 @@ class Heartbeat:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.beat(self._step, "ended" if kind is None else "failed")
+
+
+def describe_rank(mesh: Mesh, local_rank: int) -> dict[str, Any]:
+    """Where this rank runs, and which part of the layout it has."""
+    device = str(mesh.device) if mesh.device.type == "cpu" else f"{mesh.device}, {device_name(mesh.device)}"
+    place = {"rank": mesh.rank, "host": socket.gethostname(), "local_rank": local_rank, "process": os.getpid()}
+    return {**place, "device": device, **asdict(mesh.at)}
+
+
+def save_nodes(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Write nodes.json, a JSON array with one line for each rank. Raises UserError."""
+    lines = ",\n".join(map(json.dumps, ranks))
+    with writing(folder):
+        write_atomically(folder / "nodes.json", f"[\n{lines}\n]\n".encode())
 
 
 @dataclass(frozen=True)

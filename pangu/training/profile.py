@@ -329,7 +329,8 @@ def find_stragglers(trainer: Trainer, micro_batches: Sequence[Batch], factor: fl
     seconds = breakdown(recording, none_waited_for, {}).parts["compute"]
     stragglers = above_median(gather_objects(seconds / flops, mesh.group("world")), factor)
     for rank, times in stragglers.items():
-        log.warning("step %d: rank %d computes %.1f times as long as the median rank", trainer.step + 1, rank, times)
+        name = mesh.named([rank])
+        log.warning("step %d: %s computes %.1f times as long as the median rank", trainer.step + 1, name, times)
     return stragglers
 
 

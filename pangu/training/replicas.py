@@ -29,7 +29,8 @@ def find_replica_difference(trainer: Trainer) -> str | None:
         for rank, of_rank in zip(group.ranks, gather_objects(digests, group), strict=True):
             for key, digest in digests.items():
                 if difference is None and of_rank.get(key, digest) != digest:
-                    difference = f"{key[0]} from element {list(key[1])} on: ranks {mesh.rank} and {rank} ({axis} axis)"
+                    place = f"{key[0]} from element {list(key[1])} on"
+                    difference = f"{place}: {mesh.named([mesh.rank, rank])} ({axis} axis)"
     return next((text for text in gather_objects(difference, mesh.group("world")) if text is not None), None)
 
 

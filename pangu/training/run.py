@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
+from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
@@ -30,7 +32,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
 from pangu.training.loop import Loop
-from pangu.training.process import Heartbeat, StopSignals, only_run
+from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
 from pangu.training.saving import find_checkpoint
 from pangu.training.step import Trainer
 
@@ -73,10 +75,13 @@ def run(values: Mapping[str, Any]) -> None:
 
         raise_open_files(launch.world)
     output = Path(config.train.output)
-    if launch.world > 1 and device.type == "cuda":
-        from pangu.topology.nccl import record_collectives
+    if device.type == "cuda":
+        from pangu.topology.nccl import describe_environment, record_collectives
 
-        record_collectives(output)
+        given = dict(os.environ)
+        if launch.world > 1:
+            record_collectives(output)
+        log.info("%-12s %s", "environment", describe_environment(given))
     with ExitStack() as stack:
         if config.train.deterministic:
             from pangu.training.determinism import deterministic
@@ -142,8 +147,9 @@ def _train(
 
         begin_with(Path(config.checkpoint.init_from), config, trainer)
         log.info("beginning with the weights of %s", config.checkpoint.init_from)
+    ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
-    agree(mesh, lambda: _describe_folder(output, config, choices), runs_here=mesh.is_first)
+    agree(mesh, lambda: _describe_folder(output, config, choices, ranks), runs_here=mesh.is_first)
     with Heartbeat(output if mesh.is_first else None) as heartbeat:
         loop = Loop(config, trainer, sources, validation, benchmarks, index, signals, heartbeat, forecast)
         if trainer.step >= config.train.steps:
@@ -176,10 +182,12 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
     log.info(f"{'memory':<12} {planned.words()}; measured {size(held)}")
 
 
-def _describe_folder(output: Path, config: RunConfig, choices: Choices) -> None:
-    """Configuration and tokenizer, with which the folder can be used without what it was made from, and choices."""
+def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Configuration and tokenizer, with which the folder can be used without what it was made from, choices, and where
+    which rank runs."""
     save_config(output, config)
     save_choices(output, choices)
+    save_nodes(output, ranks)
     if tokenizer := tokenizer_of(config.data):
         keep_tokenizer(output, tokenizer)
 

@@ -158,7 +158,7 @@ class Trainer:
         if self.balance is not None:
             self.balance.start_step(self.loss_scale.scale / self.config.batch.global_size)
         self.doing = "forward and backward"
-        self.runner.name = f"rank {self.mesh.rank}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
+        self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()

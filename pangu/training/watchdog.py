@@ -109,9 +109,9 @@ class Watchdog:
         limit_s = self._mesh.timeout_s
         return "\n".join(
             [
-                f"rank {self._mesh.rank}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
+                f"{self._mesh.name}: no progress for {PATIENCE * limit_s:g} s (parallel.timeout_s = {limit_s:g}); "
                 f"stacks are in {self._folder / 'stacks'}; where the ranks are, what others wait for first:",
-                *(f"  rank {_shown(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
+                *(f"  {self._named(ranks[place])}: {place[1]}, for {longest[place]:.1f} s" for place in places),
             ]
         )
 
@@ -123,7 +123,6 @@ class Watchdog:
         begun = [rank for rank, key in enumerate(keys) if key not in missing]
         return dict(zip(begun, map(json.loads, store.multi_get([keys[rank] for rank in begun])), strict=True))
 
-
-def _shown(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-    return f"{', '.join(map(str, ranks[:NAMED_RANKS]))}{more}"
+    def _named(self, ranks: list[int]) -> str:
+        more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+        return f"{self._mesh.named(ranks[:NAMED_RANKS])}{more}"

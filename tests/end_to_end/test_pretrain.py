@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,10 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert list((tmp_path / "wandb").glob("offline-run-*"))
     assert (tmp_path / "config.yaml").read_text().startswith("model:")
+    rows = json.loads((tmp_path / "nodes.json").read_text())
+    assert [(row["rank"], row["local_rank"], row["data"], row["host"]) for row in rows] == [
+        (rank, rank, rank, socket.gethostname()) for rank in range(2)
+    ]
     for expected in (
         "step 10/20",
         "perplexity",

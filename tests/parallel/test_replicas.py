@@ -44,15 +44,15 @@ def answers(rank: int, world: int, layout: Layout, culprit: int, kind: str) -> t
 @pytest.mark.parametrize(
     ("layout", "culprit", "kind", "differ"),
     [
-        (Layout(data=2), 1, "weight", "ranks 0 and 1 (replicas axis)"),
-        (Layout(tensor=2, sequence=True), 0, "exp_avg", "ranks 0 and 1 (tensor axis)"),
-        (Layout(tensor=2, data=2, zero=2), 3, "weight", "ranks 2 and 3 (tensor axis)"),
-        (Layout(data=4, zero=1, zero_group=2), 2, "exp_avg_sq", "ranks 0 and 2 (replicas axis)"),
-        (Layout(pipeline=2), 1, "weight", "ranks 0 and 1 (pipeline axis)"),
-        (Layout(pipeline=2, data=2), 3, "weight", "ranks 2 and 3 (replicas axis)"),
-        (Layout(data=4, expert=2), 3, "weight", "ranks 1 and 3 (replicas axis)"),
-        (Layout(tensor=2, data=2, expert=2, expert_tensor=1), 3, "exp_avg", "ranks 1 and 3 (replicas axis)"),
-        (Layout(tensor=2, data=3, expert=3, expert_tensor=1), 4, "weight", "ranks 1 and 4 (expert_replicas axis)"),
+        (Layout(data=2), 1, "weight", "rank 0, 1 (replicas axis)"),
+        (Layout(tensor=2, sequence=True), 0, "exp_avg", "rank 0, 1 (tensor axis)"),
+        (Layout(tensor=2, data=2, zero=2), 3, "weight", "rank 2, 3 (tensor axis)"),
+        (Layout(data=4, zero=1, zero_group=2), 2, "exp_avg_sq", "rank 0, 2 (replicas axis)"),
+        (Layout(pipeline=2), 1, "weight", "rank 0, 1 (pipeline axis)"),
+        (Layout(pipeline=2, data=2), 3, "weight", "rank 2, 3 (replicas axis)"),
+        (Layout(data=4, expert=2), 3, "weight", "rank 1, 3 (replicas axis)"),
+        (Layout(tensor=2, data=2, expert=2, expert_tensor=1), 3, "exp_avg", "rank 1, 3 (replicas axis)"),
+        (Layout(tensor=2, data=3, expert=3, expert_tensor=1), 4, "weight", "rank 1, 4 (expert_replicas axis)"),
     ],
 )
 def test_one_bit_is_found(ranks: Ranks, layout: Layout, culprit: int, kind: str, differ: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from pangu.config.errors import UserError
-from pangu.topology.launch import Launch, choose_device
+from pangu.topology.launch import Launch, choose_allocator, choose_device
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -32,17 +33,50 @@ def test_an_absent_accelerator_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
     assert choose_device("auto", Launch()).type == "cpu"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_processes_share_the_cores_of_their_machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun leaves each one core; beside an accelerator as well, the host updates what is offloaded."""
-    for name, value in {"is_available": True, "device_count": 2, "set_device_index": None}.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Sequence[int]], None]]:
+    """Makes a machine of it with so many GPUs, and so many cores for this process and for its launcher."""
+
+    def machine(count: int, cores: Sequence[int]) -> None:
+        for name, value in {"is_available": True, "device_count": count, "set_device_index": None}.items():
+            monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process != 0])), raising=False)
+
     threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert choose_device(kind, Launch(1, 2, 1, 2)).type == kind
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    yield machine
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("cores", "threads"), [((7, 7), 3), ((4, 16), 4), ((8, 12), 6), ((1, 64), 1)], ids=["whole", "bound", "shared", "1"]
+)
+def test_processes_share_the_cores_of_their_machine(
+    kind: str, cores: tuple[int, int], threads: int, devices: Callable[[int, Sequence[int]], None]
+) -> None:
+    """torchrun leaves each one core; beside an accelerator as well, the host updates what is offloaded. One that is bound
+    to some of the launcher's cores does not share those with processes that are bound elsewhere."""
+    devices(2, cores)
+    assert choose_device(kind, Launch(1, 2, 1, 2), {}).type == kind
+    assert torch.get_num_threads() == threads
+
+
+def test_a_device_that_a_process_is_shown_alone_is_its_first(devices: Callable[[int, Sequence[int]], None]) -> None:
+    launch = Launch(1, 2, 1, 2)
+    devices(2, (2, 2))
+    assert choose_device("cuda", launch, {"CUDA_VISIBLE_DEVICES": "2,3"}) == torch.device("cuda", 1)
+    devices(1, (2, 2))
+    assert choose_device("cuda", launch, {"CUDA_VISIBLE_DEVICES": "3"}) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match=r"this machine has 1 cuda device\(s\) .*at most --nproc-per-node=1 works"):
+        choose_device("cuda", launch, {})
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_as_the_user_has_set_it(name: str) -> None:
+    environment = {name: "max_split_size_mb:128"}
+    choose_allocator(environment)
+    assert environment == {name: "max_split_size_mb:128"}
+    empty: dict[str, str] = {}
+    choose_allocator(empty)
+    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce
 from pangu.config.errors import LocalError
+from pangu.topology.launch import GROWING
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
-from pangu.topology.nccl import record_collectives
+from pangu.topology.mesh import Mesh, require_own_device
+from pangu.topology.nccl import describe_environment, record_collectives
 from pangu.topology.recorder import AxisGroup
 from pangu.zero import gradients
 from tests.parallel.harness import small_trainer
@@ -31,7 +32,7 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LocalError, match=rf"rank {rank}: the 2 processes .* 127.0.0.1:{port} within 1 s") as raised:
+    with pytest.raises(LocalError, match=rf"rank {rank} on \S+: the 2 processes .* 127.0.0.1:{port} within 1 s") as raised:
         Mesh.connect(Layout(2), torch.device("cpu"), timeout_s=1.0)
     assert len(str(raised.value).splitlines()) == 1
 
@@ -44,7 +45,7 @@ def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypat
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: None)
-    with pytest.raises(LocalError, match=r"rank 1 has Layout\(tensor=2.* another one Layout\(tensor=1, .*data=2"):
+    with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another one Layout\(tensor=1, .*data=2"):
         Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=5.0)
 
 
@@ -110,3 +111,35 @@ def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Pa
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == environment["TORCH_FR_DUMP_TEMP_FILE"]
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/collectives-"
+
+
+def test_the_start_says_what_the_allocator_and_nccl_are_told_and_by_whom(tmp_path: Path) -> None:
+    given = {"NCCL_SOCKET_IFNAME": "eth0", "PYTORCH_ALLOC_CONF": GROWING, "HOME": "/root"}
+    environment = dict(given)
+    record_collectives(tmp_path, environment)
+    default, yours = describe_environment(given, environment).split("; ")
+    assert yours == "yours: NCCL_SOCKET_IFNAME=eth0"
+    assert default.startswith("default: PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_FR_BUFFER_SIZE=2000, ")
+    assert "HOME" not in default
+    assert describe_environment({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "INFO"}) == "yours: NCCL_DEBUG=INFO"
+
+
+def test_two_ranks_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced are the devices: as many as there are, each process sees one, which is its first."""
+    store, uuids = dist.HashStore(), ["GPU-a", "GPU-b", "GPU-a"]
+    for rank, uuid in enumerate(uuids):
+        module = Mock(get_device_properties=lambda device, uuid=uuid: SimpleNamespace(uuid=uuid))
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        if rank < 2:
+            require_own_device(store, rank, torch.device("cuda", 0))
+    with pytest.raises(LocalError, match=r"rank 0 and rank 2 have one device \(\S+, GPU-a\): each process needs its own"):
+        require_own_device(store, 2, torch.device("cuda", 0))
+    require_own_device(store, 3, torch.device("cpu"))
+    require_own_device(store, 4, torch.device("cpu"))
+
+
+def test_ranks_are_named_with_their_nodes_where_there_are_several() -> None:
+    mesh = Mesh(Layout(data=3), 2, torch.device("cpu"))
+    assert (mesh.name, mesh.named([0, 1])) == ("rank 2", "rank 0, 1")
+    mesh.hosts[:] = "aab"
+    assert (mesh.name, mesh.background().named([0, 2])) == ("rank 2 on b", "rank 0 on a, 2 on b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -29,4 +30,4 @@ def test_a_process_ends_when_its_launcher_is_killed() -> None:
         launcher.kill()
         # until the worker, which has the same pipes, has ended
         _, said = launcher.communicate(timeout=30)
-    assert f"rank 3: torchrun is gone (process {launcher.pid})" in said
+    assert f"rank 3 on {socket.gethostname()}: torchrun is gone (process {launcher.pid})" in said

@@ -246,9 +246,10 @@ def test_a_spoiled_run_that_goes_on_is_not_saved(tmp_path: Path, monkeypatch: py
 
 
 def test_culprits_in_words() -> None:
-    assert culprits([[], ["b", "a"]]) == "gradients are not finite: rank 1: b and 1 more"
-    assert culprits([["a"]] * 6).endswith("rank 3: a; 2 more ranks")
-    assert "their sum or its norm is not" in culprits([[], []])
+    mesh = Mesh(Layout(), 0, torch.device("cpu"), hosts=["x"] * 3 + ["y"] * 3)
+    assert culprits(mesh, [[], ["b", "a"]]) == "gradients are not finite: rank 1 on x: b and 1 more"
+    assert culprits(mesh, [["a"]] * 6).endswith("rank 3 on y: a; 2 more ranks")
+    assert "their sum or its norm is not" in culprits(mesh, [[], []])
 
 
 def test_slow_ranks_are_those_far_above_the_median() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pangu.config.errors import LocalError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import preflight
-from pangu.training.preflight import Node, raise_open_files, require_equal, require_shared, warnings
+from pangu.training.preflight import Node, check_cluster, raise_open_files, require_equal, require_shared, warnings
 from tests.configs import config
 from tests.threads import Ranks
 
@@ -79,3 +80,19 @@ def test_a_run_folder_of_one_node_is_refused(tmp_path: Path, monkeypatch: pytest
     for message in Ranks().run(3, shared, [one, one, other], "aab"):
         assert re.match(rf"train.output = ({one}|{other}): b does not see what a writes there", message)
     assert list(one.iterdir()) == []
+
+
+def named(rank: int, world: int, output: Path) -> tuple[str, str]:
+    mesh = Mesh.connect(Layout(data=world), torch.device("cpu"))
+    check_cluster(config("+config=quickstart", f"train.output={output}"), mesh)
+    return mesh.name, mesh.named([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "last", "two"), [("aab", "rank 2 on b", "rank 0 on a, 2 on b"), ("aaa", "rank 2", "rank 0, 2")]
+)
+def test_ranks_are_named_with_their_nodes(
+    hosts: str, last: str, two: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Node, "of", lambda config, device: replace(NODE, host=hosts[dist.get_rank()]))
+    assert Ranks().run(3, named, tmp_path)[2] == (last, two)
