@@ -25,10 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main as torchrun
 
-from pangu.config.exit_status import INTERRUPTED, USER_ERROR
+from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 
 INTERVAL_SECONDS = 0.2
-SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED)
+SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE)
 """Exit statuses of a process that has said why."""
 _LOG = "torch.distributed.elastic.multiprocessing"
 

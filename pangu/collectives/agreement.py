@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LocalError, UserError
+from pangu.config.errors import SILENCE_SECONDS, STORE_SECONDS, LostError, UserError
 from pangu.topology.mesh import Mesh, is_silence
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class StuckError(UserError):
 
 @contextmanager
 def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
-    """Turn a collective that fails within the block into a LocalError with this rank, the text of `where` and the
+    """Turn a collective that fails within the block into a LostError with this rank, the text of `where` and the
     silent ranks, as far as they are known."""
     try:
         yield
@@ -43,7 +43,7 @@ def name_silent_ranks(mesh: Mesh, where: Callable[[], str]) -> Iterator[None]:
         except RuntimeError:
             silent = [] if mesh.keeper in (None, mesh.rank) else [mesh.keeper]
         others = mesh.named(silent) if silent else "another process"
-        raise LocalError(
+        raise LostError(
             f"{mesh.name}, {place}: {others} did not answer within parallel.timeout_s, or is gone; what that one "
             f"says, if it still speaks, is the cause ({error})"
         ) from error

@@ -72,6 +72,7 @@ FREE = Bounds()
 
 Count = Annotated[int, Bounds(least=1)]
 Natural = Annotated[int, Bounds(least=0)]
+ExitStatus = Annotated[int, Bounds(least=0, most=255)]
 Length = Annotated[int, Bounds(least=1, most=2**31 - 1)]
 """Of a tensor's dimension or a part of it."""
 Positive = Annotated[float, Bounds(above=0)]

@@ -88,6 +88,10 @@ class LocalError(UserError):
     """An error that this process alone knows of, so that it must speak even if it is not the first."""
 
 
+class LostError(LocalError):
+    """Other processes of the run are gone or stuck. The same command may succeed."""
+
+
 class ConfigError(UserError):
     """All contradictions of one configuration, reported at once."""
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pangu.config.errors import FIRST_SPEAKS_SECONDS, LocalError, UserError, printable
+from pangu.config.errors import FIRST_SPEAKS_SECONDS, LocalError, LostError, UserError, printable
 
 USER_ERROR = 2
 """Exit status after one message for what the user can mend."""
+RETRYABLE = 128 + signal.SIGTERM
+"""Exit status where the same command may succeed: other processes are gone. As of what SIGTERM ends, which schedulers
+start anew."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of any command that SIGINT ends."""
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR)
@@ -22,8 +26,9 @@ _OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.
 
 
 def exit_status(action: Callable[[], object], says: str, first: bool = True) -> int:
-    """Run a command's action: 0 if it succeeds, 2 with one message on standard error, after `says`, for what the user
-    can mend. `first`: this is the first process of the command, which prints what is wrong for all."""
+    """Run a command's action: 0 if it succeeds; 2, with one message on standard error after `says`, for what the user
+    can mend; RETRYABLE, with one too, if other processes are gone. `first`: this is the first process of the command,
+    which prints what is wrong for all."""
     try:
         action()
     except (UserError, OSError) as error:
@@ -35,7 +40,7 @@ def exit_status(action: Callable[[], object], says: str, first: bool = True) -> 
         text = printable(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         print(f"{says}: {text}", file=sys.stderr, flush=True)
         tell_launcher(text)
-        return USER_ERROR
+        return RETRYABLE if isinstance(error, LostError) else USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pangu.config.errors import LocalError
+from pangu.config.errors import LostError
 from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
@@ -34,7 +34,7 @@ Key = tuple[int, int]
 """Chunk and micro-batch."""
 
 
-class StageError(LocalError):
+class StageError(LostError):
     """A message between stages failed."""
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError
+from pangu.config.errors import LocalError, LostError
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
 
@@ -53,7 +53,7 @@ class Mesh:
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
-        Raises LocalError if not all processes arrive within `timeout_s`, or another one has another layout."""
+        Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout."""
         from pangu.topology.orphan import end_with_launcher
 
         end_with_launcher()
@@ -78,7 +78,7 @@ class Mesh:
                 if not is_silence(error):
                     raise
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                raise LocalError(
+                raise LostError(
                     f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this run "
                     f"did not all come to {place} within {timeout_s:g} s (parallel.timeout_s); a process that could not "
                     f"start says why itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"

@@ -50,7 +50,8 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
             values, reasons = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
             if launch.rank == 0:
                 print(*reasons, sep="\n", flush=True)
-        run(values)
+        if status := run(values):
+            sys.exit(status)
         if values["dry_run"] and launch.rank == 0:
             dry_run(values)
 

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("pangu")
 
 
-def run(values: Mapping[str, Any]) -> None:
-    """Check the configuration, composed as plain dictionaries, then train. Raises UserError for everything that the
-    user can mend."""
+def run(values: Mapping[str, Any]) -> int:
+    """Check the configuration, composed as plain dictionaries, then train; returns the exit status. Raises UserError for
+    everything that the user can mend."""
     began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, force=True)
@@ -63,7 +63,7 @@ def run(values: Mapping[str, Any]) -> None:
             log.info(line)
     forecast = None if config.cluster is None else _forecast(config, layout, stages)
     if config.dry_run:
-        return
+        return 0
     device = choose_device(config.train.device, launch)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     if config.precision.matmul == "fp8":
@@ -98,7 +98,7 @@ def run(values: Mapping[str, Any]) -> None:
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
         signals = StopSignals(began, config.train.stop_after_s)
-        _train(config, mesh, launch, stages, signals, forecast)
+        return _train(config, mesh, launch, stages, signals, forecast)
 
 
 def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:
@@ -120,7 +120,7 @@ def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | N
 
 def _train(
     config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signals: StopSignals, forecast: Forecast | None
-) -> None:
+) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
@@ -159,8 +159,9 @@ def _train(
             loop.run()
         if loop.stopped:
             _stop(loop, signals)
-        else:
-            _finish(loop, prompts, time.perf_counter() - started)
+            return config.train.stop_status
+        _finish(loop, prompts, time.perf_counter() - started)
+        return 0
 
 
 def _watched(loop: Loop, output: Path) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
-from pangu.config.errors import LocalError, UserError
+from pangu.config.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 
@@ -112,7 +112,7 @@ def test_ranks_that_do_not_come_are_named(absent: int) -> None:
         if rank in (absent, 6):
             assert error is None
         else:
-            assert isinstance(error, LocalError)
+            assert isinstance(error, LostError)
             assert str(error).startswith(
                 f"rank {rank}, saving: rank {absent}, 6 did not answer within parallel.timeout_s"
             )
@@ -139,7 +139,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     with (
         patch.multiple(agreement, SILENCE_SECONDS=0.1, STORE_SECONDS=0.1),
         patch.multiple(meeting, SILENCE_SECONDS=0.1),
-        pytest.raises(LocalError, match=r"^rank 1, saving: rank 0 did not answer .*the store does not answer"),
+        pytest.raises(LostError, match=r"^rank 1, saving: rank 0 did not answer .*the store does not answer"),
         name_silent_ranks(mesh, lambda: "saving"),
     ):
         agree(mesh, lambda: None, runs_here=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pangu.config.errors import UserError
-from pangu.config.exit_status import exit_status
+from pangu.config.errors import LostError, UserError
+from pangu.config.exit_status import RETRYABLE, exit_status
 from tests.end_to_end.commands import called
 
 LONG = "a" * 300
@@ -19,7 +19,12 @@ def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     def wrong() -> None:
         raise UserError("no \x1b[31mred")
 
+    def lost() -> None:
+        raise LostError("rank 1 is gone")
+
     assert exit_status(lambda: None, "tool") == 0
+    assert exit_status(lost, "tool", first=False) == RETRYABLE == 143
+    assert capsys.readouterr().err == "tool: rank 1 is gone\n"
     assert exit_status(wrong, "tool") == 2
     assert capsys.readouterr().err == "tool: no \\x1b[31mred\n"
     with pytest.raises(OSError, match="a fault of the program"):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from pangu.training.run import run
 from pangu.training.step import Trainer
-from tests.configs import config
-from tests.training.test_resume import train
+from tests.configs import composed, config
+from tests.end_to_end.commands import metrics
+from tests.training.test_resume import QUIET, train
 
 forward_backward = Trainer.forward_backward
 
@@ -50,7 +52,9 @@ def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_time_limit_stops_the_run_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = len(train(tmp_path, 100000, "checkpoint.every=100000", "train.stop_after=3", "metrics.every=100000"))
+    words = ("train.steps=100000", "checkpoint.every=100000", "train.stop_after=3", "metrics.every=100000")
+    assert run(composed(*QUIET, *words, "train.stop_status=143", f"train.output={tmp_path}")) == 143
+    steps = len(metrics(tmp_path))
     assert 0 < steps < 100000
     assert f"stopped after step {steps} (train.stop_after)" in capsys.readouterr().err
     assert (tmp_path / "checkpoints" / f"step-{steps:08d}").is_dir()
