@@ -1,0 +1,111 @@
+"""What the script for Slurm does when, with commands in place of Slurm's and of Python that note how they are called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.configs import config
+from tests.end_to_end.test_readme import parsed
+from tests.spawn import repository
+
+SCRIPT = "scripts/slurm/pretrain.sbatch"
+LAYOUTS = "scripts/slurm/layouts.txt"
+COMMANDS = {
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=0 SLURMD_NODENAME=a exec "$@"',
+    "scancel": 'echo "$@" >> scancel; kill -TERM "$(cat step)"',
+    "scontrol": 'echo "$@" >> scontrol',
+    "python": 'printf "%s\\n" "$@" > words; echo $$ > new; mv new step; trap "exit $STATUS" TERM; '
+    "[[ $STATUS != 2 ]] || exit 2; while :; do sleep 0.05; done",
+}
+
+
+@contextmanager
+def job(folder: Path, *words: str, **variables: object) -> Iterator[subprocess.Popen[str]]:
+    """Job 7 of four cores and one node, started in `folder`."""
+    for name, line in COMMANDS.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{line}\n")
+        path.chmod(0o755)
+    slurm = {"JOB_ID": 7, "CPUS_ON_NODE": 4, "NNODES": 1, **variables}
+    environment = os.environ | {f"SLURM_{name}": str(value) for name, value in slurm.items() if name.isupper()}
+    environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "STATUS": str(variables.get("status", 0))}
+    environment["OVERRIDES"] = str(repository() / LAYOUTS)
+    line = ["bash", str(repository() / SCRIPT), *words]
+    with subprocess.Popen(line, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def started(folder: Path) -> int:
+    """Process number of the step, once it can be told to stop."""
+    deadline = time.monotonic() + 30
+    while not (folder / "step").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.1)  # until its trap is set
+    return int((folder / "step").read_text())
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, ["requeue 7"]), (1, [])])
+def test_before_its_limit_a_job_saves_and_is_queued_again(status: int, requeued: list[str], tmp_path: Path) -> None:
+    """Not if the run failed."""
+    with job(tmp_path, "+config=quickstart", status=status) as shell:
+        started(tmp_path)
+        shell.send_signal(signal.SIGUSR1)
+        assert shell.wait(30) == status
+    assert (tmp_path / "scancel").read_text() == "--signal=TERM 7\n"
+    asked = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
+    assert asked == requeued
+
+
+def test_where_slurm_itself_queues_it_again_the_job_waits_for_its_run(tmp_path: Path) -> None:
+    with job(tmp_path, "+config=quickstart") as shell:
+        step = started(tmp_path)
+        shell.terminate()
+        time.sleep(0.3)
+        assert shell.poll() is None
+        os.kill(step, signal.SIGTERM)
+        assert shell.wait(30) == 0
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_a_run_that_fails_is_a_job_that_fails(tmp_path: Path) -> None:
+    with job(tmp_path, "model.heads=7", status=2) as shell:
+        assert shell.wait(30) == 2
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
+    lines = (repository() / LAYOUTS).read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with job(folder, "+config=pangu_2_6b", "data.train=[a b]", ARRAY_TASK_ID=number, status=2) as shell:
+            shell.wait(30)
+        words = (folder / "words").read_text().splitlines()
+        assert words[-len(line.split()) - 2 :] == ["+config=pangu_2_6b", "data.train=[a b]", *line.split()]
+        parsed(["python", *words])
+        config(*words[words.index("pretrain.py") + 1 :])
+    with job(tmp_path, ARRAY_TASK_ID=len(lines) + 1) as shell:
+        _, said = shell.communicate(timeout=30)
+        assert shell.returncode == 2
+    assert said == f"error: {repository() / LAYOUTS} has no line {len(lines) + 1} (--array)\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bash of other systems may be too old")
+def test_the_words_of_the_launcher(tmp_path: Path) -> None:
+    with job(tmp_path, "+config=quickstart", GPUS_ON_NODE=8, RESTART_COUNT=2, status=2) as shell:
+        shell.wait(30)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert {"--nnodes=1", "--node-rank=0", "--nproc-per-node=8", "--master-port=20007"} < set(words)
+    assert "--log-dir=logs/slurm-7/start-2/a" in words

@@ -1,0 +1,51 @@
+"""Slurm itself runs the script; tests/clusters/slurm.py says what that needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pangu.data.stdlib import StdlibPaths
+from tests.clusters.slurm import is_here, slurm, wait_until
+from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, metrics
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not is_here(), reason="needs root, slurm-wlm and munge")]
+
+
+def test_quickstart_continues_bit_for_bit_when_its_job_is_queued_again(prepared: StdlibPaths, tmp_path: Path) -> None:
+    """Once by a command, as a scheduler that needs the nodes does, and by itself before its time limit."""
+    words = ("+config=quickstart", SAME_ATTENTION, SAME_PRODUCTS, f"data.folder={prepared.folder}", "metrics.wandb=off")
+    limits = ("--time=2", "--signal=B:USR1@60")
+    output = tmp_path / "broken"
+
+    def steps() -> int:
+        path = output / "metrics.jsonl"
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+    with slurm(tmp_path / "slurm") as cluster:
+        unbroken = cluster.submit("whole", *words, f"train.output={tmp_path / 'whole'}", options=("--time=60",))
+        assert cluster.wait(unbroken, 900)["JobState"] == "COMPLETED"
+        job = cluster.submit("broken", *words, f"train.output={output}", options=limits)
+        wait_until(lambda: steps() > 50, 120)
+        cluster.run("scontrol", "requeue", job)
+        ended = cluster.wait(job, 1200)
+        said = (cluster.folder / "broken.out").read_text()
+        print(said)
+        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+        assert int(ended["Restarts"]) >= 2
+    stops, starts = (list(map(int, re.findall(rf"{what}\D*?(\d+)", said))) for what in ("stopped after step", r"\(step"))
+    assert stops == starts
+    assert len(stops) == int(ended["Restarts"])
+    assert len(stops) == len(set(stops))
+    runs = [[(line["step"], line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)] for name in ("whole", "broken")]
+    assert runs[0] == runs[1]
+    last = f"checkpoints/step-{len(runs[0]):08d}/index.json"
+    weights = [json.loads((tmp_path / name / last).read_text())["files"] for name in ("whole", "broken")]
+    assert weights[0] == weights[1]  # checksums
+    rows = json.loads((output / "nodes.json").read_text())
+    assert [(row["rank"], row["local_rank"]) for row in rows] == [(0, 0), (1, 0)]
+    logs = cluster.folder / "broken" / "start-0"
+    assert all(list(logs.glob(f"{node}/*/attempt_0/0/stderr.log")) for node in ("node0", "node1"))
