@@ -52,12 +52,11 @@ COPY --from=source /workspace ./
 # hadolint ignore=DL3042
 RUN pip install "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu && pip install -e . \
     && useradd --uid 10001 --create-home pangu && mkdir runs && chown pangu runs
-USER pangu
+USER 10001
 CMD ["python", "pretrain.py", "--help"]
 
 # the last stage is what `docker build` makes
 FROM ${CUDA}-runtime AS cuda
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
 # compilers are for Triton and for the audit of dry runs, numactl for torchrun's --numa-binding
 # hadolint ignore=DL3008
@@ -66,7 +65,7 @@ WORKDIR /workspace
 COPY --from=source /workspace ./
 COPY --from=kernels /wheels /tmp/wheels
 # hadolint ignore=DL3042,DL3013
-RUN pip install -e . && if compgen -G "/tmp/wheels/*.whl" > /dev/null; then pip install /tmp/wheels/*.whl; fi \
-    && rm -rf /tmp/wheels && useradd --uid 10001 --create-home pangu && mkdir runs && chown pangu runs
-USER pangu
+RUN pip install -e . && find /tmp/wheels -name "*.whl" -exec pip install {} + && rm -rf /tmp/wheels \
+    && useradd --uid 10001 --create-home pangu && mkdir runs && chown pangu runs
+USER 10001
 CMD ["python", "pretrain.py", "--help"]

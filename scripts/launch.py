@@ -1,7 +1,7 @@
 """torchrun in few words. It takes torchrun's options, and differs in three things:
 
-SIGTERM is passed on, and the launcher ends when its processes have ended, with their status; torchrun kills them after 30
-seconds. A user's error is the one message of the run, without torchrun's report around it; of a process that crashed
+SIGTERM is passed on, and the launcher ends when its processes have ended, with their status; torchrun kills them after
+30 seconds. A user's error is the one message of the run, without torchrun's report around it; of a process that crashed
 there is one line. The status is that of the process that failed first, where torchrun's is always 1.
 
   python scripts/launch.py --nproc-per-node=8 pretrain.py +config=pangu_2_6b
@@ -63,7 +63,8 @@ def is_news(record: logging.LogRecord) -> bool:
     """Whether torchrun's line about its processes says what they have not said: not that one ended which told why, and
     not that the others are ended then."""
     text = str(record.msg)
-    told = text.startswith("failed (exitcode") and bool(record.args) and tuple(record.args)[0] in SPEAKS_ITSELF
+    first = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    told = text.startswith("failed (exitcode") and first in SPEAKS_ITSELF
     return not told and not text.startswith("Sending process")
 
 

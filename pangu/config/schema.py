@@ -149,8 +149,8 @@ class TrainConfig:
     """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
     it; writing the checkpoint comes on top. null: no limit."""
     stop_status: ExitStatus
-    """Exit status of a run that has saved and stopped before its last step, because of SIGTERM or `stop_after`. A scheduler
-    that starts again what has failed, as Kubernetes does, needs one that is not 0: 143."""
+    """Exit status of a run that has saved and stopped before its last step, because of SIGTERM or `stop_after`. A
+    scheduler that starts what has failed once more, as Kubernetes does, needs one that is not 0: 143."""
     check_replicas: Natural
     """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
     they differ. 0: no checks."""

@@ -53,7 +53,8 @@ class Mesh:
     @classmethod
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
-        Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout."""
+        Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout or
+        the same device."""
         from pangu.topology.orphan import end_with_launcher
 
         end_with_launcher()
@@ -79,9 +80,10 @@ class Mesh:
                     raise
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise LostError(
-                    f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this run "
-                    f"did not all come to {place} within {timeout_s:g} s (parallel.timeout_s); a process that could not "
-                    f"start says why itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
+                    f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this "
+                    f"run did not all come to {place} within {timeout_s:g} s (parallel.timeout_s); a process that "
+                    "could not start says why itself, otherwise look at that address and the firewall "
+                    f"({str(error).splitlines()[0]})"
                 ) from error
         assert dist.group.WORLD is not None
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -164,7 +166,7 @@ class Mesh:
 
 
 def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Before groups are made: a backend that finds two ranks on one device does not say it plainly. Raises LocalError."""
+    """Before groups are made: a backend says it less plainly that two ranks have one device. Raises LocalError."""
     if device.type == "cpu":
         return
     properties = torch.get_device_module(device).get_device_properties(device)

@@ -59,6 +59,5 @@ def describe_environment(given: Mapping[str, str], environment: Mapping[str, str
 
     told = {name for name in environment if name.startswith(TOLD)}
     defaults = {name for name in told if given.get(name) in (None, GROWING)}
-    return "; ".join(
-        f"{whose}: {listed(names)}" for whose, names in (("default", defaults), ("yours", told - defaults)) if names
-    )
+    parts = (("default", defaults), ("yours", told - defaults))
+    return "; ".join(f"{whose}: {listed(names)}" for whose, names in parts if names) or "nothing is set"

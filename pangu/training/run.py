@@ -44,8 +44,8 @@ log = logging.getLogger("pangu")
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Check the configuration, composed as plain dictionaries, then train; returns the exit status. Raises UserError for
-    everything that the user can mend."""
+    """Check the configuration, composed as plain dictionaries, then train; returns the exit status. Raises UserError
+    for everything that the user can mend."""
     began = time.perf_counter()
     launch = Launch.from_environment()
     logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, force=True)

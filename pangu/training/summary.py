@@ -33,7 +33,9 @@ def finish(loop: Loop, texts: list[str], seconds: float) -> None:
     `texts`: sampled; `seconds`: that the loop took."""
     config, record = loop.config, loop.record
     output = Path(config.train.output)
-    figures = _earlier(output, loop.trainer.step) if record is None else {name: getattr(record, name) for name in FIGURES}
+    figures = (
+        _earlier(output, loop.trainer.step) if record is None else {name: getattr(record, name) for name in FIGURES}
+    )
     summary = {
         "steps": loop.trainer.step,
         "skipped": loop.trainer.skipped,

@@ -124,7 +124,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST"))}
     environment |= {"SLURM_CONF": str(configuration), "OMP_NUM_THREADS": "1", "PROCESSES": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    munge = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+    munge = [
+        f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
+    ]
     cluster = Slurm(folder, environment)
     with ExitStack() as stack:
 

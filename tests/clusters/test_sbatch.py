@@ -1,4 +1,4 @@
-"""What the script for Slurm does when, with commands in place of Slurm's and of Python that note how they are called."""
+"""What the script for Slurm does, with commands in place of Slurm's and of Python that note how they are called."""
 
 from __future__ import annotations
 

@@ -36,14 +36,16 @@ def test_quickstart_continues_bit_for_bit_when_its_job_is_queued_again(prepared:
         print(said)
         assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
         assert int(ended["Restarts"]) >= 2
-    stops, starts = (list(map(int, re.findall(rf"{what}\D*?(\d+)", said))) for what in ("stopped after step", r"\(step"))
+    stops = list(map(int, re.findall(r"stopped after step (\d+)", said)))
+    starts = list(map(int, re.findall(r"continuing from .* \(step (\d+)\)", said)))
     assert stops == starts
     assert len(stops) == int(ended["Restarts"])
     assert len(stops) == len(set(stops))
-    runs = [[(line["step"], line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)] for name in ("whole", "broken")]
+    folders, figures = (tmp_path / "whole", output), ("step", "loss", "grad_norm")
+    runs = [[[line[name] for name in figures] for line in metrics(folder)] for folder in folders]
     assert runs[0] == runs[1]
     last = f"checkpoints/step-{len(runs[0]):08d}/index.json"
-    weights = [json.loads((tmp_path / name / last).read_text())["files"] for name in ("whole", "broken")]
+    weights = [json.loads((folder / last).read_text())["files"] for folder in folders]
     assert weights[0] == weights[1]  # checksums
     rows = json.loads((output / "nodes.json").read_text())
     assert [(row["rank"], row["local_rank"]) for row in rows] == [(0, 0), (1, 0)]

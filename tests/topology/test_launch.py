@@ -55,8 +55,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Sequence
 def test_processes_share_the_cores_of_their_machine(
     kind: str, cores: tuple[int, int], threads: int, devices: Callable[[int, Sequence[int]], None]
 ) -> None:
-    """torchrun leaves each one core; beside an accelerator as well, the host updates what is offloaded. One that is bound
-    to some of the launcher's cores does not share those with processes that are bound elsewhere."""
+    """torchrun leaves each one core; beside an accelerator as well, the host updates what is offloaded. One that is
+    bound to some of the launcher's cores does not share those with processes that are bound elsewhere."""
     devices(2, cores)
     assert choose_device(kind, Launch(1, 2, 1, 2), {}).type == kind
     assert torch.get_num_threads() == threads

@@ -32,7 +32,9 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LocalError, match=rf"rank {rank} on \S+: the 2 processes .* 127.0.0.1:{port} within 1 s") as raised:
+    with pytest.raises(
+        LocalError, match=rf"rank {rank} on \S+: the 2 processes .* 127.0.0.1:{port} within 1 s"
+    ) as raised:
         Mesh.connect(Layout(2), torch.device("cpu"), timeout_s=1.0)
     assert len(str(raised.value).splitlines()) == 1
 
@@ -45,7 +47,7 @@ def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypat
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: None)
-    with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another one Layout\(tensor=1, .*data=2"):
+    with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another one Layout\(tensor=1"):
         Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=5.0)
 
 
@@ -132,7 +134,9 @@ def test_two_ranks_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
         if rank < 2:
             require_own_device(store, rank, torch.device("cuda", 0))
-    with pytest.raises(LocalError, match=r"rank 0 and rank 2 have one device \(\S+, GPU-a\): each process needs its own"):
+    with pytest.raises(
+        LocalError, match=r"rank 0 and rank 2 have one device \(\S+, GPU-a\): each process needs its own"
+    ):
         require_own_device(store, 2, torch.device("cuda", 0))
     require_own_device(store, 3, torch.device("cpu"))
     require_own_device(store, 4, torch.device("cpu"))
