@@ -1,0 +1,210 @@
+"""The command line that a launch script gives to Megatron-LM's pretrain_gpt.py, read without running the script.
+
+What a shell would do is done as far as such scripts need it: variables, arrays, quotes, continued lines, comments,
+`${NAME:-default}` and sums of whole numbers. What only running tells (`$1`, `$(hostname)`, the environment) stays in
+the text as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from pangu.config.errors import UserError, reading, shown
+
+MOST_CHARACTERS = 1_000_000
+"""Of a script, and of a variable: one that holds itself twice doubles with each line."""
+_OUTPUT = r"\$\((?:[^()]|\([^()]*+\))*+\)"
+_QUOTED = rf"""'[^']*+'|"(?:\\.|{_OUTPUT}|[^"\\])*+\""""
+_SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
+_EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]*+\}}"
+_TOKEN = re.compile(
+    rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&<>()])"
+    rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`])++)|(?P<wrong>.)",
+    re.DOTALL,
+)
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)?[ \t]*\2[ \t]*(?=\n|\Z)", re.DOTALL)
+_PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
+_VARIABLE = re.compile(
+    rf"\$\(\((?P<sum>{_SUM})\)\)"
+    r"|\$\{(?P<name>\w+)(?:\[[@*]\])?(?::?[-=](?P<default>[^}]*))?\}|\$(?P<bare>[A-Za-z_]\w*)"
+)
+_ARRAY = re.compile(r"\$\{(\w+)\[@\]\}")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BEFORE = ("export", "local", "declare", "readonly", "if", "then", "else", "do", "{")
+"""Words that a command or an assignment may follow."""
+_PROGRAM = re.compile(r"pretrain\w*\.py")
+_SUMS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+Variables = dict[str, list[str]]
+
+
+def read_command(text: str, where: object, given: Mapping[str, str]) -> list[str]:
+    """The words behind pretrain_gpt.py in a script. `given`: variables that have these values whatever the script says.
+    Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
+    variables: Variables = {name: [value] for name, value in given.items()}
+    with reading(where, ValueError, rule="cannot be followed"):
+        commands = [command for words in _statements(text) for command in _commands(words, variables, given) if command]
+    if not commands:
+        raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it")
+    return max(commands, key=len)
+
+
+def _commands(words: list[str], variables: Variables, given: Mapping[str, str]) -> Iterator[list[str]]:
+    """Carry out the assignments of a statement; what stands behind pretrain_gpt.py in their values, and in the rest."""
+    while words and words[0] in _BEFORE:
+        words = words[1:]
+    while words and (assigned := _ASSIGNMENT.match(words[0])):
+        count = _assign(words, assigned, variables, given)
+        yield after_program([part for value in variables[assigned[1]] for part in value.split()])
+        words = words[count:]
+    yield after_program([field for word in words if word != "(" for field in expand(word, variables)])
+
+
+def after_program(words: Sequence[str]) -> list[str]:
+    """The words behind pretrain_gpt.py; none if it is not there."""
+    places = [n for n, word in enumerate(words) if _PROGRAM.fullmatch(PurePosixPath(word.strip("'\"")).name)]
+    return [word.strip("'\"") for word in words[places[0] + 1 :]] if places else []
+
+
+def _statements(text: str) -> Iterator[list[str]]:
+    """Words of each command, still quoted; those of an array stand between `(` and `)`."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
+    text = _HERE.sub(lambda match: match[3].rstrip("\n"), text)
+    words: list[str] = []
+    inside = False
+    for token in _TOKEN.finditer(text):
+        if token.lastgroup == "wrong":
+            line = text.count("\n", 0, token.start()) + 1
+            raise ValueError(f"line {line}: the quotation mark {token[0]} does not end")
+        if token.lastgroup == "word":
+            words.append(token[0])
+        elif token[0] == "(" and words and words[-1].endswith("="):
+            inside = True
+            words.append("(")
+        elif token[0] == ")" and inside:
+            inside = False
+            words.append(")")
+        elif token.lastgroup == "mark" and not inside:
+            if words:
+                yield words
+            words = []
+    if words:
+        yield words
+
+
+def _assign(words: Sequence[str], assigned: re.Match[str], variables: Variables, given: Mapping[str, str]) -> int:
+    """Carry out the assignment that a command begins with; returns its number of words."""
+    name, stop = assigned[1], 1
+    value = [" ".join(expand(words[0][assigned.end() :], variables, split=False))]
+    if words[1:2] == ["("]:
+        stop = words.index(")") + 1 if ")" in words else len(words)
+        value = [field for word in words[2 : stop - 1] for field in expand(word, variables)]
+    if assigned[2]:
+        before = variables.get(name, [])
+        value = before + value if words[1:2] == ["("] else ["".join(before) + value[0]]
+    if sum(map(len, value)) > MOST_CHARACTERS:
+        raise ValueError(f"the variable {name} has more than {MOST_CHARACTERS:,} characters")
+    if name not in given:
+        variables[name] = value
+    return stop
+
+
+def expand(word: str, variables: Variables, split: bool = True) -> list[str]:
+    """The fields that a shell makes of a word. `split`: what stands in variables outside of quotes is cut at spaces."""
+    fields, quoted = [""], False
+    for piece in _PIECE.finditer(word):
+        text, kind = piece[0], piece.lastgroup
+        if kind == "escape":
+            fields[-1] += text[1:].replace("\n", "")
+        elif kind == "quoted" and text[0] == "'":
+            fields[-1] += text[1:-1]
+            quoted = True
+        elif (array := _ARRAY.fullmatch(text.strip('"'))) and array[1] in variables:
+            fields[-1:] = [fields[-1] + "", *variables[array[1]], ""] if fields[-1] else [*variables[array[1]], ""]
+        elif kind == "quoted":
+            fields[-1] += _substitute(re.sub(r"\\(\n|(.))", r"\2", text[1:-1]), variables)
+            quoted = True
+        else:
+            values = _substitute(text, variables)
+            parts = re.split(r"\s+", values) if split and values != text else [values]
+            fields[-1] += parts[0]
+            fields += parts[1:]
+        if sum(map(len, fields)) > MOST_CHARACTERS:
+            raise ValueError(f"{shown(word)} stands for more than {MOST_CHARACTERS:,} characters")
+    return fields if quoted and len(fields) == 1 else [field for field in fields if field]
+
+
+def _substitute(text: str, variables: Variables) -> str:
+    def value(match: re.Match[str]) -> str:
+        if match["sum"] is not None:
+            return _sum(match, variables)
+        known = variables.get(match["name"] or match["bare"])
+        if known:
+            return " ".join(known)
+        return match[0] if match["default"] is None else match["default"].strip("'\"")
+
+    return _VARIABLE.sub(value, text)
+
+
+def _sum(match: re.Match[str], variables: Variables) -> str:
+    """The value of `$((A * 2))`, or the text itself where it is not known."""
+    known = {name: value[0] for name, value in variables.items() if value and re.fullmatch(r"\d{1,18}", value[0])}
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: known.get(name[1], name[0]), match["sum"].strip())
+    if len(text) > 200:
+        return match[0]
+    try:
+        return str(_computed(ast.parse(text, mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return match[0]
+
+
+def _computed(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
+        return _SUMS[type(node.op)](_computed(node.left), _computed(node.right))
+    raise ValueError("no sum")
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Options and their values: true without any, a list with several. Raises UserError for words before the first."""
+    flags: dict[str, Any] = {}
+    values: list[Any] | None = None
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name if name.startswith("deepspeed") else name.replace("_", "-")
+            values = [_plain(value)] if equals else []
+        elif values is None:
+            raise UserError(f"{shown(word)}: stands where an option of pretrain_gpt.py, --NAME, is expected")
+        else:
+            values.append(_plain(word))
+        flags[name] = True if not values else values[0] if len(values) == 1 else values
+    return flags
+
+
+def _plain(word: str) -> Any:
+    """A word as the number or the truth value that it is."""
+    if word in ("True", "true", "False", "false"):
+        return word in ("True", "true")
+    for kind in (int, float):
+        try:
+            if re.match(r"[-+.\d]", word):
+                return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -1,0 +1,354 @@
+"""Megatron-LM's pretrain_gpt.py: what several of its options say together. Its rules are those of
+megatron/training/arguments.py (`validate_args`) and megatron/core/optimizer_param_scheduler.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import PurePath
+from typing import Any
+
+from pangu.config.model import MOST_LAYERS
+from pangu.translation.table import Translation
+
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""Tokenizers whose size their name tells."""
+_TOKENIZERS = {
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "huggingface",
+    "PretrainedFromHF": "huggingface",
+}
+
+
+def translate(source: Translation) -> None:
+    """Fill in the overrides. Raises UserError for values that Megatron would not take either."""
+    source.set("model", "gpt2_124m")
+    source.set_direct()
+    for rule in (_model, _attention, _vocabulary, _experts, _layout, _memory, _precision, _optimizer, _schedule, _data):
+        rule(source)
+    if minutes := source.number("exit-duration-in-mins"):
+        source.set("train.stop_after", f"{round(minutes)}m", "exit-duration-in-mins")
+    if source.said(["tensorboard-dir"]):
+        source.set("metrics.tensorboard", True, "tensorboard-dir")
+
+
+def _model(source: Translation) -> None:
+    gated, plain = source.flag("swiglu"), source.flag("disable-bias-linear")
+    if gated:
+        source.set("model.activation", "swiglu", "swiglu")
+    elif source.flag("openai-gelu"):
+        source.set("model.activation", "gelu_tanh", "openai-gelu")
+    else:
+        # the fused kernel is the approximation by tanh; it needs biases
+        exact = plain or source.flag("no-bias-gelu-fusion")
+        source.set("model.activation", "gelu" if exact else "gelu_tanh", "no-bias-gelu-fusion")
+    width, hidden = source.integer("ffn-hidden-size"), source.integer("hidden-size")
+    if width is None and gated and hidden is not None:
+        width = int(4 * hidden * 2 / 3 / 64) * 64
+    if width is not None:
+        source.set("model.ffn", width, "ffn-hidden-size", "swiglu")
+    if plain:
+        source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
+    if source.flag("untie-embeddings-and-output-weights"):
+        source.set("model.tied_head", False, "untie-embeddings-and-output-weights")
+    source.choose("model.norm", "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+
+
+def _attention(source: Translation) -> None:
+    kinds = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}
+    if source.flag("use-rotary-position-embeddings"):
+        source.set("model.positions", "rope", "use-rotary-position-embeddings")
+    else:
+        source.choose("model.positions", "position-embedding-type", kinds)
+    positions = source.overrides.get("model.positions", ("", ()))[0]
+    if positions == "rope" and (base := source.number("rotary-base")):
+        source.set("model.rope_base", float(base), "rotary-base")
+    if positions == "rope" and source.flag("use-rope-scaling"):
+        factors = {"factor": source.number("rope-scaling-factor"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        source.set("model.rope_scaling", {**factors, "original_sequence": 8192}, "use-rope-scaling")
+    rows = source.integer("max-position-embeddings")
+    if positions == "learned" and rows not in (None, source.integer("seq-length")):
+        source.differs("positions_rows")
+    if source.flag("group-query-attention"):
+        source.set("model.kv_heads", source.integer("num-query-groups") or 1, "num-query-groups")
+    width, heads, hidden = (
+        source.integer("kv-channels"),
+        source.integer("num-attention-heads"),
+        source.integer("hidden-size"),
+    )
+    if width is not None and (heads is None or width * heads != hidden):
+        source.set("model.head_dim", width, "kv-channels")
+    if sides := [int(side) for word in source.words("window-size") for side in re.findall(r"-?\d{1,9}", word)]:
+        if len(sides) == 2 and sides[0] >= 0 and sides[1] == 0:
+            source.set("model.window", sides[0] + 1, "window-size")
+        else:
+            source.lacks("window-size", "value")
+
+
+def _vocabulary(source: Translation) -> None:
+    kind = source.text("tokenizer-type")
+    if kind is None and source.said(["merge-file"]):
+        kind = "GPT2BPETokenizer"
+    for name in ("pad-vocab-size-to", "padded-vocab-size", "vocab-size"):
+        if (size := source.integer(name)) is not None:
+            # NullTokenizer adds the end of a document
+            source.set("model.vocab", size + (kind == "NullTokenizer" and name == "vocab-size"), name)
+            break
+    else:
+        if kind in _VOCABULARIES:
+            source.set("model.vocab", _VOCABULARIES[kind], "tokenizer-type")
+        else:
+            source.needs("model.vocab", "the tokenizer tells it")
+    path = source.text("tokenizer-model") or source.text("tokenizer-name-or-path")
+    if kind in _TOKENIZERS and path is not None:
+        source.set("data.tokenizer", {"kind": _TOKENIZERS[kind], "path": path}, "tokenizer-model")
+    files = [PurePath(source.text(name) or "") for name in ("vocab-file", "merge-file")]
+    if [file.name for file in files] == ["vocab.json", "merges.txt"] and files[0].parent == files[1].parent:
+        source.set("data.tokenizer", {"kind": "gpt2", "path": str(files[0].parent)}, "vocab-file")
+    source.set("data", "indexed_gpt2" if kind == "GPT2BPETokenizer" else "indexed")
+
+
+def _experts(source: Translation) -> None:
+    if source.value("num-experts") is None:
+        return
+    source.set("model.experts_per_token", source.integer("moe-router-topk"), "moe-router-topk")
+    width = source.count("moe-ffn-hidden-size")
+    if width is not None:
+        source.set("model.expert_ffn", width, "moe-ffn-hidden-size")
+    if shared := source.integer("moe-shared-expert-intermediate-size"):
+        each = width or source.count("ffn-hidden-size")
+        if each is None or shared % each:
+            source.lacks("moe-shared-expert-intermediate-size", "other_function")
+        else:
+            source.set("model.shared_experts", shared // each, "moe-shared-expert-intermediate-size")
+    _expert_layers(source)
+    if capacity := source.number("moe-expert-capacity-factor"):
+        source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
+    source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    if source.flag("moe-router-pre-softmax"):
+        source.set("model.router.normalised", False, "moe-router-pre-softmax")
+    if (scale := source.number("moe-router-topk-scaling-factor")) is not None:
+        source.set("model.router.scale", float(scale), "moe-router-topk-scaling-factor")
+    if (groups := source.integer("moe-router-num-groups")) is not None:
+        source.set("model.router.selection", "group_limited", "moe-router-num-groups")
+        source.set("model.router.groups", groups, "moe-router-num-groups")
+        source.set("model.router.groups_per_token", source.integer("moe-router-group-topk"), "moe-router-group-topk")
+    if (factor := source.number("moe-z-loss-coeff")) is not None:
+        source.set("model.router.z_loss", float(factor), "moe-z-loss-coeff")
+    _balance(source)
+
+
+def _balance(source: Translation) -> None:
+    """The loss, or the biases, that keep experts' loads alike."""
+    name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
+    kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+    kind = source.value(name)
+    without = kind == "none" or not factor
+    if source.flag("moe-router-enable-expert-bias"):
+        if not without:
+            source.lacks(name, "value")
+        source.set("model.router.balance", "bias", "moe-router-enable-expert-bias")
+        source.set(
+            "model.router.bias_rate", source.number("moe-router-bias-update-rate"), "moe-router-bias-update-rate"
+        )
+    elif without:
+        source.set("model.router.balance", "none", "moe-aux-loss-coeff")
+    else:
+        source.choose("model.router.balance", name, kinds)
+        source.set("model.router.balance_weight", factor, "moe-aux-loss-coeff")
+        if kind in ("aux_loss", "global_aux_loss"):
+            source.differs("balance_sequence" if kind == "aux_loss" else "balance_global")
+
+
+def _expert_layers(source: Translation) -> None:
+    """`moe-layer-freq`: a number N has experts in layers 0, N, 2N, ...; a list says 0 or 1 for each layer."""
+    name, layers = "moe-layer-freq", source.count("num-layers") or 1
+    frequency = source.value(name)
+    if frequency in (None, 1):
+        return
+    pattern = _pattern(frequency, min(layers, MOST_LAYERS))
+    for dense in range(len(pattern)):
+        for every in range(1, len(pattern) - dense + 1):
+            if pattern == [int(n >= dense and (n - dense) % every == every - 1) for n in range(len(pattern))]:
+                source.set("model.dense_layers", dense, name)
+                source.set("model.expert_every", every, name)
+                return
+    source.lacks(name, "value")
+
+
+def _pattern(frequency: Any, layers: int) -> list[int]:
+    """0 or 1 for each layer; empty for what cannot be read."""
+    if isinstance(frequency, int) and frequency > 0:
+        return [int(n % frequency == 0) for n in range(layers)]
+    try:
+        values = _listed(ast.parse(str(frequency)[:1000].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    return values if isinstance(values, list) and len(values) == layers else []
+
+
+def _listed(node: ast.expr) -> Any:
+    """The value of sums and multiples of short lists, as Megatron takes them: `([0]*1+[1]*47)`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= MOST_LAYERS:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_listed(one) for one in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _listed(node.left), _listed(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        times = isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int)
+        if times and len(left) * right <= MOST_LAYERS:
+            return left * right
+    raise ValueError("no list of layers")
+
+
+def _layout(source: Translation) -> None:
+    stages, layers = source.count("pipeline-model-parallel-size") or 1, source.count("num-layers")
+    per, virtual = "num-layers-per-virtual-pipeline-stage", source.count("num-virtual-stages-per-pipeline-rank")
+    if layers is not None and (each := source.count(per)):
+        virtual = max(1, layers // stages // each)
+    if virtual is not None and virtual > 1 and stages > 1:
+        source.set("parallel.virtual", virtual, per)
+        source.set("parallel.schedule", "interleaved", per)
+    tensor = source.count("tensor-model-parallel-size") or 1
+    if tensor == 1:  # Megatron switches it off itself
+        source.overrides.pop("parallel.sequence", None)
+    share = source.count("expert-tensor-parallel-size")
+    if share == 1 and tensor > 1:
+        source.set("parallel.expert_tensor", 1, "expert-tensor-parallel-size")
+    elif share not in (None, tensor):
+        source.lacks("expert-tensor-parallel-size", "value")
+    if (source.count("context-parallel-size") or 1) > 1:
+        ways = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses"}
+        source.choose("parallel.context_kind", "cp-comm-type", ways)
+    if source.said(["zero-stage"]):
+        source.set("parallel.zero", source.integer("zero-stage"), "zero-stage")
+    elif source.flag("use-torch-fsdp2"):
+        source.set("parallel.zero", 3, "use-torch-fsdp2")
+    elif source.said(["data-parallel-sharding-strategy"]):
+        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+        source.choose("parallel.zero", "data-parallel-sharding-strategy", stage)
+    elif source.flag("use-distributed-optimizer"):
+        source.set("parallel.zero", 1, "use-distributed-optimizer")
+    if minutes := source.number("distributed-timeout-minutes"):
+        source.set("parallel.timeout_s", 60 * minutes, "distributed-timeout-minutes")
+
+
+def _memory(source: Translation) -> None:
+    granularity = source.text("recompute-granularity")
+    if source.flag("recompute-activations"):
+        granularity = "selective"
+    if granularity == "full" or source.flag("checkpoint-activations"):
+        layers = source.integer("recompute-num-layers") if source.text("recompute-method") == "block" else None
+        source.set("memory.recompute", "full" if layers is None else layers, "recompute-granularity")
+    elif granularity == "selective":
+        parts = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
+        modules = source.words("recompute-modules")
+        if any(module not in parts for module in modules):
+            source.lacks("recompute-modules", "value")
+        if chosen := [parts[module] for module in modules if module in parts]:
+            source.set("memory.recompute", "selective", "recompute-granularity")
+            source.set("memory.selective", chosen, "recompute-modules")
+    moved = {"cpu-offloading": "activations", "optimizer-cpu-offload": "optimizer"}
+    if parts_moved := [part for name, part in moved.items() if source.flag(name)]:
+        source.set("memory.offload", parts_moved, *moved)
+
+
+def _precision(source: Translation) -> None:
+    if source.value("fp8-format"):
+        source.set("precision", "fp8", "fp8-format")
+    elif source.flag("fp16"):
+        source.set("precision", "fp16", "fp16")
+        names = {"initial": "initial-loss-scale", "growth_interval": "loss-scale-window", "minimum": "min-loss-scale"}
+        for key, name in names.items():
+            source.set(f"precision.loss_scale.{key}", source.number(name), name)
+        if not source.flag("accumulate-allreduce-grads-in-fp32"):
+            source.differs("reduce_fp32")
+    else:
+        source.set("precision", "bf16" if source.flag("bf16") else "fp32", "bf16")
+    if source.flag("grad-reduce-in-bf16"):
+        source.set("precision.reduce", "bf16", "grad-reduce-in-bf16")
+
+
+def _optimizer(source: Translation) -> None:
+    source.choose("optimizer", "optimizer", {"adam": "adam"})
+    betas = [source.number("adam-beta1"), source.number("adam-beta2")]
+    source.set("optimizer.betas", betas, "adam-beta1", "adam-beta2")
+    source.set("optimizer.clip", source.number("clip-grad") or None, "clip-grad")
+
+
+def _schedule(source: Translation) -> None:
+    samples, size = source.integer("train-samples"), source.count("global-batch-size")
+    steps = source.integer("train-iters")
+    if steps is None and samples is not None and size is not None:
+        steps = samples // size
+    if steps is None:
+        source.needs("train.steps", "neither --train-iters nor --train-samples is given")
+    else:
+        source.set("train.steps", steps, "train-iters", "train-samples")
+    shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}
+    source.choose("lr_schedule", "lr-decay-style", shapes)
+    shape = source.overrides.get("lr_schedule", ("constant", ()))[0]
+    end = source.integer("lr-decay-iters") or source.divide(source.integer("lr-decay-samples")) or steps
+    fraction = source.number("lr-warmup-fraction")
+    warm = source.integer("lr-warmup-iters") or source.divide(source.integer("lr-warmup-samples")) or 0
+    if fraction is not None and end is not None:
+        warm = round(fraction * end)
+    names = ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
+    source.set("lr_schedule.warmup_steps", warm, *names)
+    decay = end if end != steps else None
+    if shape == "wsd":
+        if source.text("lr-wsd-decay-style") != "linear":
+            source.lacks("lr-wsd-decay-style", "value")
+        if decay is not None:
+            source.lacks("lr-decay-iters", "value")
+        decay = source.integer("lr-wsd-decay-iters") or source.divide(source.integer("lr-wsd-decay-samples"))
+    if shape != "constant":
+        source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
+        source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
+
+
+def _data(source: Translation) -> None:
+    held_out = _prefixes(source, "valid-data-path")[0]
+    if source.flag("mock-data"):
+        source.set("data", "synthetic", "mock-data")
+        source.overrides.pop("data.tokenizer", None)
+    else:
+        name = "train-data-path" if source.said(["train-data-path"]) else "data-path"
+        prefixes, weights = _prefixes(source, name)
+        if prefixes:
+            source.set("data.train", prefixes, name)
+        else:
+            source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
+        if weights:
+            source.set("data.weights", weights, name)
+        _packing(source)
+    if held_out and not source.flag("mock-data"):
+        source.set("data.validation", held_out, "valid-data-path")
+        source.set("validation.every", source.integer("eval-interval"), "eval-interval")
+        if size := source.count("global-batch-size"):
+            source.set("validation.sequences", size * (source.integer("eval-iters") or 1), "eval-iters")
+    else:
+        source.set("validation.every", 0, "eval-interval")
+
+
+def _packing(source: Translation) -> None:
+    resets = {"reset-attention-mask": "reset_mask", "reset-position-ids": "reset_positions"}
+    for name, key in resets.items():
+        if source.flag(name):
+            source.set(f"data.packing.{key}", True, name)
+    if any(map(source.flag, resets)) and source.overrides["data"][0] == "indexed":
+        source.needs("data.packing.eod", "the tokenizer's id that ends a document")
+
+
+def _prefixes(source: Translation, name: str) -> tuple[list[str], list[float]]:
+    """Paths of a blend, `0.7 A 0.3 B`, and their weights, which may be left out."""
+    words = source.words(name)
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return words, []
+    return (words[1::2], weights) if len(words) % 2 == 0 else (words, [])

@@ -1,0 +1,234 @@
+"""Which setting of another program is which key of ours: the one mapping that translates and that docs/moving-over.md
+shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pangu.config.errors import UserError, shown
+
+UNSAID = "???"
+"""OmegaConf's mark of a value that has to be given."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A remark in both languages of the documentation."""
+
+    en: str
+    zh: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """All settings of a program that are known here, as SOURCE.yaml beside this file lists them."""
+
+    title: str
+    direct: Mapping[str, str]
+    """Settings whose value is that of one key of ours."""
+    read: Mapping[str, str]
+    """Settings that several together say one thing, or say it in other words: the keys that follow, for people."""
+    absent: Mapping[str, str]
+    """Settings without a counterpart, by the text that says why; names may be patterns."""
+    same: str
+    """Settings that change nothing of what is computed, or have no other value here; names may be patterns."""
+    always: Sequence[str]
+    """Texts of what differs in any case."""
+    texts: Mapping[str, Text]
+    prefix: str = ""
+    """What names begin with where people write them."""
+    aliases: Mapping[str, str] | None = None
+    """Other names, of older versions."""
+    defaults: Mapping[str, Any] | None = None
+    """Values that the program takes where a setting is not given, and that are not ours."""
+    required: Mapping[str, str] | None = None
+    """Settings that the program cannot do without: the key that is left open without them."""
+    notes: Mapping[str, str] | None = None
+    """Settings that are translated and work otherwise here: the text that says how."""
+    unset: str | None = None
+    """A value that says nothing: another program fills it in."""
+    models: Mapping[str, Mapping[str, Any]] | None = None
+    """Architectures that the program knows by a name: keys of `ModelConfig`."""
+
+    def why_absent(self, name: str) -> str | None:
+        """The text that says why a setting has no counterpart; None for others."""
+        return next((text for text, names in self.absent.items() if _listed(name, names)), None)
+
+    def is_same(self, name: str) -> bool:
+        return _listed(name, self.same)
+
+
+def _listed(name: str, names: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in names.split())
+
+
+@cache
+def load_table(source: str) -> Table:
+    """The table of SOURCE.yaml."""
+    values = yaml.safe_load((Path(__file__).parent / f"{source}.yaml").read_text(encoding="utf-8"))
+    return Table(**{**values, "texts": {name: Text(**text) for name, text in values["texts"].items()}})
+
+
+class Translation:
+    """The settings of a file or a command line, and what has become of each."""
+
+    def __init__(self, table: Table, given: Mapping[str, Any]) -> None:
+        """`given`: values by name. A text with a variable of a script that nobody has set counts as not given."""
+        aliases = table.aliases or {}
+        self.table = table
+        self.given = {aliases.get(name, name): value for name, value in given.items()}
+        self.overrides: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        """Values of our keys, and the settings that they are of."""
+        self.absent: dict[str, Text] = {}
+        """Settings without a counterpart, and why."""
+        self.unset = {n: value for n, value in self.given.items() if _is_unset(value, table.unset)}
+        """Settings whose value is not told: variables that nobody has set, `auto`."""
+        self.open: dict[str, str] = {}
+        """What the user has to say himself, and why."""
+        self.differences: list[str] = list(table.always)
+        """Names of texts."""
+        known = {**(table.defaults or {}), **self.given}
+        self._values = {name: value for name, value in known.items() if name not in self.unset}
+        for name, value in self.given.items():
+            if value and (why := table.why_absent(name)) and name not in table.direct and name not in table.read:
+                self.lacks(name, why)
+            if note := (table.notes or {}).get(name):
+                self.differs(note)
+        for name, key in (table.required or {}).items():
+            if name not in self._values:
+                self.needs(key, f"{self.shown(name)} is not given")
+
+    @property
+    def unknown(self) -> list[str]:
+        """Settings that nothing is known of."""
+        table = self.table
+        return [
+            name
+            for name in self.given
+            if not (name in table.direct or name in table.read or table.why_absent(name) or table.is_same(name))
+        ]
+
+    def shown(self, name: str) -> str:
+        return f"{self.table.prefix}{name}"
+
+    def value(self, name: str) -> Any:
+        """As it is given, or the program's default; None for neither."""
+        return self._values.get(name)
+
+    def number(self, name: str) -> float | None:
+        """Raises UserError for what is no number."""
+        value = self.value(name)
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise self.wrong(name, "must be a number") from None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+            raise self.wrong(name, "must be a number")
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """Raises UserError for what is no whole number."""
+        value = self.number(name)
+        if value is not None and (isinstance(value, float) and not value.is_integer()):
+            raise self.wrong(name, "must be a whole number")
+        return None if value is None else int(value)
+
+    def count(self, name: str) -> int | None:
+        """A whole number that something is divided by. Raises UserError for one below 1."""
+        value = self.integer(name)
+        if value is not None and value < 1:
+            raise self.wrong(name, "must be at least 1")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """Raises UserError for lists and tables."""
+        value = self.value(name)
+        if isinstance(value, list | Mapping):
+            raise self.wrong(name, "must be one value")
+        return None if value is None else str(value)
+
+    def flag(self, name: str) -> bool:
+        """Raises UserError for what is neither true nor false."""
+        value = self.value(name)
+        if value not in (None, True, False):
+            raise self.wrong(name, "must be true or false")
+        return value is True
+
+    def words(self, name: str) -> list[str]:
+        """A list of texts, or one."""
+        value = self.value(name)
+        return [] if value is None else [str(one) for one in (value if isinstance(value, list) else [value])]
+
+    def wrong(self, name: str, rule: str) -> UserError:
+        return UserError(f"{self.shown(name)} = {shown(self.value(name))}: {rule}")
+
+    def set(self, key: str, value: Any, *names: str) -> None:
+        """Give a key of ours a value, which settings named `names` say; without names it is what the program does."""
+        self.overrides[key] = value, names
+
+    def choose(self, key: str, name: str, values: Mapping[Any, Any], text: str = "value") -> None:
+        """Give a key the value that a setting's value stands for; one that is not in `values` has no counterpart."""
+        value = self.value(name)
+        if isinstance(value, list | Mapping) or value not in values:
+            self.lacks(name, text)
+        else:
+            self.set(key, values[value], name)
+
+    def lacks(self, name: str, text: str) -> None:
+        """A setting, or its value, has no counterpart."""
+        self.absent.setdefault(name, self.table.texts[text])
+
+    def differs(self, text: str) -> None:
+        """Something works otherwise here."""
+        if text not in self.differences:
+            self.differences.append(text)
+
+    def needs(self, key: str, why: str) -> None:
+        """A key of ours that the settings do not tell; the run will ask for it."""
+        self.overrides[key] = UNSAID, ()
+        self.open[key] = why
+
+    def set_direct(self) -> None:
+        """All settings whose value is that of one key."""
+        for name, key in self.table.direct.items():
+            value = self.value(name)
+            if isinstance(value, str) and re.match(r"[-+]?[\d.]", value):  # YAML 1.1 reads `1e-8` as a text
+                with suppress(ValueError):
+                    value = float(value)
+            if value is not None and not (value is False and key == "parallel.sequence"):
+                self.set(key, value, name)
+
+    def said(self, names: Sequence[str]) -> bool:
+        """Whether one of these settings is given, rather than a default of the program."""
+        return any(name in self.given for name in names)
+
+    def divide(self, samples: float | None) -> int | None:
+        """Steps that so many samples are with the global batch. Raises UserError."""
+        size = self.count("global-batch-size")
+        return None if samples is None or size is None else round(samples / size)
+
+
+def _is_unset(value: Any, mark: str | None) -> bool:
+    if isinstance(value, list):
+        return any(_is_unset(one, mark) for one in value)
+    return isinstance(value, str) and (value == mark or "$" in value or "`" in value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "", depth: int = 20) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of what nested tables hold; lists are values, and so is what is deeper than `depth`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and depth:
+            yield from flatten(value, f"{prefix}{key}.", depth - 1)
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,348 @@
+"""tools/translate_config.py on the published launch settings of known models."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pangu.config.build import keys_of
+from pangu.config.schema import RunConfig
+from pangu.models.size import num_parameters
+from pangu.optim.lr_schedule import learning_rate
+from pangu.translation.checked import hydra_value
+from pangu.translation.launch_script import read_command, read_flags
+from pangu.translation.report import tables
+from pangu.translation.table import load_table
+from tests.configs import composed, config
+from tests.end_to_end.commands import called
+from tests.spawn import repository
+
+LAUNCHES = Path(__file__).parent / "launches"
+GPT = shlex.split(
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 4 "
+    "--global-batch-size 64 --lr 6e-4 --train-iters 1000 --vocab-size 50257 --data-path /data/web"
+)
+
+
+def translate(source: str, *words: object) -> subprocess.CompletedProcess[str]:
+    return called("tools/translate_config", "--from", source, *words)
+
+
+def overrides(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The words that a shell would give to pretrain.py."""
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.replace("\\\n", ""), comments=True)
+
+
+def built(done: subprocess.CompletedProcess[str], *more: str) -> RunConfig:
+    """Our configuration from these, as pretrain.py composes it."""
+    return config(*overrides(done), *more)
+
+
+def section(done: subprocess.CompletedProcess[str], title: str) -> str:
+    """The comments below one title."""
+    (text,) = re.findall(rf"^# {title}:\n((?:#   .*\n)+)", done.stdout, re.MULTILINE)
+    return text
+
+
+PUBLISHED = {
+    # Narayanan et al. 2021, equation 2, and final norm
+    "gpt3_175b.sh": (12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288, ()),
+    # Le Scao et al. 2022, table 3, without the norm behind the embedding, which there is none of
+    "bloom_176b.sh": (176_247_271_424 - 2 * 14336, ()),
+    "llama2_7b.sh": (6_738_415_616, ()),
+    "llama2_7b.json": (6_738_415_616, ()),
+    "llama2_7b.toml": (6_738_415_616, ("batch.global_size=64",)),
+    "llama3_8b.toml": (8_030_261_248, ()),
+    "pangu_13b.yaml": (12_800_870_400, ("train.steps=1000",)),
+}
+"""Weights, and what the files leave open."""
+SOURCES = {".sh": "megatron", ".json": "huggingface", ".toml": "torchtitan", ".yaml": "mindformers"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_model_has_as_many_weights_as_published(name: str) -> None:
+    parameters, left_open = PUBLISHED[name]
+    done = translate(SOURCES[Path(name).suffix], LAUNCHES / name)
+    translated = built(done, *left_open, *([] if "data.train=???" not in done.stdout else ["data.train=[/data/web]"]))
+    assert num_parameters(translated.model) == parameters
+    assert f"\n# {parameters:,} parameters; processes: a multiple of " in done.stdout
+    assert "not known" not in done.stdout
+
+
+def test_gpt3() -> None:
+    done = translate("megatron", LAUNCHES / "gpt3_175b.sh", "DATA_PATH=/data/web")
+    assert overrides(done) == shlex.split(
+        "model=gpt2_124m precision=fp16 optimizer=adam lr_schedule=cosine data=indexed_gpt2 model.layers=96 "
+        "model.hidden=12288 model.heads=96 model.sequence=2048 model.init_std=0.006 parallel.tensor=8 "
+        "parallel.pipeline=16 batch.global_size=1536 batch.micro_size=1 precision.loss_scale.initial=4294967296 "
+        "optimizer.lr=6e-05 optimizer.weight_decay=0.1 optimizer.betas=[0.9,0.95] optimizer.clip=1.0 "
+        "lr_schedule.warmup_steps=430 lr_schedule.decay_steps=430000 lr_schedule.min_lr=6e-06 data.train=[/data/web] "
+        "train.steps=500000 validation.every=0 checkpoint.every=10000 metrics.every=100 metrics.tensorboard=true"
+    )
+    assert "--rampup-batch-size [16, 16, 5859375]: the batch has one size here" in section(done, "no counterpart")
+    assert "--split 949,50,1: held-out text is in files of its own" in section(done, "no counterpart")
+    assert section(done, "not told there").count("$") == 3  # --save, --load, --tensorboard-dir
+    assert "fp16: gradients are added up over replicas in fp32" in section(done, "different in effect")
+    assert "a multiple of 128\n" in done.stdout
+
+
+def test_bloom() -> None:
+    done = translate("megatron", LAUNCHES / "bloom_176b.sh")
+    translated = built(done, "data.train=[/data/web]")
+    assert "data.train: prefixes of indexed files" in section(done, "to be given")
+    assert (translated.model.positions, translated.model.vocab) == ("alibi", 250880)
+    assert (translated.memory.recompute, translated.precision.compute) == ("full", "bf16")
+    assert (translated.train.steps, translated.lr_schedule.decay_steps) == (220_000_000 // 2048, 97656)
+    assert (translated.train.stop_after, translated.train.output) == ("5990m", "/checkpoints/bloom")
+    assert "--embed-layernorm: there is no norm behind the word embedding" in section(done, "no counterpart")
+    assert "--tokenizer-name-or-path: $TOKENIZER" in section(done, "not told there")
+
+
+def test_llama_with_a_blend() -> None:
+    translated = built(translate("megatron", LAUNCHES / "llama2_7b.sh", "DATA=/mnt/text"))
+    assert (translated.parallel.zero, translated.parallel.sequence) == (1, True)
+    assert translated.data == config("data=indexed", *DATA).data
+    assert (translated.validation.every, translated.validation.sequences) == (1000, 8 * 1024)
+    assert (translated.model.kv_heads, translated.model.norm_eps) == (None, 1e-5)
+
+
+DATA = (
+    "data.train=[/mnt/text_web,/mnt/text_books]",
+    "data.weights=[0.7,0.3]",
+    "data.validation=[/mnt/text_held_out]",
+    "data.tokenizer={kind:sentencepiece,path:tokenizer.model}",
+)
+
+
+def test_experts_pipeline_and_recompute_of_megatron() -> None:
+    words = shlex.split(
+        "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
+        "--global-batch-size 64 --train-samples 6400 --vocab-size 99 --tokenizer-type NullTokenizer --mock-data "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --recompute-granularity full "
+        "--recompute-method block --recompute-num-layers 3 --num-experts 8 --moe-layer-freq ([0]*2+[0,1]*7) "
+        "--moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 64 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-load-balancing-type global_aux_loss --context-parallel-size 2 --cp-comm-type a2a "
+        "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 20 --lr-warmup-samples 640 "
+        "--group-query-attention --num-query-groups 2 --window-size 63,0 --kv-channels 32 --swiglu "
+        "--use-rotary-position-embeddings --use-rope-scaling --clip-grad 0 --grad-reduce-in-bf16 --bf16"
+    )
+    translated = built(translate("megatron", *words))
+    model, parallel, schedule = translated.model, translated.parallel, translated.lr_schedule
+    assert (model.dense_layers, model.expert_every, model.shared_experts, model.experts_per_token) == (2, 2, 2, 2)
+    assert (model.router.balance, model.router.balance_weight) == ("global", 0.01)
+    assert (model.kv_heads, model.head_dim, model.window, model.vocab) == (2, 32, 64, 100)
+    assert model.ffn == int(4 * 64 * 2 / 3 / 64) * 64
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.factor == 8.0
+    assert (parallel.schedule, parallel.virtual, parallel.context_kind) == ("interleaved", 2, "ulysses")
+    assert (translated.memory.recompute, translated.optimizer.clip, translated.precision.reduce) == (3, None, "bf16")
+    assert (translated.train.steps, schedule.shape, schedule.decay_steps, schedule.warmup_steps) == (100, "wsd", 20, 10)
+
+
+def test_deepspeed() -> None:
+    done = translate("deepspeed", LAUNCHES / "deepspeed.json")
+    translated = built(done, "data=synthetic", "validation.every=0")
+    assert (translated.batch.global_size, translated.parallel.zero) == (2048, 3)
+    assert translated.memory.offload == ("optimizer", "parameters")
+    assert translated.precision.loss_scale is not None
+    assert (translated.precision.loss_scale.initial, translated.optimizer.clip) == (2.0**16, 1.0)
+    assert (translated.lr_schedule.shape, translated.lr_schedule.min_lr) == ("cosine", pytest.approx(6e-6))
+    assert "fp16.hysteresis 2: the loss scale is halved at every overflow" in section(done, "no counterpart")
+    assert "lr x log\\(i \\+ 1\\)" not in section(done, "different in effect")
+    assert "gradient_accumulation_steps: auto" in section(done, "not told there")
+
+
+def test_torchtitan() -> None:
+    done = translate("torchtitan", LAUNCHES / "llama3_8b.toml")
+    translated = built(done, "data.train=[/data/web]")
+    parallel = translated.parallel
+    assert (parallel.data, parallel.zero, parallel.zero_group, parallel.sequence) == (16, 2, 8, True)
+    assert (parallel.schedule, parallel.virtual, translated.batch.micro_size) == ("interleaved", 2, 1)
+    assert (translated.precision.matmul, translated.memory.recompute) == ("fp8", 4)
+    assert (translated.lr_schedule.shape, translated.lr_schedule.decay_steps) == ("wsd", 800)
+    assert translated.lr_schedule.min_lr == pytest.approx(3e-5)
+    assert (translated.checkpoint.every, translated.checkpoint.keep, translated.checkpoint.asynchronous) == (
+        500,
+        10,
+        True,
+    )
+
+
+def test_mindformers() -> None:
+    done = translate("mindformers", LAUNCHES / "pangu_13b.yaml")
+    translated = built(done, "train.steps=1000", "data.train=[/data/web]")
+    assert translated.model == config("model=pangu_13b", "model.activation=fast_gelu", "model.ffn=20480").model
+    assert (translated.batch.global_size, translated.batch.micro_size) == (4 * 4 * 32, 4)
+    assert (translated.parallel.tensor, translated.parallel.data, translated.parallel.zero) == (2, 4, 1)
+    assert translated.data.packing == config("data=indexed_pangu").data.packing
+    assert (translated.lr_schedule.shape, translated.lr_schedule.min_lr) == ("linear", 1e-6)
+    assert (translated.checkpoint.every, translated.checkpoint.asynchronous) == (500, False)
+    assert "train.steps: runner_config.epochs x samples / batch.global_size" in section(done, "to be given")
+
+
+def test_mixtral_of_transformers(tmp_path: Path) -> None:
+    fields = {"model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+    fields |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "flavour": "mint"}))
+    done = translate("huggingface", tmp_path / "config.json")
+    assert num_parameters(built(done).model) == 46_702_792_704
+    assert "flavour: mint" in section(done, "not known, and left out")
+
+
+def test_learning_rates_are_those_that_the_page_tells() -> None:
+    """Those of Megatron-LM's optimizer_param_scheduler.py, one update apart in the warm-up and equal from then on."""
+    words = ["--lr-decay-style", "cosine", "--min-lr", "6e-5", "--lr-warmup-iters", "10", "--lr-decay-iters", "800"]
+    ours = built(translate("megatron", *GPT, *words))
+
+    def megatron_rate(update: int) -> float:
+        if update <= 10:
+            return 6e-4 * update / 10
+        ratio = min(1.0, (update - 10) / (800 - 10))
+        return 6e-5 + (6e-4 - 6e-5) * 0.5 * (math.cos(math.pi * ratio) + 1)
+
+    rates = [learning_rate(ours.lr_schedule, ours.optimizer.lr, ours.train.steps, update) for update in range(1000)]
+    assert rates[:10] == pytest.approx([megatron_rate(update + 1) for update in range(10)])
+    assert rates[10:] == pytest.approx([megatron_rate(update) for update in range(10, 1000)])
+
+
+def test_settings_that_are_not_known_are_named() -> None:
+    done = translate("megatron", *GPT, "--use-magic", "--spell", "lumos", "7")
+    assert section(done, "not known, and left out") == "#   --use-magic: true\n#   --spell: [lumos, 7]\n"
+    strict = translate("megatron", "--strict", *GPT, "--use-magic", "--spell", "lumos", "7")
+    assert strict.returncode == 2
+    assert strict.stderr == "translate_config: not known: --use-magic, --spell\n"
+    assert overrides(done) == shlex.split(strict.stdout.replace("\\\n", ""), comments=True)
+
+
+def test_what_our_checks_refuse_names_the_setting() -> None:
+    done = translate("megatron", *GPT, "--num-attention-heads", "11", "--tensor-model-parallel-size", "5")
+    assert done.returncode == 2
+    assert "model.heads (--num-attention-heads) = 11: must divide model.hidden = 768" in done.stderr
+    assert "parallel.tensor (--tensor-model-parallel-size) = 5: must divide" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_has_to_be_given_is_asked_for() -> None:
+    done = translate("megatron", *GPT[2:18])
+    assert "model.layers: --num-layers is not given" in section(done, "to be given")
+    assert "model.vocab" not in section(done, "to be given")
+    assert "model.layers=???" in overrides(done)
+    assert "parameters" not in done.stdout.partition("processes")[0]
+
+
+CASES: dict[str, tuple[str, str | None, str]] = {
+    "not JSON": ("deepspeed", "{", "is no JSON"),
+    "not YAML": ("mindformers", "a: [", "is no YAML"),
+    "not TOML": ("torchtitan", "a = ", "is no TOML"),
+    "a list": ("deepspeed", "[1]", "is no table of settings"),
+    "empty": ("deepspeed", "{}", "holds no settings"),
+    "nothing there": ("torchtitan", None, "No such file or directory"),
+    "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': cannot be converted"),
+    "text for a number": ("deepspeed", '{"train_batch_size": "many"}', "train_batch_size = many: must be a number"),
+    "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be a whole number"),
+    "none": ("deepspeed", '{"train_batch_size": 0}', "train_batch_size = 0: must be at least 1"),
+    "no truth": ("deepspeed", '{"bf16": {"enabled": "yes"}}', "bf16.enabled = yes: must be true or false"),
+    "a list for a name": ("torchtitan", "[model]\nflavor = [1]", "model.flavor = [1]: must be one value"),
+    "an open quote": ("megatron", "A=1\nB='x\n", "line 2: the quotation mark ' does not end"),
+    "no command": ("megatron", "echo hello\n", "there is no command with pretrain_gpt.py"),
+    "no option": ("megatron", "python pretrain_gpt.py 5 --lr 1", "5: stands where an option of pretrain_gpt.py"),
+    "doubling": ("megatron", "A=aaaaaaaa\n" + "A=$A$A\n" * 40, "$A$A stands for more than 1,000,000 characters"),
+    "aliases": (
+        "mindformers",
+        "a: &a {x: 1, y: 2}\n"
+        + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 30)).replace("*a0", "*a"),
+        "has more than 10,000 settings",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    source, text, says = CASES[name]
+    path = tmp_path / "settings"
+    if text is not None:
+        path.write_text(text)
+    done = translate(source, path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_shell_would_do() -> None:
+    script = """
+    A=(--one "two  words" $B)   # it's a comment
+    B='$A'; C="x\\"y"
+    export D=${E:-default}$((3*(2+1))) F+=f
+    if true; then A+=(--three=3 "${C}" ${D}); fi
+    python some/pretrain_gpt.py "${A[@]}" --four \\
+        -5 1_000 --six $G `date` \\
+        "$(echo "a b")" --seven a;echo --eight
+    """
+    words = read_command(script, "script", {"G": "given"})
+    assert words == [
+        "--one",
+        "two  words",
+        "$B",
+        "--three=3",
+        'x"y',
+        "default9",
+        "--four",
+        "-5",
+        "1_000",
+        "--six",
+        "given",
+        "`date`",
+        '$(echo "a b")',
+        "--seven",
+        "a",
+    ]
+    assert read_flags(words)["four"] == [-5, 1000]
+
+
+@pytest.mark.parametrize(
+    "value", ["it's", "a b", "null", "7", "C:\\x\\", "x\\'y", "a,b", "/data/web", "~/x", "a=b", ""]
+)
+def test_texts_stay_texts(value: str) -> None:
+    word = f"metrics.wandb_project={hydra_value(value)}"
+    assert composed(word)["metrics"]["wandb_project"] == value
+    assert composed("data=indexed", f"data.train={hydra_value([value])}")["data"]["train"] == [value]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_pages_show_the_mapping(language: str) -> None:
+    name = "moving-over.md" if language == "en" else "moving-over.zh.md"
+    page = (repository() / "docs" / name).read_text(encoding="utf-8")
+    done = called("tools/translate_config", "--tables", language)
+    assert page.partition("\n## ")[1:] == ("\n## ", tables(language).removeprefix("## "))  # type: ignore[arg-type]
+    assert done.stdout == tables(language) + "\n"  # type: ignore[arg-type]
+
+
+GROUPS = {path.name for path in (repository() / "configs").iterdir() if path.is_dir()}
+PROGRAMS = ("megatron", "deepspeed", "mindformers", "torchtitan")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_setting_of_a_table_is_read_and_every_text_is_used(program: str) -> None:
+    table: Any = load_table(program)
+    source = (repository() / f"pangu/translation/{program}.py").read_text(encoding="utf-8")
+    keys = {*keys_of(RunConfig), *GROUPS, "precision.loss_scale", "model.rope_scaling", "data.tokenizer"}
+    for name, listed in {**table.direct, **table.read}.items():
+        assert all(key in keys for key in listed.split(", ")), listed
+        assert name in table.direct or re.search(rf"[\".{{}}]{re.escape(name.rpartition('.')[2])}\"", source), name
+    used = {*table.absent, *table.always, *(table.notes or {}).values(), *re.findall(r'"(\w+)"', source), "value"}
+    assert set(table.texts) <= used
+    for name in (
+        *(table.defaults or {}),
+        *(table.aliases or {}).values(),
+        *(table.required or {}),
+        *(table.notes or {}),
+    ):
+        assert name in table.direct or name in table.read, name
