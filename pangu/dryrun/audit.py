@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -23,7 +21,17 @@ from torch.utils.flop_counter import flop_registry
 
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import Memory
-from pangu.dryrun.races import COLLECTIVES, HOST, Clock, RaceDetector, Stream
+from pangu.dryrun.operators import (
+    COLLECTIVES,
+    Operator,
+    causal_share,
+    is_causal,
+    moved_bytes,
+    operator_of,
+    size_of,
+    tensors_in,
+)
+from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -35,43 +43,8 @@ _KIND_OF_FILE = (
     ("optim/", "optimizer"),
 )
 """What the memory is for that a file takes, unless somebody is known to own it."""
-_NO_KERNEL = {
-    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"),
-    *("_unsafe_view", "_local_scalar_dense"),
-}
-"""Operators that start none, though their schema does not say that they are views."""
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
-_LOOKS_UP = {"embedding", "gather", "index_select", "index"}
-_ADDS_ROWS = {"index_put_", "index_add_"}
-"""Of their first argument they read no more than they write."""
 _ANY_ORDER = REPLACED | REFUSED
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """What its schema says of an operator."""
-
-    name: str
-    launches: bool
-    """It runs a kernel."""
-    product: bool
-    """Its time is that of its floating-point operations."""
-    answers: bool
-    """Its result lies on the host, or its shape depends on values: the host waits for the device."""
-    writes: tuple[int, ...]
-    """Places of the arguments that are changed."""
-
-
-@functools.cache
-def _operator(function: OpOverload) -> _Operator:
-    name, schema = function._schema.name.partition("::")[2], function._schema
-    view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
-    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-    answers = any(tag in function.tags for tag in tags)
-    writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
-    launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
-    return _Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
 
 
 class Span(NamedTuple):
@@ -175,8 +148,8 @@ class Audit(TorchDispatchMode):
         kwargs = kwargs or {}
         if function.namespace == "c10d":
             return self._collective(function, args, kwargs)
-        operator = _operator(function)
-        inputs = list(_tensors((*args, *kwargs.values())))
+        operator = operator_of(function)
+        inputs = list(tensors_in((*args, *kwargs.values())))
         if operator.answers and not (operator.name == "index" and all(t.dtype == torch.int64 for t in inputs[1:])):
             self._answer(inputs)
             if operator.name == "_local_scalar_dense":
@@ -186,7 +159,7 @@ class Audit(TorchDispatchMode):
             if self._is_mixed(operator, inputs):
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         result = function(*args, **kwargs)
-        outputs = list(_tensors((result,)))
+        outputs = list(tensors_in((result,)))
         for tensor in outputs:
             self._allocated(tensor, kwargs.get("pin_memory", False))
         if operator.launches and (inputs or outputs):
@@ -218,7 +191,7 @@ class Audit(TorchDispatchMode):
                 self._host_waits(self._stream())
             self._answered = storage
 
-    def _is_mixed(self, operator: _Operator, inputs: list[Tensor]) -> bool:
+    def _is_mixed(self, operator: Operator, inputs: list[Tensor]) -> bool:
         """Whether tensors of two devices meet other than in a copy; single numbers of the host may."""
         mixed = operator.name not in ("copy_", "_to_copy") and len({t.device.type for t in inputs if t.dim()}) > 1
         if mixed:
@@ -227,7 +200,7 @@ class Audit(TorchDispatchMode):
 
     def _launched(
         self,
-        operator: _Operator,
+        operator: Operator,
         function: OpOverload,
         args: Any,
         kwargs: Any,
@@ -236,7 +209,7 @@ class Audit(TorchDispatchMode):
         result: Any,
     ) -> None:
         devices = {tensor.device.type for tensor in (*inputs, *outputs)}
-        written = list(_tensors(args[i] for i in operator.writes if i < len(args)))
+        written = list(tensors_in(args[i] for i in operator.writes if i < len(args)))
         if operator.name in ("copy_", "_to_copy") and len(devices) > 1:
             self._copied(inputs[-1], (written or outputs)[0], kwargs.get("non_blocking", len(args) > 2 and args[2]))
             return
@@ -253,14 +226,14 @@ class Audit(TorchDispatchMode):
             # without the sum that a product is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
-            causal = _is_causal(function, args, kwargs)
-            computed = self._share * _seen(operator.name, shapes) if causal else 1.0
+            causal = is_causal(function, args, kwargs)
+            computed = self._share * causal_share(operator.name, shapes) if causal else 1.0
             self._count("product", operator.name, shapes, format_, computed)
             shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
             flops = flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
             self._count("flops", by=round(flops * self._share) if causal else flops)
         else:
-            self._count("memory_bound_bytes", by=_moved(operator, inputs, made))
+            self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         """A copy between host and device. One that blocks, or whose memory of the host is pageable, holds the host up
@@ -280,23 +253,23 @@ class Audit(TorchDispatchMode):
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
         if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
             kind = "send"  # all that a rank has goes to one other
-        sources, targets = (list(_tensors(args[i] for i in places)) for places in (read, written))
+        sources, targets = (list(tensors_in(args[i] for i in places)) for places in (read, written))
         is_group = (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()) for value in args)
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
         self.used_groups.add(group)
         axis = self._groups.get(group, "pipeline")
         self._count("calls", axis, kind)
-        self._count("bytes", axis, kind, by=max(_size(sources), _size(targets)))
+        self._count("bytes", axis, kind, by=max(size_of(sources), size_of(targets)))
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
             self.findings[f"{self.place()}: a tensor of the host in {kind} over {axis}"] += 1
         stream = f"{kind} over {axis}"
         self.detector.order(self._clock(), stream)
         self._touched(stream, sources, targets)
         result = function(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        clock, size = dict(self.detector.clock(stream)), max(_size(sources), _size(targets))
+        clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
         self._works[id(work)] = _OnItsWay(work, clock, sources + targets)
         self._begun.append((stream, clock.get(stream, 0), (self.action, axis, kind, size)))
         return result
@@ -357,41 +330,6 @@ class Audit(TorchDispatchMode):
         self.counts[self.action][key] += by
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _is_causal(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an attention kernel skips what is masked."""
-    names = [argument.name for argument in function._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
-
-
-def _seen(operator: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Share of scores that a causal attention kernel does not skip, where queries and keys end together."""
-    (*_, queries, _), (*_, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
-    return 1 - queries / (2 * keys)
-
-
 def _one(tensor: Tensor) -> float | int | bool:
     """What a number without a value is said to be."""
     return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _moved(operator: _Operator, inputs: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes, each tensor once; of a broadcast one what there is of it."""
-    if operator.name in _ADDS_ROWS:  # to as much as there is of what is added, the last one
-        return _size(inputs[1:]) + 2 * _size(inputs[-1:])
-    read = [tensor for tensor in inputs if not (operator.name in _OVERWRITES and tensor is inputs[0])]
-    sizes = [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in read]
-    if operator.name in _LOOKS_UP:
-        sizes[0] = min(sizes[0], _size(made))
-    return sum(sizes) + _size(made)

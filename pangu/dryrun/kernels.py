@@ -58,12 +58,12 @@ def _rows(part: Tensor, length: int) -> Tensor:
 
 
 def flash_forward(
-    qkv: Sequence[Tensor], lengths: Lengths, share: float, options: Mapping[str, Any]
+    qkv: Sequence[Tensor], lengths: Lengths, dropout: float, options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
     """As `flash_attention`; what a window leaves out counts."""
     rows = [_rows(part, length) for part, length in zip(qkv, (lengths[2], *[lengths[3]] * 2), strict=True)]
     causal = options["is_causal"] or "window_size_left" in options
-    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, share, causal)
+    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, dropout, causal)
     if lengths.queries is not None:
         log_sum = log_sum.transpose(0, 1).flatten(1)
     state = qkv[0].new_empty(2, dtype=torch.int64)
@@ -71,16 +71,16 @@ def flash_forward(
 
 
 def flash_backward(
-    tensors: Sequence[Tensor], lengths: Lengths, share: float, state: Sequence[Tensor], options: Mapping[str, Any]
+    tensors: Sequence[Tensor], lengths: Lengths, dropout: float, state: Sequence[Tensor], options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
     sizes = (lengths[2], lengths[2], lengths[3], lengths[3], lengths[2])
     grad, query, key, value, output = (_rows(part, size) for part, size in zip(tensors[:5], sizes, strict=True))
     log_sum = tensors[5].view(query.shape[1], -1, lengths[2]).transpose(0, 1)
     causal = options["is_causal"] or "window_size_left" in options
-    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, output, log_sum, state[0], state[0], lengths[2], lengths[3], share, causal, *state
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, output, log_sum, state[0], state[0], lengths[2], lengths[3], dropout, causal, *state
     )
-    return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(found, tensors[1:4], strict=True))
+    return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(gradients, tensors[1:4], strict=True))
 
 
 def flex_attention(

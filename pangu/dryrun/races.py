@@ -13,18 +13,6 @@ from dataclasses import dataclass, field
 from pangu.dryrun.device import StreamEntry
 
 Stream = int | str
-COLLECTIVES = {
-    "allreduce_": ("all_reduce", (0,), (0,)),
-    "allreduce_coalesced_": ("all_reduce", (0,), (0,)),
-    "_allgather_base_": ("all_gather", (1,), (0,)),
-    "allgather_": ("all_gather", (1,), (0,)),
-    "_reduce_scatter_base_": ("reduce_scatter", (1,), (0,)),
-    "alltoall_base_": ("all_to_all", (1,), (0,)),
-    "broadcast_": ("broadcast", (0,), (0,)),
-    "send": ("send", (0,), ()),
-    "recv_": ("receive", (), (0,)),
-}
-"""Operator of torch.distributed -> what it is called, and its arguments that are read and written."""
 HOST: Stream = "the host"
 Clock = dict[Stream, int]
 

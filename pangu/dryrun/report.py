@@ -95,7 +95,7 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
     for axis, kinds in report["collectives"].items():
         words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
         exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())
-        yield f"over {axis}", "; ".join(words) + (f", {size(exposed)} exposed" if axis == "expert" else "")
+        yield f"over {axis}", "; ".join(words) + (f", {size(exposed)} exposed" if exposed else "")
     bound, flops = size(report["memory_bound_bytes"]), report["flops"]
     yield "step", f"{report['launches']:,} launches, {bound} moved beside products, {flops:.3g} FLOPs in products"
     yield "host waits", _places(report["host_syncs"], "value of the device", "values of the device")

@@ -122,7 +122,7 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         schedule=parallel.schedule,
         layers=tuple(len(part.layers) for part in stages.parts),
         recomputed=0 if isinstance(recompute, str) else recompute,
-        shards=layout.zero_group,
+        zero_group=layout.zero_group,
         offload=config.memory.offload,
         chunks=parallel.overlap_chunks,
     )

@@ -114,7 +114,7 @@ class Plan(NamedTuple):
     """Of each chunk; (): as `light_ends` says."""
     recomputed: int = 0
     """With `recompute` = none, layers of each chunk that are computed again in full."""
-    shards: int = 0
+    zero_group: int = 0
     """Replicas that share states; 0: all."""
     offload: tuple[str, ...] = ()
     """What waits in host memory, as `memory.offload`."""
@@ -124,12 +124,17 @@ class Plan(NamedTuple):
     @property
     def layout(self) -> Layers:
         """Its degrees."""
-        return Layers(self.tensor, self.context, self.data, self.pipeline, self.shards)
+        return Layers(self.tensor, self.context, self.data, self.pipeline, self.zero_group)
 
     @property
     def replicas(self) -> int:
         """Ranks with the same weights and other tokens."""
         return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Of these, ranks that the states are sharded over."""
+        return (self.zero_group or self.replicas) if self.zero else 1
 
     @property
     def axes(self) -> int:
@@ -239,8 +244,7 @@ def sent_to_host(layer: ModuleWork) -> ModuleWork:
 
 def state_bytes(system: System, plan: Plan, numbers: float) -> float:
     """Bytes on the device that last from step to step, of so many parameters of a stage."""
-    replicas = plan.replicas
-    shards = (plan.shards or replicas) if plan.zero else 1
+    shards = plan.shards
     # schedules that compute weight gradients late keep whole gradients
     gradient_shards = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
     main = 0.0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
@@ -263,7 +267,7 @@ def _step(
     if holds == 2:
         numbers -= twice
     replicas = plan.replicas
-    shards = (plan.shards or replicas) if plan.zero else 1
+    shards = plan.shards
     sends: list[Collective] = []
     # whole gradients are there for one micro-batch only: each is reduced
     often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1

@@ -70,7 +70,7 @@ class Bounds:
             return 0.0
         system, shape = self._space.program.system, self._space.program.shape
         numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
-        shards = (plan.shards or plan.replicas) if plan.zero else 1
+        shards = plan.shards
         latency, per_byte = self._link(plan)
         sizes = (system.gradient_bytes, system.number_bytes)
         gradients, weights = (numbers * size * per_byte + latency for size in sizes)
@@ -89,7 +89,7 @@ class Bounds:
 
     def _link(self, plan: Plan) -> tuple[float, float]:
         """Latency and seconds of a byte of a collective of the replicas that share states."""
-        key = (plan.tensor, plan.data, plan.context, plan.shards)
+        key = (plan.tensor, plan.data, plan.context, plan.zero_group)
         if key not in self._links:
             cluster = self._space.cluster
             group = plan.layout.groups(cluster.node)["shard"]

@@ -231,7 +231,7 @@ def _words(model: ModelConfig, tensor: int) -> int:
 
 
 def _sharding(plan: Plan) -> Sharding:
-    shards = (plan.shards or plan.replicas) if plan.zero else 1
+    shards = plan.shards
     stage = plan.zero if shards > 1 or "parameters" in plan.offload else 0
     return Sharding(stage, 0, shards, plan.replicas, plan.offload)
 
@@ -262,7 +262,7 @@ def _communicators(plan: Plan, stage: int, model: ModelConfig) -> int:
     """Groups in which a stage sends: of tensor ranks, of those that share sequences, of replicas (all; those that share
     states, to reduce and to gather; those that hold the same share), of two stages for each kind of message from one to
     the other, of the first and the last stage, of all stages, which share relative positions, and of all ranks."""
-    shards = _sharding(plan).size
+    shards = plan.shards
     replicas = (plan.context > 1) + (plan.replicas > 1) + 2 * (shards > 1) + (1 < shards < plan.replicas)
     v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
     # activations to the next stage and gradients back, both ways in a V; with further chunks stages form a ring

@@ -215,7 +215,7 @@ def _reduced(plan: Plan) -> Plan:
         zero=3 if plan.zero == 3 else 0,
         layers=(),
         recomputed=0,
-        shards=0,
+        zero_group=0,
         offload=(),
     )
 

@@ -11,12 +11,14 @@ from pangu.topology.layout import Layout
 def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
     """The configuration in a few lines: model, layout, what the fullest device keeps, batch and length of the run."""
     model, batch = config.model, config.batch
-    parameters, tokens = num_parameters(model), batch.global_size * model.sequence
+    parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
+    if model.experts is not None:
+        parameters += f", {num_parameters(model, active=True):,} of them active for a token"
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
     rows = [
-        ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters:,} parameters"),
+        ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters}"),
         (
             "layout",
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "

@@ -121,7 +121,7 @@ KEYS = {
     "context": "parallel.context",
     "sequence": "parallel.sequence",
     "zero": "parallel.zero",
-    "shards": "parallel.zero_group",
+    "zero_group": "parallel.zero_group",
     "micro_size": "batch.micro_size",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
@@ -134,7 +134,7 @@ def keys_of(plan: Plan) -> dict[str, Any]:
     """The keys that a layout stands for, with their values."""
     values = {
         **plan._asdict(),
-        "shards": plan.shards or None,
+        "zero_group": plan.zero_group or None,
         "recompute": plan.recomputed or plan.recompute,
         "offload": list(plan.offload),
     }
@@ -326,8 +326,8 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         zeros += [(1, node), (3, node)]
     if space.fixed.get("zero") == 0:
         zeros = [(0, 0)]
-    if "shards" in space.fixed:
-        group = space.fixed["shards"] or 0  # null: all replicas
+    if "zero_group" in space.fixed:
+        group = space.fixed["zero_group"] or 0  # null: all replicas
         zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.replicas % (group or 1) == 0]
     most = max(plan.layers)
     recomputes: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0), ("full", 0)]
@@ -335,14 +335,14 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     if "recompute" in space.fixed:
         given = space.fixed["recompute"]
         recomputes = [("none", given)] if isinstance(given, int) else [(given, 0)]
-    for zero, shards in zeros:
+    for zero, group in zeros:
         if space.fixed.get("zero", zero) != zero:
             continue
         for recompute, recomputed in recomputes:
             for offload in _options(space.fixed, "offload", ((),)):
                 if zero == 3 or "parameters" not in offload:
                     yield plan._replace(
-                        zero=zero, shards=shards, recompute=recompute, recomputed=recomputed, offload=offload
+                        zero=zero, zero_group=group, recompute=recompute, recomputed=recomputed, offload=offload
                     )
 
 

@@ -98,7 +98,7 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
             f"{plan.pipeline}",
             f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
             f"{plan.data}{f' x {plan.context}' if plan.context > 1 else ''}",
-            f"{plan.zero}{f' of {plan.shards}' if plan.shards else ''}",
+            f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
             f"{plan.micro_size}",
             saved + "".join(f", {part} offloaded" for part in plan.offload),
             f"{one.time.total:.3f} s",
@@ -158,7 +158,7 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
             changes.append((f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}))
     sizes = (plan.micro_size * 2, plan.micro_size // 2)
     changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in sizes if size]
-    changes += [(f"ZeRO {zero}", {"zero": zero, "shards": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
+    changes += [(f"ZeRO {zero}", {"zero": zero, "zero_group": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
     changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
     counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 else ()
     changes += [(f"products in {count} chunks", {"chunks": count}) for count in sorted(counts)]

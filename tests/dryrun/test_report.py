@@ -126,3 +126,12 @@ def test_a_dry_run_says_whether_it_fits() -> None:
     fits, not_ = (called("tools/plan", *SMALL, "cluster=a100", f"cluster.memory.gib={n}", "--dry-run") for n in (40, 1))
     assert "memory       fits on a100" in fits.stdout
     assert "memory       does not fit on a100" in not_.stdout
+
+
+@SHARED
+def test_what_no_product_hides_is_told_of_each_axis() -> None:
+    """Sums of tensor ranks wait; gradients of replicas hide behind backward, but for those of the last products."""
+    done = called("tools/plan", *SMALL, "parallel.tensor=2", "parallel.data=2", "parallel.zero=1", "--dry-run")
+    said = dict(line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("over "))
+    assert said["tensor"].endswith(" exposed")
+    assert " exposed" in said["shard"]

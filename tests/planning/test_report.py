@@ -71,3 +71,11 @@ def test_a_plan_of_many_layers_stages_and_micro_batches_is_quick() -> None:
     fullest_states(chosen, Layout(pipeline=64), stages)
     advise(stages.schedule, stages.durations, 1000, 1)
     assert time.thread_time() - began < 5
+
+
+def test_a_model_with_experts_says_what_is_active() -> None:
+    """Mixtral 8x7B: 46.7 billion weights, of which a token passes 12.9 (Jiang et al. 2024, table 1)."""
+    chosen = config("+config=mixtral_8x7b")
+    layout = Layout(tensor=8, pipeline=4)
+    text = describe(chosen, layout, fullest_states(chosen, layout, plan_stages(chosen, layout)))
+    assert "46,702,792,704 parameters, 12,879,925,248 of them active for a token" in text
