@@ -7,7 +7,7 @@ that hold all pairs grows with the logarithm of the number of options; that of t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 Case = dict[str, str]
@@ -17,7 +17,7 @@ Pair = frozenset[Choice]
 Rule = Callable[[Mapping[str, str]], bool]
 """False if the values given so far cannot be together, whatever is still missing."""
 
-TRIES = 3
+TRIES = 10
 """Cases made for a missing pair, of which the best is taken."""
 
 
@@ -41,7 +41,7 @@ class Cover:
         rule: Rule,
         cost: Callable[[Mapping[str, str]], float],
         of: str | None = None,
-        of_more: Rule | None = None,
+        more: tuple[Rule, Collection[str]] | None = None,
     ) -> None:
         """
         Args:
@@ -49,16 +49,15 @@ class Cover:
             rule: what cannot be together.
             cost: of a case, in new pairs that would pay for it.
             of: if given, only pairs with a value of this option are asked for.
-            of_more: of the rule, what single pairs do not tell; None: all of it.
+            more: of the rule, what single pairs do not tell, and the options that it looks at; None: all of it.
         """
-        self._factors, self._rule, self._cost = factors, of_more or rule, cost
+        self._factors, self._cost = factors, cost
+        self._rule, self._looks_at = more or (rule, factors)
         self._chance = random.Random(0)
+        self._bit = {(name, value): 1 << number for number, (name, value) in enumerate(_choices(factors))}
         self.apart = {pair for pair in all_pairs(factors) if not rule(dict(pair))}
         """Pairs that the rule forbids by themselves."""
-        self._never: dict[Choice, set[Choice]] = {(n, v): set() for n, values in factors.items() for v in values}
-        for one, other in map(tuple, self.apart):
-            self._never[one].add(other)
-            self._never[other].add(one)
+        self._never = self._partners(self.apart)
         self.impossible: set[Pair] = set()
         """Pairs of which there is no case at all: `apart`, and what would need a third value that is apart."""
         self.cases: list[Case] = []
@@ -66,52 +65,73 @@ class Cover:
         missing = dict.fromkeys(  # in order, unlike a set
             pair for pair in all_pairs(factors) if of is None or any(name == of for name, _ in pair)
         )
-        self._wanted: dict[Choice, set[Choice]] = {(n, v): set() for n, values in factors.items() for v in values}
-        for one, other in map(tuple, missing):
-            self._wanted[one].add(other)
-            self._wanted[other].add(one)
+        self._wanted = self._partners(missing)
         while missing:
             pair = next(iter(missing))
-            tries = [] if pair in self.apart else [self.complete(dict(pair)) for _ in range(TRIES)]
-            made = [case for case in tries if case is not None]
-            if made:
-                best = max(made, key=self._worth)
-                self.cases.append({name: best[name] for name in factors})
-            else:
+            best = None if pair in self.apart else self._best(dict(pair))
+            if best is None:
                 self.impossible.add(pair)
-            for found in pairs_of(best) if made else (pair,):
-                missing.pop(found, None)
-                one, other = found
-                self._wanted[one].discard(other)
-                self._wanted[other].discard(one)
+            else:
+                self.cases.append({name: best[name] for name in factors})
+            for each in (pair,) if best is None else pairs_of(best):
+                missing.pop(each, None)
+                one, other = each
+                self._wanted[one] &= ~self._bit[other]
+                self._wanted[other] &= ~self._bit[one]
+
+    def _partners(self, pairs: Iterable[Pair]) -> dict[Choice, int]:
+        """Each value -> those of other options that it is with in one of the pairs, as bits."""
+        partners = dict.fromkeys(self._bit, 0)
+        for one, other in pairs:
+            partners[one] |= self._bit[other]
+            partners[other] |= self._bit[one]
+        return partners
+
+    def _best(self, begun: Case) -> Case | None:
+        """Of some cases with the values of `begun`, the one with most that is new; None if there is none."""
+        made = (self._complete(begun, self._left(begun, self._factors, begun)) for _ in range(TRIES))
+        return max((case for case in made if case is not None), key=self._worth, default=None)
 
     def _worth(self, case: Case) -> float:
-        decided = set(case.items())
-        return sum(len(self._wanted[choice] & decided) for choice in decided) / 2 - self._cost(case)
+        decided = self._bits(case)
+        return sum((self._wanted[choice] & decided).bit_count() for choice in case.items()) / 2 - self._cost(case)
 
-    def complete(self, case: Case) -> Case | None:
-        """The case with values for what is missing; None if there is none."""
-        allowed = {}
-        for name, values in self._factors.items():
-            if name not in case:
-                fits = [value for value in values if self._fits(case, name, value)]
-                if not fits:
-                    return None
-                allowed[name] = fits
-        if not allowed:
-            return case
-        fewest = min(map(len, allowed.values()))  # what is nearly decided comes first: dead ends are short
-        name = self._chance.choice([name for name, values in allowed.items() if len(values) == fewest])
-        decided = set(case.items())
+    def _bits(self, case: Case) -> int:
+        return sum(self._bit[choice] for choice in case.items())
+
+    def _left(self, case: Case, values: Mapping[str, Sequence[str]], new: Case) -> dict[str, list[str]] | None:
+        """Of the values of options that a case lacks, those that fit now that it has the `new` ones; None if an option
+        has none left."""
+        left, decided = {}, self._bits(new)
+        looks_at = self._looks_at if any(name in self._looks_at for name in new) else ()
+        for name in (name for name in values if name not in case):
+            fits = [value for value in values[name] if not self._never[name, value] & decided]
+            if name in looks_at:
+                fits = [value for value in fits if self._rule({**case, name: value})]
+            if not fits:
+                return None
+            left[name] = fits
+        return left
+
+    def _complete(self, case: Case, left: Mapping[str, list[str]] | None) -> Case | None:
+        """The case with values for the options that are left, of those that fit; None if there is none."""
+        if not left:
+            return case if left is not None else None
+        fewest = min(map(len, left.values()))  # what is nearly decided comes first: dead ends are short
+        name = self._chance.choice([name for name, values in left.items() if len(values) == fewest])
+        decided = self._bits(case)
 
         def worth(value: str) -> float:
-            return len(self._wanted[name, value] & decided) - self._cost({**case, name: value})
+            return (self._wanted[name, value] & decided).bit_count() - self._cost({**case, name: value})
 
-        for value in sorted(self._chance.sample(allowed[name], fewest), key=worth, reverse=True):
-            whole = self.complete({**case, name: value})
+        for value in sorted(self._chance.sample(left[name], fewest), key=worth, reverse=True):
+            more = {**case, name: value}
+            whole = self._complete(more, self._left(more, left, {name: value}))
             if whole is not None:
                 return whole
         return None
 
-    def _fits(self, case: Case, name: str, value: str) -> bool:
-        return self._never[name, value].isdisjoint(case.items()) and self._rule({**case, name: value})
+
+def _choices(factors: Mapping[str, Sequence[str]]) -> Iterator[Choice]:
+    for name, values in factors.items():
+        yield from ((name, value) for value in values)

@@ -1,4 +1,4 @@
-"""The commands of the READMEs are commands that work."""
+"""The commands of the READMEs and of docs are commands that work."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from hydra._internal.utils import get_args_parser as hydra_parser
 from torch.distributed.run import get_args_parser
 
 from pangu.config.help import show_help
+from pangu.config.layout_checks import layout_problems
 from pangu.training.process import Heartbeat
 from tests.configs import RECIPES, config
 from tests.end_to_end.commands import called, metrics
 from tests.spawn import repository
 
 READMES = [repository() / "README.md", repository() / "README.zh.md"]
+DOCS = sorted((repository() / "docs").glob("*.md"))
 
 
 def commands(readme: Path) -> list[list[str]]:
-    """The words of each indented command, continued lines joined."""
+    """The words of each indented command, continued lines joined and comments left out."""
     text = readme.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = re.findall(r"^ {4}((?:python|torchrun|pip) .*)$", text, re.MULTILINE)
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def test_both_languages_show_the_same_commands() -> None:
     assert commands(READMES[0]) == commands(READMES[1])
     assert len(commands(READMES[0])) >= 9
+
+
+@pytest.mark.parametrize("chinese", [page for page in DOCS if page.name.endswith(".zh.md")], ids=lambda path: path.name)
+def test_what_a_chinese_page_shows_stands_in_the_english_one(chinese: Path) -> None:
+    english = commands(chinese.with_name(chinese.name.replace(".zh", "")))
+    assert [words for words in commands(chinese) if words not in english] == []
 
 
 def test_the_two_commands_of_the_contract_stand_there() -> None:
@@ -49,20 +57,21 @@ def test_both_warn_of_open_ports() -> None:
         assert "`MASTER_PORT`" in warning
 
 
-def parsed(words: list[str]) -> None:
-    """Have a command read by the parser of what it names. Raises or exits if that refuses it."""
+def parsed(words: list[str], processes: int = 1) -> None:
+    """Have a command read by the parser of what it names, and its layout checked. Raises or exits if it is refused."""
     if "&&" in words:
         place = words.index("&&")
         parsed(words[:place])
         parsed(words[place + 1 :])
     elif words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
         options = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
-        parsed(["python", options.training_script, *options.training_script_args])
+        processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
+        parsed(["python", options.training_script, *options.training_script_args], processes)
     elif words[:2] == ["python", "pretrain.py"] and "--help" in words:
         assert show_help(words[2:], repository() / "configs")
     elif words[:2] == ["python", "pretrain.py"]:
         options, overrides = hydra_parser().parse_known_args(words[2:])
-        config(*options.overrides, *overrides)
+        assert not layout_problems(config(*options.overrides, *overrides), processes)
     elif words[0] == "python" and words[1] != "-m":
         module = import_module(words[1].removesuffix(".py").replace("/", "."))
         module.parse(words[2:])
@@ -75,7 +84,10 @@ def parsed(words: list[str]) -> None:
         assert all(extra in known for each in extras for extra in each.split(","))
 
 
-@pytest.mark.parametrize("words", [*commands(READMES[0]), *commands(READMES[1])], ids=" ".join)
+ONE_OF_EACH = [[*words] for words in {tuple(words): 0 for page in (*READMES, *DOCS) for words in commands(page)}]
+
+
+@pytest.mark.parametrize("words", ONE_OF_EACH, ids=" ".join)
 def test_every_command_is_understood(words: list[str]) -> None:
     parsed(words)
 

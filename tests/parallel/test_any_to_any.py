@@ -18,8 +18,8 @@ from torch import Tensor
 from pangu.topology.layout import Layout
 from pangu.training.resuming import load_checkpoint
 from tests.covering import Case, Cover, all_pairs, pairs_of
+from tests.parallel.cases import CHUNKS, among
 from tests.parallel.harness import OVERRIDES, whole
-from tests.parallel.test_layouts import CHUNKS, among
 from tests.parallel.test_zero_runs import Steps, save, train, trainer_of, two_states
 from tests.threads import Ranks
 

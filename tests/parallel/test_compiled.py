@@ -20,19 +20,8 @@ from pangu.models import compiled
 from pangu.models.compiled import ways
 from pangu.topology.layout import Layout
 from tests.covering import Case, Cover
-from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout, whole
-from tests.parallel.test_layouts import (
-    FACTORS,
-    MODEL,
-    RECOMPUTE,
-    cost,
-    fits,
-    keys_of,
-    layout_of,
-    name_of,
-    way_of_collectives,
-    way_of_gradients,
-)
+from tests.parallel.cases import FACTORS, FITS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
+from tests.parallel.harness import OVERRIDES, small_trainer, whole
 from tests.threads import Ranks
 
 pytestmark = pytest.mark.usefixtures("empty_compiler")
@@ -50,7 +39,7 @@ MORE = {
     "store": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
     "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
 }
-COVER = Cover({"compile": ("true",), **FACTORS}, fits, cost, of="compile")
+COVER = Cover({"compile": ("true",), **FACTORS}, **FITS, of="compile")
 
 
 def graphs() -> int:
@@ -90,16 +79,11 @@ def test_layers_steps_and_micro_batches_share_a_graph() -> None:
     assert graphs() == 2  # five layers, and the query layer
 
 
-def same_run(ranks: Ranks, case: Case, backend: str, tolerance: float = 1e-12) -> None:
+def same_run(ranks: Ranks, case: Case, backend: str) -> None:
     """A layout with compiled layers and one process without, number by number."""
-    layout, (model, own) = layout_of(case), keys_of(case)
-    words = (*model, "precision=fp64")
-    one = one_process(2, *words)
-    with patch.object(compiled, "BACKEND", backend), way_of_collectives(case), way_of_gradients(case):
-        ours = ranks.run(layout.world, train_layout, layout, 2, *words, *own, "compile=true")
+    with patch.object(compiled, "BACKEND", backend):
+        equals_one_process(ranks, case, "compile=true")
     assert graphs() > 0
-    still = {name for name, weight in one["weights"].items() if torch.equal(weight, one["first"][name])}
-    compare(ours[0], one, tolerance, still)
 
 
 @pytest.mark.parametrize("way", THREE)

@@ -1,9 +1,7 @@
-"""Sequences that ranks share: long ones, any options together, and what goes over the wire."""
+"""Long sequences that ranks share; `test_layouts.py` has short ones under every other option."""
 
 from __future__ import annotations
 
-import random
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -17,19 +15,7 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.random import generator
 from pangu.training.step import StepResult, Trainer
 from tests.configs import tiny
-from tests.covering import Case
-from tests.parallel.harness import compare, one_process, parallel_keys, train_layout, whole
-from tests.parallel.test_layouts import (
-    COVER,
-    FACTORS,
-    FROZEN,
-    devices,
-    fits,
-    keys_of,
-    layout_of,
-    way_of_collectives,
-    way_of_gradients,
-)
+from tests.parallel.harness import parallel_keys, whole
 from tests.threads import Ranks
 
 LONG = 8192
@@ -92,27 +78,3 @@ def test_a_long_sequence_equals_one_process(ranks: Ranks, layout: Layout, kind: 
     for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), 1e-4)
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-11 * scale, msg=name)
-
-
-def random_case(number: int) -> Case:
-    """Any values that go together, of ranks that share sequences."""
-    chance = random.Random(number)
-    while True:
-        given = {name: chance.choice(values) for name, values in FACTORS.items() if name.startswith("context")}
-        given |= {name: chance.choice(FACTORS[name]) for name in chance.sample(list(FACTORS), 6)}
-        if fits(given) and devices(given) > 1 and (case := COVER.complete(given)) is not None:
-            return {name: case[name] for name in FACTORS}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(100))
-def test_any_options_together_equal_one_process(ranks: Ranks, number: int) -> None:
-    """As the covering array, to 1e-12."""
-    case = random_case(number)
-    layout, (model, own) = layout_of(case), keys_of(case)
-    one = one_process(2, *model, "precision=fp64")
-    patterns = FROZEN[case["frozen"]]
-    frozen = {name for name in one["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    with way_of_collectives(case), way_of_gradients(case):
-        ours = ranks.run(layout.world, train_layout, layout, 2, *model, "precision=fp64", *own)
-    compare(ours[0], one, 1e-12, frozen)

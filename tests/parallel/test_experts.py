@@ -1,17 +1,24 @@
-"""Mixtures of experts: every layout equals one process, and so do micro-batches of any size."""
+"""Mixtures of experts: what the covering array of layouts has no values for, where a run goes on, what is sent."""
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from pangu.collectives.context import ContextRegion
+from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.topology.layout import Layout
-from pangu.training import step
-from pangu.zero import weight_products
-from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
-from tests.parallel.test_layouts import add_product
-from tests.threads import Ranks
+from pangu.training.validation import in_training
+from tests.collective_counter import ALL_TO_ALL, counted
+from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
+from tests.parallel.test_any_to_any import CHECKPOINT, resume
+from tests.parallel.test_layouts import PRECISIONS, follows_one_process
+from tests.parallel.test_zero_runs import save
+from tests.spawn import Pool
+from tests.threads import Ranks, replaced_here
 
 MODEL = (
     *OVERRIDES,
@@ -22,7 +29,6 @@ MODEL = (
     "model.expert_ffn=12",
     "batch.global_size=8",
 )
-GROUPED = ("model.router.selection=each_group", "model.router.groups=2", "model.router.normalised=false")
 LIMITED = (
     "model.router.selection=group_limited",
     "model.router.groups=3",
@@ -30,80 +36,130 @@ LIMITED = (
     "model.router.score=sigmoid",
     "model.router.scale=2.5",
 )
+FROZEN = ("embedding.", "layers.0.", "layers.1.mlp.router.")
 CASES = {
     # layout, what one process is told too, what only the layout is told
     "micro_batches": (Layout(), ("model.expert_capacity=0.8", "model.router.z_loss=0.01"), ("batch.micro_size=4",)),
-    "replicas": (Layout(data=4), ("model.router.balance=global", "batch.micro_size=1"), ()),
-    "tensor": (Layout(tensor=2), ("model.expert_capacity=1", "model.router.z_loss=0.01", *GROUPED), ()),
-    "sequence": (
-        Layout(tensor=4, sequence=True),
-        ("model.router.balance=bias", "model.shared_experts=1", *LIMITED),
+    "six": (
+        Layout(tensor=2, data=3, expert=6, expert_tensor=1, sequence=True, zero=3),
+        ("model.kind=gpt", "model.shared_experts=1", "batch.micro_size=1", "batch.global_size=6"),
         ("memory.recompute=full",),
     ),
-    "zero_1": (Layout(data=2, zero=1), ("optimizer=lamb", "model.activation=swiglu", "model.biases=false"), ()),
-    "zero_2": (
-        Layout(data=2, zero=2, tensor=2),
-        ("optimizer=lamb", "model.dense_layers=1", "model.expert_capacity=1.2"),
-        ("memory.recompute=selective",),
-    ),
-    "zero_3": (
-        Layout(data=4, zero=3, zero_group=2),
-        ("model.kind=gpt", "model.norm_placement=post", "model.router.balance=global", "batch.micro_size=1"),
-        ("memory.recompute=selective", "memory.offload=[optimizer,activations]"),
-    ),
-    "pipeline": (
-        Layout(pipeline=3, data=2, zero=2),
-        ("model.router.balance=bias", "model.expert_every=2", "model.experts_per_token=3", "batch.micro_size=1"),
+    "never_sharded": (Layout(data=2, expert=2, zero=3), ("optimizer=lamb",), ()),
+    "copies_of_shards": (Layout(data=8, expert=2, zero=2, zero_group=4), ("batch.micro_size=1", "optimizer=lamb"), ()),
+    "sequences_of_four": (
+        Layout(data=2, context=4, expert=2, zero=3, zero_group=4),
+        ("optimizer=lamb", "model.router.balance=bias", "model.expert_capacity=0.7", "model.expert_every=2", *LIMITED),
         (),
     ),
-    "zero_bubble": (
-        Layout(pipeline=2, tensor=2, sequence=True, virtual=2),
-        ("model.kind=gpt", "model.shared_experts=2", "model.expert_capacity=0.7", *GROUPED, "optimizer=lamb"),
-        ("parallel.schedule=zb_v", "memory.recompute=selective", "parallel.overlap_chunks=2"),
-    ),
-    "zero_bubble_recomputed": (
-        Layout(pipeline=2, data=2, zero=1),
-        ("model.router.balance=global", "model.router.z_loss=0.1", "batch.micro_size=1"),
-        ("parallel.schedule=zb_h1", "memory.recompute=full"),
-    ),
-    "context": (
-        Layout(context=2, tensor=2, sequence=True),
-        ("model.expert_capacity=0.7", "model.router.z_loss=0.01", "model.router.score=sigmoid"),
-        ("memory.recompute=full",),
-    ),
-    "context_of_replicas": (
-        Layout(context=2, data=2, pipeline=2, zero=3),
-        ("model.expert_capacity=1", "model.router.balance=bias", "model.kind=gpt", "batch.micro_size=1", *GROUPED),
-        ("parallel.context_kind=ring",),
-    ),
-    "context_and_expert": (
-        Layout(context=2, data=2, expert=2, zero=1),
-        ("model.expert_capacity=0.8", "model.router.z_loss=0.01", "batch.micro_size=1"),
-        (),
-    ),
-    "frozen": (
-        Layout(pipeline=2, data=2, zero=3),
-        ("train.frozen=[embedding.*,layers.0.*,layers.1.mlp.router.*]", "model.router.balance=bias"),
+    "frozen_router": (
+        Layout(pipeline=2, data=2, expert=2, zero=3),
+        (f"train.frozen=[{'*,'.join(FROZEN)}*]", "model.router.balance=bias", "batch.micro_size=1"),
         (),
     ),
 }
 
 
-@pytest.mark.parametrize("products", [False, True], ids=["", "products_add"])
-@pytest.mark.parametrize("case", CASES)
-def test_experts_under_every_layout_equal_one_process(ranks: Ranks, case: str, products: bool) -> None:
+def run_case(ranks: Ranks | Pool, name: str) -> None:
     """1e-12 relative, as dense models: the routes are the same, and sums are added in another order."""
-    layout, model, own = CASES[case]
-    if products and case not in ("zero_bubble", "zero_2"):
-        return
-    one = one_process(3, *MODEL, *model)
-    with (
-        patch.object(step, "products_add", lambda device: products),
-        patch.object(weight_products, "add_product", add_product),
-    ):
-        ours = ranks.run(layout.world, train_layout, layout, 3, *MODEL, *model, *own)[0]
-    frozen = {name for name in one["first"] if name.startswith(("embedding", "layers.0.", "layers.1.mlp.router"))}
-    compare(ours, one, 1e-12, frozen if case == "frozen" else ())
-    for mine, reference in zip(ours["results"], one["results"], strict=True):
-        assert mine.experts == pytest.approx(reference.experts, rel=1e-12)
-        assert reference.experts["load"] > 1.0
+    layout, model, own = CASES[name]
+    one = one_process(2, *MODEL, *model)
+    frozen = {weight for weight in one["first"] if name == "frozen_router" and weight.startswith(FROZEN)}
+    compare(ranks.run(layout.world, train_layout, layout, 2, *MODEL, *model, *own)[0], one, 1e-12, frozen)
+    assert all(result.experts["load"] > 1.0 for result in one["results"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_under_a_layout_equal_one_process(ranks: Ranks, name: str) -> None:
+    run_case(ranks, name)
+
+
+def test_processes_do_what_threads_do(pool: Pool) -> None:
+    """With gloo's own exchange."""
+    run_case(pool, "frozen_router")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_experts_that_get_no_token_in_narrow_formats(ranks: Ranks, precision: str) -> None:
+    """Two sequences of 16 tokens for 24 experts: a rank's grouped products have groups without rows."""
+    words = ("model.experts=24", "model.layers=3", "model.experts_per_token=1", "batch.global_size=2")
+    follows_one_process(ranks, Layout(data=2, expert=2), precision, (*MODEL, *words, "batch.micro_size=1"))
+
+
+BEFORE_AND_AFTER = [
+    (Layout(data=4, expert=2, zero=3), Layout(tensor=2)),
+    (Layout(tensor=2, data=2, expert=2), Layout(data=2, expert=2, zero=2)),
+    (Layout(), Layout(tensor=2, data=2, expert=4, expert_tensor=1, zero=1)),
+    (Layout(data=3, expert=3, zero=1), Layout(pipeline=2, data=2, expert=2)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER, ids=str)
+def test_a_run_goes_on_with_its_experts_elsewhere(before: Layout, after: Layout, ranks: Ranks, tmp_path: Path) -> None:
+    """Moments, biases of the router and all. In fp64 the next step is that of the run that was not interrupted."""
+    model = (*MODEL, "model.experts=12", "batch.global_size=12", "batch.micro_size=1", "model.router.balance=bias")
+    model = (*model, "parallel.schedule=1f1b", "optimizer=lamb")
+    expected = ranks.run(before.world, save, before, str(tmp_path), 1, *model)[0]
+    words = (after, tmp_path / CHECKPOINT, str(tmp_path / "aside"), *model)
+    resumed = ranks.run(after.world, resume, *words)[0]
+    assert resumed.first.keys() == expected.first.keys()
+    assert all(torch.equal(loaded, expected.first[name]) for name, loaded in resumed.first.items())
+    assert resumed.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert max(float((resumed.second[name] - weight).abs().max()) for name, weight in expected.second.items()) <= 1e-12
+
+
+def texts(rank: int, world: int, layout: Layout) -> list[list[int]]:
+    """Drawn by a model in training for one prompt, which two replicas cannot share."""
+    trainer, _ = small_trainer(layout, *MODEL)
+    prompts = [[5, 6, 7]]
+    return generate_shared(in_training(trainer.config, trainer, None), prompts, Sampling(max_tokens=4, temperature=0.0))
+
+
+def test_replicas_that_share_experts_draw_texts_together(ranks: Ranks) -> None:
+    one = texts(0, 1, Layout())
+    assert ranks.run(2, texts, Layout(data=2, expert=2)) == [one, one]
+
+
+def told(rank: int, world: int) -> int:
+    """How often the ranks that share sequences tell each other their choices in a step."""
+    words = ("batch.micro_size=1", "batch.global_size=2", "model.expert_capacity=1", "memory.recompute=full")
+    trainer, batches = small_trainer(Layout(context=2), *MODEL, *words)
+    totals, times = ContextRegion.totals, []
+
+    def counting(region: ContextRegion, counts: Tensor) -> tuple[Tensor, Tensor]:
+        times.append(counts.shape)
+        return totals(region, counts)
+
+    with replaced_here(ContextRegion, totals=counting):
+        trainer.train_step(batches)
+    return len(times)
+
+
+def test_a_recompute_tells_nobody_its_choices_again(ranks: Ranks) -> None:
+    """Four layers have experts; two micro-batches."""
+    assert ranks.run(2, told) == [8, 8]
+
+
+def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:
+    """Bytes that a rank's all-to-alls hold in a step."""
+    trainer, batches = small_trainer(layout, *overrides)
+    with counted() as totals:
+        trainer.train_step(batches)
+    return totals[ALL_TO_ALL].bytes
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_bytes_of_all_to_alls_are_the_formulas(ranks: Ranks, chunks: int) -> None:
+    """Of each token's choices the hidden states and the weight go there, and the outputs come back; their gradients
+    go the other way; numbers of rows are int64. Four layers have experts, two sequences of 16 tokens each rank."""
+    layout, experts, width, count, layers, micro_batches = Layout(data=2, expert=2), 6, 24, 2, 4, 2
+    keys = (
+        *MODEL,
+        "batch.global_size=4",
+        "batch.micro_size=1",
+        f"parallel.overlap_chunks={chunks}",
+        "model.kind=pangu",
+    )
+    rows = 2 * micro_batches * 16 * count
+    expected = layers * (2 * rows * (2 * width + 1) * 8 + 2 * micro_batches * chunks * experts * 8)
+    assert sum(ranks.run(2, sent, layout, *keys)) == expected

@@ -7,265 +7,19 @@ generation. In narrow formats losses and norms are compared to a few roundings.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
-from unittest.mock import patch
-
 import pytest
-from torch import Tensor
 
-from pangu.topology import mesh
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Algorithms
-from pangu.training import step
 from pangu.training.step import StepResult
-from pangu.zero import weight_products
-from tests.covering import Case, Cover, Rule, all_pairs, pairs_of
-from tests.parallel.harness import OVERRIDES, compare, one_process, small_trainer, train_layout
+from tests.covering import Case, Cover, all_pairs, pairs_of
+from tests.parallel.cases import FACTORS, FITS, devices, equals_one_process, fits, keys_of, layout_of, name_of, ways_of
+from tests.parallel.harness import small_trainer
 from tests.threads import Ranks
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "breadth_first": 2, "zb_h1": 1, "zb_v": 2}
-"""Schedule -> chunks per stage."""
-FROZEN = {
-    "nothing": (),
-    "bottom": ("embedding.*", "layers.0.*"),  # backward has nothing to do here
-    "scattered": ("layers.1.*", "layers.0.mlp.*.bias", "final_norm.*"),
-}
-RECOMPUTE = {
-    "none": "",
-    "full": "memory.recompute=full",
-    "one_layer": "memory.recompute=1",
-    "selective": "memory.recompute=selective",
-    "attention": "memory.recompute=selective memory.selective=[attention]",
-    "activation": "memory.recompute=selective memory.selective=[activation]",
-    "norm": "memory.recompute=selective memory.selective=[norm]",
-}
-SPARSE = {
-    "null": "null",
-    "fixed": "{kind:fixed,block:2,local_blocks:2,global_blocks:1}",
-    "strided": "{kind:strided,block:1,local_blocks:3,stride:4}",
-    "bigbird": "{kind:bigbird,block:2,local_blocks:1,global_blocks:1,random_blocks:1,seed:5}",
-}
-ROUTERS = {
-    "top": "",
-    "one": "model.experts_per_token=1 model.router.normalised=false model.router.z_loss=0.01",
-    "each_group": "model.router.selection=each_group model.router.groups=2 model.router.normalised=false",
-    "limited": "model.router.selection=group_limited model.router.groups=2 model.router.groups_per_token=1 "
-    "model.router.score=sigmoid model.router.scale=2.5",
-}
-EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
-FACTORS: dict[str, tuple[str, ...]] = {
-    # the layout
-    "schedule": tuple(CHUNKS),
-    "tensor": ("1", "2", "3", "4"),
-    "sequence": ("false", "true"),
-    "overlap_chunks": ("1", "3"),
-    "pipeline": ("1", "2", "3", "4"),
-    "cut": ("even", "uneven"),
-    "data": ("1", "2", "4"),
-    "context": ("1", "2", "4"),
-    "context_kind": ("auto", "gather", "ring", "ulysses"),
-    "expert": ("1", "2", "4"),
-    "expert_tensor": ("null", "1"),
-    "zero": ("0", "1", "2", "3"),
-    "zero_group": ("null", "2"),
-    "overlap": ("true", "false"),
-    "exchange": ("false", "true"),  # collectives as NCCL does them, or as all-to-all and sums, which gloo is quicker at
-    "recompute": tuple(RECOMPUTE),
-    "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
-    "loss_chunk": ("null", "5", "1000"),
-    "matmul": ("compute", "fp8"),
-    "products": ("false", "true"),  # gradients of matrices made by autograd and then added, or added by the product
-    # the run
-    "micro_batches": ("1", "2", "3", "4"),
-    "micro_size": ("1", "2"),
-    "optimizer": ("adam", "lamb"),
-    "frozen": tuple(FROZEN),
-    # the model
-    "router": tuple(ROUTERS),
-    "balance": ("sequence", "global", "bias", "none"),
-    "expert_layers": tuple(EXPERT_LAYERS),
-    "kind": ("pangu", "gpt"),
-    "norm": ("layernorm", "rmsnorm"),
-    "norm_placement": ("pre", "post"),
-    "activation": ("gelu_tanh", "gelu", "fast_gelu", "swiglu"),
-    "biases": ("true", "false", "qkv", "attention"),
-    "qk_norm": ("false", "true"),
-    "head_dim": ("null", "6"),
-    "tied_head": ("true", "false"),
-    "kv_heads": ("null", "4"),
-    "positions": ("learned", "rope", "alibi", "relative"),
-    "window": ("null", "5"),
-    "sparse": tuple(SPARSE),
-    "residual_scores": ("false", "true"),
-    "experts": ("null", "4", "6"),
-    "expert_capacity": ("null", "0.8"),
-    "shared_experts": ("0", "2"),
-    "vocab": ("101", "250"),  # the latter is padded to a multiple of 128, on one rank and on two
-}
-MODEL = tuple(FACTORS)[tuple(FACTORS).index("kind") :]
-"""Options that are keys of `model`."""
 PRECISIONS = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2.5e-3}
 """Format -> tolerance of losses: 16 roundings of 2^-24, 5 of 2^-8 and of 2^-11."""
-
-
-def among(name: str, *values: str, then: str, needs: tuple[str, ...]) -> Rule:
-    """A rule: where `name` is one of the values, `then` must be one of `needs`."""
-    return lambda case: name not in case or case[name] not in values or then not in case or case[then] in needs
-
-
-def devices(case: Mapping[str, str]) -> int:
-    """Processes of a case, as far as it is decided; at least as many as what is decided asks for."""
-    context = case.get("context", "1" if case.get("context_kind", "auto") == "auto" else "2")
-    least = 4 if case.get("zero_group") == "2" else 1 + (case.get("zero") in SHARDED)
-    whole = 1 if case.get("expert_tensor") == "null" else int(case.get("tensor", 4))
-    replicas = max(least, int(case.get("data", 1)) * int(context), int(case.get("expert", 1)) // whole)
-    return int(case.get("tensor", 1)) * int(case.get("pipeline", 1)) * replicas
-
-
-def shared(case: Mapping[str, str]) -> bool:
-    """Whether `expert` ranks can share the experts, as far as they are decided."""
-    ranks, experts = int(case.get("expert", 1)), case.get("experts", "12")
-    if experts == "null":
-        return ranks == 1
-    if int(experts) % ranks or replicas(case) is None or not {"tensor", "expert_tensor"} <= case.keys():
-        return int(experts) % ranks == 0
-    whole = int(case["tensor"]) if case["expert_tensor"] == "1" else 1
-    less, more = sorted((ranks, 2 * whole if case.get("zero_group") == "2" else ranks))
-    return (replicas(case) or 0) * whole % ranks == 0 and more % less == 0
-
-
-def replicas(case: Mapping[str, str]) -> int | None:
-    """Those that share the states of weights; None: not decided."""
-    return int(case["data"]) * int(case["context"]) if {"data", "context"} <= case.keys() else None
-
-
-SHARDED, SEVERAL = ("1", "2", "3"), ("2", "4")
-OF_EXPERTS = ("expert", "expert_tensor", "router", "balance", "expert_layers", "expert_capacity", "shared_experts")
-WIDE = (
-    lambda case: devices(case) <= 8,
-    lambda case: case.get("zero") not in SHARDED or replicas(case) != 1,
-    lambda case: case.get("zero_group") != "2" or replicas(case) in (None, 4),
-    lambda case: not {("context_kind", "ulysses"), ("tensor", "2"), ("context", "4")} <= case.items(),
-    shared,
-)
-"""Rules that single pairs do not tell."""
-RULES = (
-    *WIDE,
-    among("sequence", "true", then="tensor", needs=SEVERAL),  # 3 does not divide the 16 positions
-    among("overlap_chunks", "3", then="tensor", needs=("2", "3", "4")),
-    among("schedule", "interleaved", "breadth_first", "zb_h1", "zb_v", then="pipeline", needs=("2", "3", "4")),
-    among("cut", "uneven", then="pipeline", needs=("2", "3", "4")),
-    among("context_kind", "gather", "ring", "ulysses", then="context", needs=SEVERAL),
-    among("context_kind", "ulysses", then="tensor", needs=("1", "2", "3")),  # 4 leave 3 heads
-    among("zero_group", "2", then="zero", needs=SHARDED),
-    among("offload", "parameters", "activations,optimizer,parameters", then="zero", needs=("3",)),
-    among("kv_heads", "4", then="tensor", needs=("1", "2", "4")),
-    among("expert_tensor", "1", then="tensor", needs=("2", "3", "4")),
-    among("expert", "4", then="tensor", needs=("1", "2", "4")),
-    among("expert", "4", then="pipeline", needs=("1", "2")),
-    among("experts", "4", "6", then="matmul", needs=("compute",)),
-    *(among(name, *FACTORS[name][1:], then="experts", needs=("4", "6")) for name in OF_EXPERTS),
-    *(among(name, *FACTORS[name][1:], then="matmul", needs=("compute",)) for name in OF_EXPERTS),
-    # fp16 is refused; in fp32 a rounding more or less may be the next number in fp8, which is far away
-    among("matmul", "fp8", then="precision", needs=("bf16",)),
-)
-
-
-def layout_of(case: Case) -> Layout:
-    return Layout(
-        tensor=int(case["tensor"]),
-        pipeline=int(case["pipeline"]),
-        data=int(case["data"]),
-        zero=int(case["zero"]),
-        sequence=case["sequence"] == "true",
-        virtual=CHUNKS[case["schedule"]],
-        zero_group=0 if case["zero_group"] == "null" else 2,
-        context=int(case["context"]),
-        expert=int(case["expert"]),
-        expert_tensor=0 if case["expert_tensor"] == "null" else 1,
-    )
-
-
-def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
-    """What one process is told too, and what only the layout is told; the same model and global batch as `others`."""
-    layouts = [layout_of(one) for one in (case, *others)]
-    chunks = layouts[0].pipeline * layouts[0].virtual
-    layers = max(3, *(layout.pipeline * layout.virtual + 1 for layout in layouts))
-    sizes = [int(one["micro_batches"]) * int(one["micro_size"]) for one in (case, *others)]
-    sequences = math.lcm(*(layout.data * size for layout, size in zip(layouts, sizes, strict=True)))
-    model = [
-        *OVERRIDES,
-        "model.hidden=48",
-        "model.heads=12",
-        "model.ffn=96",
-        f"model.layers={layers}",
-        f"batch.global_size={sequences}",
-        f"batch.micro_size={case['micro_size']}",
-        f"optimizer={case['optimizer']}",
-        f"precision.matmul={case['matmul']}",
-        f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
-        *(f"model.{name}={SPARSE[case[name]] if name == 'sparse' else case[name]}" for name in MODEL),
-        *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
-        *ROUTERS[case["router"]].split(),
-        *EXPERT_LAYERS[case["expert_layers"]].split(),
-        *(("model.relative_buckets=6", "model.relative_distance=9") if case["positions"] == "relative" else ()),
-    ]
-    own = [
-        f"parallel.schedule={case['schedule']}",
-        f"parallel.overlap={case['overlap']}",
-        f"parallel.context_kind={case['context_kind']}",
-        f"parallel.overlap_chunks={case['overlap_chunks']}",
-        f"memory.offload=[{case['offload']}]",
-        f"loss.chunk={case['loss_chunk']}",
-        *RECOMPUTE[case["recompute"]].split(),
-    ]
-    if case["cut"] == "uneven":
-        own.append(f"parallel.layers=[{','.join(['1'] * (chunks - 2) + [str(layers - chunks + 1), '1'])}]")
-    return model, own
-
-
-def fits(case: Mapping[str, str], rules: Sequence[Rule] = RULES) -> bool:
-    """Whether nothing speaks against the values given so far."""
-    return all(rule(case) for rule in rules)
-
-
-def cost(case: Mapping[str, str]) -> float:
-    """In new pairs that would pay for it."""
-    return 0.1 * devices(case) * (2 + int(case.get("micro_batches", 1)) * int(case.get("data", 1)) / 4)
-
-
-FITS = {"rule": fits, "of_more": partial(fits, rules=WIDE)}
-COVER = Cover(FACTORS, **FITS, cost=cost)
-NARROW = Cover({"precision": tuple(PRECISIONS), **FACTORS}, **FITS, cost=cost, of="precision")
-
-
-def name_of(case: Case) -> str:
-    """Values that differ from the first of their option."""
-    return " ".join(f"{name}={value}" for name, value in case.items() if value != FACTORS.get(name, ("",))[0])
-
-
-def way_of_collectives(case: Case) -> AbstractContextManager[Any]:
-    """Lets collectives do what they do on gloo, or not, on all ranks."""
-    way = "exchange" if case["exchange"] == "true" else "own"
-    return patch.object(mesh, "Algorithms", lambda: Algorithms(way, way))
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-    """What a device's matrix product does with a sum in a wider format."""
-    total.copy_(left.to(total.dtype) @ right.to(total.dtype) + (0 if begins else total))
-
-
-@contextmanager
-def way_of_gradients(case: Case) -> Iterator[None]:
-    """Lets matrix products add to the buffers of gradients, or not, on all ranks."""
-    way = patch.object(step, "products_add", lambda device: case["products"] == "true")
-    with way, patch.object(weight_products, "add_product", add_product):
-        yield
+COVER = Cover(FACTORS, **FITS)
+NARROW = Cover({"precision": tuple(PRECISIONS), **FACTORS}, **FITS, of="precision")
 
 
 def test_every_pair_occurs_that_can() -> None:
@@ -286,14 +40,7 @@ def test_every_pair_occurs_that_can() -> None:
 def test_every_pair_of_options_gives_the_same_run_in_float64(ranks: Ranks, case: Case) -> None:
     """1e-12 relative: sums of at most 96 products in another order, 1.1e-16 each. With fp8 the second step multiplies
     in it, of numbers that the layouts round alike: a difference of 1e-16 is the next one in fp8 once in 10^15 times."""
-    layout, (model, own) = layout_of(case), keys_of(case)
-    one = one_process(2, *model, "precision=fp64")
-    patterns = FROZEN[case["frozen"]]
-    frozen = {name for name in one["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    assert bool(frozen) == bool(patterns)
-    with way_of_collectives(case), way_of_gradients(case):
-        ours = ranks.run(layout.world, train_layout, layout, 2, *model, "precision=fp64", *own)
-    compare(ours[0], one, 1e-12, frozen)
+    equals_one_process(ranks, case)
 
 
 def two_steps(rank: int, world: int, layout: Layout, *overrides: str) -> list[StepResult]:
@@ -302,18 +49,19 @@ def two_steps(rank: int, world: int, layout: Layout, *overrides: str) -> list[St
     return [trainer.train_step(batches) for _ in range(2)]
 
 
-@pytest.mark.parametrize("case", NARROW.cases, ids=name_of)
-def test_every_option_follows_one_process_in_narrow_formats(ranks: Ranks, case: Case) -> None:
+def follows_one_process(ranks: Ranks, layout: Layout, precision: str, model: tuple[str, ...], *own: str) -> None:
     """Partial sums are rounded, then added: losses within a few roundings, norms within ten times as many."""
-    layout, (model, own) = layout_of(case), keys_of(case)
-    model += [
-        f"precision={case['precision']}",
-        *(["precision.loss_scale.initial=1024"] * (case["precision"] == "fp16")),
-    ]
-    with way_of_collectives(case), way_of_gradients(case):
-        ours = ranks.run(layout.world, two_steps, layout, *model, *own)
-    tolerance = PRECISIONS[case["precision"]]
-    for mine, reference in zip(ours[0], two_steps(0, 1, Layout(), *model), strict=True):
+    words = (*model, f"precision={precision}", *(["precision.loss_scale.initial=1024"] * (precision == "fp16")))
+    tolerance = PRECISIONS[precision]
+    ours: list[StepResult] = ranks.run(layout.world, two_steps, layout, *words, *own)[0]
+    for mine, reference in zip(ours, two_steps(0, 1, Layout(), *words), strict=True):
         assert not mine.skipped
         assert mine.loss == pytest.approx(reference.loss, rel=tolerance)
         assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("case", NARROW.cases, ids=name_of)
+def test_every_option_follows_one_process_in_narrow_formats(ranks: Ranks, case: Case) -> None:
+    model, own = keys_of(case)
+    with ways_of(case):
+        follows_one_process(ranks, layout_of(case), case["precision"], tuple(model), *own)

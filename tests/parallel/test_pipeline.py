@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pangu.topology.layout import Layout
+from tests.parallel.cases import CHUNKS
 from tests.parallel.harness import OVERRIDES, one_process, small_trainer, train_layout
-from tests.parallel.test_layouts import CHUNKS
 from tests.threads import Ranks
 
 MODEL = (*OVERRIDES, "model.hidden=16", "model.heads=4", "batch.micro_size=1")

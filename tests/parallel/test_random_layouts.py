@@ -1,9 +1,8 @@
-"""Any options together: experts, ranks that share sequences and all others, begun in one layout, resumed in another."""
+"""Any options together, of any layouts: begun in one, resumed in another."""
 
 from __future__ import annotations
 
 import random
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,51 @@ from pangu.training.step import Trainer
 from pangu.training.validation import trust_ratios
 from tests.configs import tiny
 from tests.covering import Case
-from tests.parallel.harness import compare, parallel_keys, train
-from tests.parallel.test_any_to_any import CHECKPOINT
-from tests.parallel.test_layouts import (
+from tests.parallel.cases import (
     FACTORS,
-    FROZEN,
+    WIDER,
     devices,
     fits,
+    frozen_of,
     keys_of,
     layout_of,
     name_of,
-    way_of_collectives,
-    way_of_gradients,
+    sequences,
+    ways_of,
 )
+from tests.parallel.harness import compare, parallel_keys, train
+from tests.parallel.test_any_to_any import CHECKPOINT
 from tests.threads import Ranks
 
 OF_THE_LAYOUT = tuple(FACTORS)[: tuple(FACTORS).index("optimizer")]
+MOST_SEQUENCES = 64
 
 
 def drawn(chance: random.Random, **given: str) -> Case:
     """Values that go together, some of them given."""
     while True:
         case = dict(given)
-        for name in chance.sample(list(FACTORS), len(FACTORS)):
-            values = [value for value in FACTORS[name] if fits({**case, name: value})]
+        for name in chance.sample(list(WIDER), len(WIDER)):
+            values = [value for value in WIDER[name] if fits({**case, name: value})]
             if name not in case and values:
                 case[name] = chance.choice(values)
-        if len(case) == len(FACTORS) and devices(case) > 1:
-            return {name: case[name] for name in FACTORS}
+        if len(case) == len(WIDER) and devices(case) > 1:
+            return {name: case[name] for name in WIDER}
 
 
 def pair(number: int) -> tuple[Case, Case]:
-    """Two layouts of a model with experts; every other time ranks share sequences in the first of them."""
+    """Two layouts of a model, which has experts two times of three; every other time ranks share sequences in the first
+    of them."""
     chance = random.Random(number)
-    given = {"experts": chance.choice(FACTORS["experts"][1:])}
-    if number % 2:
-        given["context"] = chance.choice(FACTORS["context"][1:])
-    before = drawn(chance, **given)
-    same = {name: value for name, value in before.items() if name not in OF_THE_LAYOUT}
-    return before, drawn(chance, **same)
+    while True:
+        given = {"experts": chance.choice(WIDER["experts"][1:]) if number % 3 else "null"}
+        if number % 2:
+            given["context"] = chance.choice(WIDER["context"][1:])
+        before = drawn(chance, **given)
+        same = {name: value for name, value in before.items() if name not in OF_THE_LAYOUT}
+        after = drawn(chance, **same)
+        if sequences(before, after) <= MOST_SEQUENCES:
+            return before, after
 
 
 def one_step(
@@ -86,17 +91,16 @@ def test_any_options_together_equal_one_process(ranks: Ranks, tmp_path: Path, nu
     before, after = cases = pair(number)
     print(" | ".join(map(name_of, cases)))
     (model, own), (same, others) = keys_of(before, after), keys_of(after, before)
-    patterns = FROZEN[before["frozen"]]
     alone, saved, left = (tmp_path / name for name in ("alone", "saved", "left"))
     exact = (*model, "precision=fp64")
     one = [one_step(0, 1, Layout(), alone, checkpoint, *exact) for checkpoint in (None, alone / CHECKPOINT)]
-    with way_of_collectives(before), way_of_gradients(before):
+    with ways_of(before):
         first = ranks.run(devices(before), one_step, layout_of(before), saved, None, *exact, *own)[0]
-    with way_of_collectives(after), way_of_gradients(after):
+    with ways_of(after):
         words = (layout_of(after), left, saved / CHECKPOINT, *same, "precision=fp64", *others)
         second = ranks.run(devices(after), one_step, *words)[0]
     assert all(torch.equal(second["first"][name], weight) for name, weight in first["weights"].items())
-    frozen = {name for name in first["first"] if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    frozen = frozen_of(before, first)
     for mine, reference in zip((first, {**second, "first": one[1]["first"]}), one, strict=True):
         compare(mine, reference, 1e-12, frozen)
         assert mine["ratios"] == pytest.approx(reference["ratios"], rel=1e-10)

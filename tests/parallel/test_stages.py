@@ -21,8 +21,8 @@ from pangu.pipeline.actions import CONTENTS, Action
 from pangu.pipeline.runner import Runner, StageError, _key
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from tests.parallel.cases import CHUNKS
 from tests.parallel.harness import small_trainer
-from tests.parallel.test_layouts import CHUNKS
 from tests.parallel.test_pipeline import MODEL
 from tests.pipeline.formulas import peak_live
 from tests.spawn import Pool, WorkerError

@@ -15,8 +15,8 @@ import torch
 from pangu.topology import mesh
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms
+from tests.parallel.cases import CHUNKS
 from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
-from tests.parallel.test_layouts import CHUNKS
 from tests.spawn import Pool
 from tests.threads import Ranks
 

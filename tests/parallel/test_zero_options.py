@@ -16,8 +16,8 @@ from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter
 from tests.configs import tiny
 from tests.parallel import harness
+from tests.parallel.cases import FROZEN
 from tests.parallel.harness import OVERRIDES, train_layout
-from tests.parallel.test_layouts import FROZEN
 from tests.parallel.test_zero import MODEL, same_bits
 from tests.threads import Ranks, replaced_here
 

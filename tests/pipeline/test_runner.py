@@ -24,8 +24,8 @@ from pangu.training.step import Trainer
 from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.gradients import GradientSum
 from pangu.zero.unshard import Unsharder
+from tests.parallel.cases import CHUNKS
 from tests.parallel.harness import small_trainer
-from tests.parallel.test_layouts import CHUNKS
 from tests.parallel.test_pipeline import MODEL
 from tests.threads import Ranks, replaced_here
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pangu.training.run import run
 from tests.configs import composed
 from tests.end_to_end.commands import SMALL
 from tests.models.helpers import variant
+from tools.convert_checkpoint import main as convert
 
 EXPERTS = (
     *("model.experts=4", "model.expert_ffn=16", "model.expert_capacity=0.5", "model.router.bias_rate=0.01"),
@@ -37,7 +39,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("balance", ["bias", "global"])
 def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, tmp_path: Path) -> None:
-    """To the last bit; evaluation chooses with the biases that training left."""
+    """To the last bit; evaluation chooses with the biases that training left, and a conversion takes them along."""
 
     def go(name: str, steps: int) -> Path:
         words = (*SMALL, *EXPERTS, f"model.router.balance={balance}", "checkpoint.every=2")
@@ -58,10 +60,16 @@ def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, 
     loaded = load_model(whole, mesh).runner.model.balance_on(mesh.device)
     assert loaded is not None
     assert loaded.state() == states[0]
+    words = ("--from", "pangu", "--to", "pangu", "--input", str(whole), "--output")
+    assert convert([*words, str(tmp_path / "converted")]) == 0
+    assert read_index(tmp_path / "converted" / "checkpoints" / "step-00000000")["experts"] == states[0]
+    assert convert([*words, str(tmp_path / "other"), "model.router.balance=none"]) == (2 if balance == "bias" else 0)
 
 
 def test_a_state_of_other_experts_is_refused() -> None:
     balance = ExpertBalance(variant(experts=4))
-    for state in (None, {}, {"layers": [0]}, {**balance.state(), "layers": [1, 2]}, {**balance.state(), "bias": [[1]]}):
+    right = balance.state()
+    wrong = [{"bias": [[1]]}, {"bias": {}}, {"shares": [[math.inf] * 4] * 2}, {"bias": [[10**400] * 4] * 2}]
+    for state in (None, {}, {"layers": [0]}, {**right, "layers": [1, 2]}, *({**right, **change} for change in wrong)):
         with pytest.raises(UserError, match=r"^there: does not say how the experts of layers \[0, 1\] were balanced"):
             balance.restore("there", state)

@@ -47,7 +47,8 @@ _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
     *("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "expert_every"),
-    *("router.score", "router.normalised", "router.scale", "router.selection"),
+    *("router.score", "router.normalised", "router.scale"),
+    *("router.selection", "router.groups", "router.groups_per_token"),
 )
 """Keys of `ModelConfig` in which files and a given model must agree; of the others, such as `activation`, the given
 value wins. `vocab` may differ by the rows of padding, which the tensors' shapes tell."""
@@ -133,6 +134,9 @@ def convert(
     differ; nothing is written then.
     """
     model, shapes = config.model, logical_shapes(config.model)
+    if source.balance is not None and source.balance.bias.any() and model.router.balance != "bias":
+        rule = "the files choose experts with biases, which no other balance does"
+        raise ConfigError([Problem("model.router.balance", model.router.balance, rule, "bias works")])
     table = target.table(model, tensor)
     stored = source.table(model)
     tensors = fitting_tensors(source, stored)
@@ -152,7 +156,8 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            target.write(partial, Job(config, tokenizer, output, tensor, table, described, contents()))
+            job = Job(config, tokenizer, output, tensor, table, described, contents(), source.balance)
+            target.write(partial, job)
 
 
 def fitting_tensors(source: Source, table: list[Stored]) -> Mapping[str, Tensor]:

@@ -33,6 +33,11 @@ class PanguSource(Source):
         config = trained_model(self._path, self._index)
         self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
+        if config.model.experts is not None:
+            from pangu.layers.expert_balance import ExpertBalance
+
+            self.balance = ExpertBalance(config.model)
+            self.balance.restore(self._path, self._index.get("experts"))
         self.tensors = {
             name.removeprefix("weight/"): torch.empty(
                 entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"
@@ -81,6 +86,6 @@ def write(path: Path, job: Job) -> None:
     if config.model.experts is not None:
         from pangu.layers.expert_balance import ExpertBalance
 
-        facts["experts"] = ExpertBalance(config.model).state()
+        facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
     save_config(path, config)

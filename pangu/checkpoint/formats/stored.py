@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from pangu.config.errors import ConfigError, Problem
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
+
+if TYPE_CHECKING:
+    from pangu.layers.expert_balance import ExpertBalance
 
 PANGU_VOCAB = {40064: 40000}
 """Rows of PanGu-α's padded word embedding -> rows with words."""
@@ -54,6 +57,8 @@ class Source(ABC):
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     tokenizer: TokenizerConfig | None = None
+    balance: ExpertBalance | None = None
+    """What the routers of a model with experts learned of their loads, where the files tell it."""
     tensors: Mapping[str, Tensor]
     """Every tensor of the files, whole and on the meta device; without buffers and the state of the optimizer."""
     problems: Sequence[str] = ()
@@ -90,6 +95,8 @@ class Job:
     """The tensors on the meta device."""
     contents: Iterator[Tensor]
     """Their values, one at a time."""
+    balance: ExpertBalance | None = None
+    """As `Source.balance`."""
 
 
 def make_table(
