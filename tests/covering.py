@@ -32,6 +32,15 @@ def all_pairs(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
         yield from (frozenset({(one, a), (other, b)}) for a in factors[one] for b in factors[other])
 
 
+def with_every_value(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, in which each value occurs that occurs in any."""
+    chosen, missing = [], {choice for case in cases for choice in case.items()}
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(missing & case.items())))
+        missing -= chosen[-1].items()
+    return chosen
+
+
 class Cover:
     """The greedy way of Cohen et al. 1997 (AETG): a case grows value by value, by those that add most pairs."""
 

@@ -72,12 +72,12 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
     "loss_chunk": ("null", "5", "1000"),
-    "matmul": ("compute", "fp8"),
     "products": ("false", "true"),  # gradients of matrices made by autograd and then added, or added by the product
     # the run
     "micro_batches": ("1", "2", "3", "4"),
     "micro_size": ("1", "2"),
     "optimizer": ("adam", "lamb"),
+    "matmul": ("compute", "fp8"),
     "frozen": tuple(FROZEN),
     # the model
     "router": tuple(ROUTERS),

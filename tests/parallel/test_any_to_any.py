@@ -29,6 +29,7 @@ MODEL = (
     "model.hidden=16",
     "batch.global_size=12",
 )
+SIDES = ("before", "after")
 CHECKPOINT = Path("checkpoints") / "step-00000001"
 AXES = {
     "tensor": ("1", "2", "4"),
@@ -64,12 +65,11 @@ FACTORS = {
 }
 RULES = tuple(
     rule
-    for when in ("before", "after")
+    for when in SIDES
     for rule in (
         among(f"sequence {when}", "true", then=f"tensor {when}", needs=("2", "4")),
         among(f"schedule {when}", "interleaved", "zb_v", then=f"pipeline {when}", needs=("2",)),
         among(f"zero_group {when}", "2", then=f"zero {when}", needs=("1", "2", "3")),
-        lambda case, when=when: replicas(case, when) is None or least(case, when) <= replicas(case, when),
     )
 )
 FROZEN = "layers.1.*"
@@ -94,19 +94,33 @@ def replicas(case: Mapping[str, str], when: str) -> int | None:
     return None if data is None or context is None else int(data) * int(context)
 
 
+def spread(case: Mapping[str, str]) -> bool:
+    """Four ranks at the most, and enough replicas; what single pairs do not tell."""
+    enough = all(replicas(case, when) is None or least(case, when) <= replicas(case, when) for when in SIDES)
+    return enough and max(devices(case, when) for when in SIDES) <= 4
+
+
 def fits(case: Mapping[str, str]) -> bool:
-    """Four ranks at the most; exact numbers on one side only would be compared with rounded ones."""
+    """Exact numbers on one side only would be compared with rounded ones."""
     exact = {case.get("precision before", "fp64") == "fp64", case.get("precision after", "fp64") == "fp64"}
     both = "precision before" in case and "precision after" in case
     return (
         all(rule(case) for rule in RULES)
         and (case.get("matmul") != "fp8" or case.get("experts", "none") == "none")
-        and max(devices(case, "before"), devices(case, "after")) <= 4
         and (len(exact) == 1 or not both)
+        and spread(case)
     )
 
 
-COVER = Cover(FACTORS, fits, cost=lambda case: 0.3 * (devices(case, "before") + devices(case, "after")))
+LOOKS_AT = [
+    f"{axis} {when}" for axis in ("tensor", "pipeline", "data", "context", "zero", "zero_group") for when in SIDES
+]
+COVER = Cover(
+    FACTORS,
+    fits,
+    cost=lambda case: 0.3 * (devices(case, "before") + devices(case, "after")),
+    more=(spread, LOOKS_AT),
+)
 
 
 def layout_of(case: Case, when: str) -> Layout:
@@ -184,10 +198,10 @@ def test_every_pair_occurs_that_can() -> None:
     """All pairs that some layout of four ranks at the most has, and all with what is not a layout."""
     possible = set()
     for values in product(*AXES.values()):
-        for when in ("before", "after"):
+        for when in SIDES:
             case = {f"{name} {when}": value for name, value in zip(AXES, values, strict=True)}
             possible |= pairs_of(case) if fits(case) else set()
-    sides = [{f"{name} {when}" for name in AXES} for when in ("before", "after")]
+    sides = [{f"{name} {when}" for name in AXES} for when in SIDES]
     within = {pair for pair in all_pairs(FACTORS) if any({name for name, _ in pair} <= side for side in sides)}
     apart = {pair for pair in set(all_pairs(FACTORS)) - within if not fits(dict(pair))}
     # exact before and not after, or the other way round; and experts are not multiplied in fp8

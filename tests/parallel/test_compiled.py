@@ -19,9 +19,10 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.models import compiled
 from pangu.models.compiled import ways
 from pangu.topology.layout import Layout
-from tests.covering import Case, Cover
-from tests.parallel.cases import FACTORS, FITS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
+from tests.covering import Case, with_every_value
+from tests.parallel.cases import FACTORS, MODEL, RECOMPUTE, equals_one_process, keys_of, name_of
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
+from tests.parallel.test_layouts import COVER
 from tests.threads import Ranks
 
 pytestmark = pytest.mark.usefixtures("empty_compiler")
@@ -39,7 +40,6 @@ MORE = {
     "store": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
     "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
 }
-COVER = Cover({"compile": ("true",), **FACTORS}, **FITS, of="compile")
 
 
 def graphs() -> int:
@@ -92,7 +92,7 @@ def test_a_layout_with_compiled_layers_is_one_process(ranks: Ranks, way: str) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", COVER.cases, ids=name_of)
+@pytest.mark.parametrize("case", with_every_value(COVER.cases), ids=name_of)
 def test_every_option_with_compiled_layers_is_one_process(ranks: Ranks, case: Case) -> None:
     same_run(ranks, case, TRACED)
 
