@@ -150,7 +150,7 @@ def test_the_package_stays_small() -> None:
     attention: three patterns and their keys; 890 mixtures of experts, 360 their
     exchange between ranks; 900 attention over a
     sequence that ranks share, in three ways, each forward and backward; 60
-    experts in the files of transformers, 70 first weights from a dense model;
+    experts in the files of transformers, 20 their balance in conversions, 70 first weights from a dense model;
     10 gradients of words that are added to their rows;
     1,020 text of every kind into tokens at any size: read from any place
     on, written so that a kill costs a minute, without duplicates, with checksums;
@@ -160,7 +160,7 @@ def test_the_package_stays_small() -> None:
     during a run; 60 choices of experts without sorting, and in sequences that ranks share; 95 nodes: which rank is
     where, in messages and in a file, what devices, the allocator and NCCL are told, statuses for schedulers."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 24_205
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 24_225
 
 
 @pytest.mark.parametrize("folder", APART)
