@@ -34,6 +34,7 @@ from pangu.data.documents import documents
 from pangu.data.indexed import open_indexed
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import read_chunks
+from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.stdlib import StdlibPaths, is_prepared, prepare_stdlib
 from pangu.data.stdlib import find_damage as damage_of_data
 from pangu.data.tokenizers import SentencePieceTokenizer
@@ -108,6 +109,16 @@ def _indexed(folder: Path) -> None:
     opened.tokens[: 1 << 20].astype(np.int64)
 
 
+def _packing(folder: Path) -> Packing:
+    return Packing(str(folder / "tokens"), 4, "best_fit", None)
+
+
+def _packed(folder: Path) -> None:
+    documents = PackedDocuments(_packing(folder), 100, PACKING)
+    for number in range(documents.num_samples):
+        documents.row(number)
+
+
 def _metrics(folder: Path) -> None:
     JsonLinesWriter(folder / "metrics.jsonl", resumed_step=10).close()
     read_columns(folder / "metrics.jsonl", ("tokens", "loss", "lr", "validation_loss"))
@@ -141,6 +152,7 @@ KINDS = {
     "array": Kind("mindspore/word_embedding.npy", _mindspore),
     "tokens": Kind("tokens.bin", _indexed),
     "index of tokens": Kind("tokens.idx", _indexed),
+    "index of packed documents": Kind("*.packing", _packed),
     "SentencePiece": Kind("exact.model", lambda folder: _tokenizer(folder / "exact.model")),
     "unigrams": Kind("jieba.model", lambda folder: _tokenizer(folder / "jieba.model")),
     "manifest": Kind("data/manifest.json", _data),
@@ -187,6 +199,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(folder / "tokens", 100) as writer:
         for length in (3, 0, 5):
             writer.add(range(length))
+    write_packing(_packing(folder))
     texts = [path.read_text(encoding="utf-8") for path in library_files("bisect.py", "textwrap.py", "heapq.py")]
     (folder / "exact.model").write_bytes(train_sentencepiece(texts, 400, "bpe"))
     (folder / "jieba.model").write_bytes(train_sentencepiece(texts, 400, "unigram", jieba=True))

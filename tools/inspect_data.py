@@ -1,22 +1,29 @@
 """Shows what indexed token files hold: documents, how long they are, and samples as a model gets them, with the borders
-of documents, positions and where the loss counts. --verify reads every byte."""
+of documents, positions, where the loss counts, and padding; or the same of the conversations of a fine-tuning run.
+--verify reads every byte."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError, printable, reading, shown
 from pangu.config.exit_status import exit_status
-from pangu.data.batch import Batch, make_batch
+from pangu.data.batch import Batch, batch_of
 from pangu.data.indexed import IndexedTokens, open_indexed
+from pangu.data.instructions import open_dataset, read_prepared
 from pangu.data.manifest import find_damage, manifest_path, read_manifest
+from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.statistics import length_statistics
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
@@ -25,8 +32,12 @@ _EXAMPLE = """example:
   python tools/inspect_data.py my/corpus --documents 2
   python tools/inspect_data.py my/web my/books --weights 0.7 0.3 --samples 3 --sequence 1024 --reset-mask
   python tools/inspect_data.py my/corpus --verify
+  python tools/inspect_data.py my/corpus --samples 2 --packing best_fit --reset-mask
+  python tools/inspect_data.py runs/chat/data/instructions --samples 2
 """
 _KINDS = get_args(get_type_hints(TokenizerConfig)["kind"])
+_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
+"""What values of another kind than a manifest has raise."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -34,13 +45,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prefix", nargs="+", help="a path without .bin and .idx; several are blended")
+    parser.add_argument(
+        "prefix", nargs="+", help="a path without .bin and .idx (several are blended), or a folder of conversations"
+    )
     parser.add_argument("--verify", action="store_true", help="compare all files with the checksums of PREFIX.json")
     parser.add_argument("--documents", type=int, default=2, metavar="N", help="first documents to show (2)")
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="first samples to show (0)")
     parser.add_argument("--sequence", type=int, default=1024, metavar="TOKENS", help="model.sequence (1024)")
     parser.add_argument("--seed", type=int, default=0, help="train.seed (0)")
     parser.add_argument("--weights", nargs="+", type=float, help="data.weights (in proportion to tokens)")
+    parser.add_argument(
+        "--packing",
+        choices=["concat", "best_fit", "single"],
+        help="data.packing.method (concat; conversations: best_fit)",
+    )
     parser.add_argument("--reset-mask", action="store_true", help="data.packing.reset_mask")
     parser.add_argument("--reset-positions", action="store_true", help="data.packing.reset_positions")
     parser.add_argument("--eod", type=int, metavar="ID", help="data.packing.eod (what PREFIX.json says)")
@@ -60,6 +78,33 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def inspect(options: argparse.Namespace) -> None:
     """Carry out the command. Raises UserError if files cannot be read or are damaged."""
+    with ExitStack() as stack:
+        options.indexes = stack.enter_context(TemporaryDirectory())
+        folders = [prefix for prefix in options.prefix if Path(prefix).is_dir()]
+        if folders:
+            _inspect_conversations(options, folders)
+        else:
+            _inspect_tokens(options)
+
+
+def _inspect_conversations(options: argparse.Namespace, folders: list[str]) -> None:
+    """Of the folder that a fine-tuning run has prepared."""
+    if folders != options.prefix or len(folders) > 1 or options.verify:
+        raise UserError(f"{folders[0]}: is a folder of conversations, which is shown by itself and without --verify")
+    folder = Path(folders[0])
+    manifest = read_prepared(folder)
+    with reading(folder / "manifest.json", *_ERRORS, rule="is damaged"):
+        tokenizer, options.sequence = _tokenizer(options, manifest), int(manifest["recipe"]["sequence"])
+        prefixes = [str(folder / Path(name).name) for name in manifest["counts"] if name.startswith("train")]
+    readers = [open_indexed(prefix) for prefix in prefixes]
+    for reader in readers:
+        _show_dataset(reader, None, options.documents, tokenizer)
+    options.packing = options.packing or "best_fit"
+    if options.samples:
+        _show_samples(options, readers, _ids(options, None), tokenizer, conversations=True)
+
+
+def _inspect_tokens(options: argparse.Namespace) -> None:
     manifests = [read_manifest(prefix) for prefix in options.prefix]
     if options.verify:
         _verify(options.prefix, manifests)
@@ -73,14 +118,17 @@ def inspect(options: argparse.Namespace) -> None:
         if eod is None and manifests[0]:
             with _manifest(options.prefix[0]):
                 eod = manifests[0]["recipe"]["eod"]
-        packing = PackingConfig(eod, options.pad, options.reset_mask, options.reset_positions)
-        _show_samples(options, readers, packing, tokenizer)
+        _show_samples(options, readers, _ids(options, eod), tokenizer)
+
+
+def _ids(options: argparse.Namespace, eod: int | None) -> PackingConfig:
+    method: Literal["concat", "best_fit", "single"] = options.packing or "concat"
+    return PackingConfig(eod, options.pad, options.reset_mask, options.reset_positions, method=method)
 
 
 def _manifest(prefix: str) -> AbstractContextManager[None]:
     """For what takes values of a manifest, which others may have written."""
-    errors = (KeyError, TypeError, ValueError, AttributeError)
-    return reading(manifest_path(prefix), *errors, rule="is no manifest of these files")
+    return reading(manifest_path(prefix), *_ERRORS, rule="is no manifest of these files")
 
 
 def _verify(prefixes: list[str], manifests: list[dict[str, Any] | None]) -> None:
@@ -129,32 +177,55 @@ def _show_dataset(
 
 
 def _show_samples(
-    options: argparse.Namespace, readers: list[IndexedTokens], packing: PackingConfig, tokenizer: Tokenizer | None
+    options: argparse.Namespace,
+    readers: list[IndexedTokens],
+    ids: PackingConfig,
+    tokenizer: Tokenizer | None,
+    conversations: bool = False,
 ) -> None:
     weights = options.weights or [float(len(reader.tokens)) for reader in readers]
     vocab = tokenizer.vocab_size if tokenizer else 2**31
-    stream = SampleStream(list(zip(readers, weights, strict=True)), options.sequence, vocab, options.seed)
+    packed = []
+    if ids.method != "concat":
+        if ids.eod is None and not conversations:
+            raise UserError("--eod: must be given, as each document of a packed sample begins behind the end of one")
+        for reader in readers:
+            packing = Packing(reader.prefix, options.sequence, ids.method, options.indexes, conversations)
+            write_packing(packing)
+            packed.append(open_dataset(packing, vocab, ids) if conversations else PackedDocuments(packing, vocab, ids))
+    pairs = list(zip(readers, weights, strict=True))
+    stream = SampleStream(pairs, options.sequence, vocab, options.seed, packed=packed)
     for number in range(options.samples):
-        prefix, start = stream.origin(number)
-        batch = make_batch(stream[number][None], [number], packing)
-        loss = int(batch.weights.sum())
-        print(f"sample {number}: {prefix} from token {start:,}, loss at {loss:,} of {options.sequence:,}")
-        for line in _parts(batch, packing, tokenizer):
+        batch, borders = (batch_of([stream[number]], [number], one) for one in (ids, replace(ids, reset_mask=True)))
+        loss, size = int(batch.weights.sum()), options.sequence
+        padding = stream.padding(number)
+        filled = f", {padding:,} of padding" if packed else ""
+        print(f"sample {number}: {stream.origin(number)}, loss at {loss:,} of {size:,}{filled}")
+        assert borders.documents is not None
+        for line in _parts(batch, borders.documents[0].numpy(), padding, tokenizer):
             print(f"  {line}")
 
 
-def _parts(batch: Batch, packing: PackingConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """A line for each stretch of a sample between the ends of documents."""
-    tokens, positions, weights = (value[0].numpy() for value in (batch.tokens, batch.positions, batch.weights))
-    ends = np.flatnonzero(tokens == packing.eod) + 1 if packing.eod is not None else np.array([], dtype=np.int64)
+def _parts(batch: Batch, borders: NDArray[np.int64], padding: int, tokenizer: Tokenizer | None) -> list[str]:
+    """A line for each document of a sample, and one for each stretch of it where the loss counts, if that is not all.
+    `borders`: number of each token's document."""
+    tokens, labels, positions, weights = (
+        value[0].numpy() for value in (batch.tokens, batch.labels, batch.positions, batch.weights)
+    )
+    size = len(tokens) - padding
+    begins = [0, *(np.flatnonzero(np.diff(borders[:size])) + 1).tolist(), size]
     lines = []
-    for begin, stop in zip([0, *ends], [*ends, len(tokens)], strict=True):
-        if begin < stop:
-            seen = "" if batch.documents is None else f", document {int(batch.documents[0, begin])}"
-            loss = f", loss at {int(weights[begin:stop].sum())}" if (weights[begin:stop] == 0).any() else ""
-            place = f"tokens {begin}-{stop - 1}, positions {positions[begin]}-{positions[stop - 1]}{seen}{loss}"
-            lines.append(f"{place}: {_text(tokens[begin:stop].tolist(), tokenizer)}")
-    return lines
+    for begin, stop in pairwise(begins):
+        seen = "" if batch.documents is None else f", document {int(batch.documents[0, begin])}"
+        counted = weights[begin:stop] != 0
+        loss = "" if counted.all() else f", loss at {int(counted.sum())}"
+        place = f"tokens {begin}-{stop - 1}, positions {positions[begin]}-{positions[stop - 1]}{seen}{loss}"
+        lines.append(f"{place}: {_text(tokens[begin:stop].tolist(), tokenizer)}")
+        edges = np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0)).tolist() if loss else []
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            text = _text(labels[begin + first : begin + last].tolist(), tokenizer)
+            lines.append(f"  loss at {begin + first}-{begin + last - 1}, of: {text}")
+    return [*lines, f"tokens {size}-{len(tokens) - 1}: padding"] if padding else lines
 
 
 def _text(ids: list[int], tokenizer: Tokenizer | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pangu.config.attention import obstacles
 from pangu.config.build import findings, read
-from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData
+from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.layout_checks import any_of, data_size, divisors_near, layout_problems, multiples_near
 from pangu.config.model import ModelConfig
@@ -213,9 +213,22 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"data.packing.{key}", value, rule, "null: there is none")
     if any(token >= vocab for token in packing.stop):
         yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "[] works")
-    if packing.eod is None and (packing.reset_mask or packing.reset_positions):
+    packed = packing.method != "concat"
+    if packed and isinstance(config.data, SyntheticData):
+        yield Problem("data.packing.method", packing.method, "random tokens have no documents", "concat works")
+    elif isinstance(config.data, InstructionsData):
+        if not packed:
+            rule = "cuts conversations apart"
+            yield Problem("data.packing.method", "concat", rule, "best_fit or single works")
+    elif packed and packing.eod is None:
+        rule = f"each document of data.packing.method = {packing.method} begins behind the end of one"
+        yield Problem("data.packing.eod", None, rule, "data.packing.method=concat works without")
+    elif packing.eod is None and (packing.reset_mask or packing.reset_positions):
         rule = "must be given if data.packing.reset_mask or data.packing.reset_positions is true"
         yield Problem("data.packing.eod", None, rule)
+    if packing.index is not None and not packed:
+        rule, works = "samples that are cut from all tokens have none", "null works, or data.packing.method=best_fit"
+        yield Problem("data.packing.index", packing.index, rule, works)
     if packing.eod is not None and packing.eod == packing.pad:
         rule = f"must differ from data.packing.pad = {packing.pad}: the end of a document counts in the loss"
         yield Problem("data.packing.eod", packing.eod, rule)
@@ -229,21 +242,26 @@ def _vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 def _files(config: RunConfig) -> Iterator[Problem]:
     data = config.data
-    if not isinstance(data, IndexedData):
+    if not isinstance(data, (IndexedData, InstructionsData)):
         return
     if not data.train and not config.dry_run:
         works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
+        works = works if data.kind == "indexed" else "data.train=[FILE.jsonl] works, with a conversation in each line"
         yield Problem("data.train", [], "names no files", works)
-    later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(data.later_weights)]
+    stages = data.later_weights if isinstance(data, IndexedData) else ()
+    later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
             rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
             yield Problem(key, weights, rule, "data.weights=null: in proportion to their tokens")
         elif weights is not None and not any(weights):
             yield Problem(key, weights, "one of them must be above 0")
-    samples = [stage.sample for stage in data.later_weights]
+    samples = [stage.sample for stage in stages]
     if samples != sorted(set(samples)):
         yield Problem("data.later_weights", samples, "each `sample` must be larger than the one before")
+    if isinstance(data, InstructionsData) and data.tokenizer is None and not config.dry_run:
+        works = "data.tokenizer={kind:huggingface,path:FOLDER} works, or another kind"
+        yield Problem("data.tokenizer", None, "turns conversations into tokens", works)
     if data.tokenizer is not None and bool(data.tokenizer.path) == (data.tokenizer.kind == "bytes"):
         kind = data.tokenizer.kind
         rule = "bytes have no file" if kind == "bytes" else f"a tokenizer of kind {kind} has a file or a folder"
@@ -252,9 +270,9 @@ def _files(config: RunConfig) -> Iterator[Problem]:
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
     data, every = config.data, config.validation.every
-    without = isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and not data.validation)
+    without = isinstance(data, SyntheticData) or (not isinstance(data, StdlibData) and not data.validation)
     if every and not config.dry_run and without:
-        works = "" if isinstance(data, SyntheticData) else ", or data.validation=[PREFIX]"
+        works = "" if isinstance(data, SyntheticData) else ", or give data.validation"
         rule = f"data.kind = {data.kind} has no held-out data here"
         yield Problem("validation.every", every, rule, f"validation.every=0 works{works}")
 

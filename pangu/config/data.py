@@ -23,6 +23,13 @@ class PackingConfig:
     # younger than the first run folders, whose config.yaml lacks it
     stop: tuple[Natural, ...] = ()
     """Ids that end a generated text beside `eod`, e.g. a chat model's end of turn; in samples they are as any other."""
+    method: Literal["concat", "best_fit", "single"] = "concat"
+    """`concat`: all documents in a row, cut every `model.sequence` tokens; `best_fit`: whole documents together in
+    samples, so that they are nearly full (Ding et al. 2024), a document being cut only if it is longer than a sample;
+    `single`: one document in a sample. What is left of a sample is padding, which neither counts nor is attended to.
+    The last two begin each document behind `eod`, which predicts its first token."""
+    index: Filename | None = None
+    """Folder of the indexes that say which documents share a sample, which are made once; null: beside the tokens."""
 
 
 Encoding = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base"]
@@ -98,5 +105,41 @@ class SyntheticData:
     """Documents, masks and padding."""
 
 
-DataConfig = StdlibData | IndexedData | SyntheticData
+@dataclass(frozen=True)
+class InstructionsData:
+    """Conversations to fine-tune on: the loss counts at what the assistant says, and at what ends it."""
+
+    kind: Literal["instructions"]
+    """Selects the data source."""
+    train: tuple[Filename, ...]
+    """Files of one JSON object in each line (.jsonl, also packed), folders or globs of them."""
+    weights: tuple[NotNegative, ...] | None
+    """One for each of `train`: samples are drawn in proportion to them. null: in proportion to their tokens."""
+    validation: tuple[Filename, ...]
+    """The same of held-out conversations; may be empty if `validation.every` is 0."""
+    folder: Filename
+    """Where their tokens are cached."""
+    tokenizer: TokenizerConfig | None
+    """Must be given."""
+    template: Filename
+    """How a conversation becomes text: `plain` (texts as they are, the end of a document behind each response),
+    `chatml`, `alpaca`, `llama3`, or the path of a Jinja template: a file, a tokenizer_config.json or its folder."""
+    messages_key: Filename
+    """Field with a list of messages, each with a `role` (system, user, assistant, tool) and a text as its `content`."""
+    prompt_key: Filename
+    """Where there are no messages: field with what the user says."""
+    response_key: Filename
+    """Field with what the assistant answers."""
+    too_long: Literal["truncate", "leave_out", "refuse"]
+    """Of conversations of more than `model.sequence` tokens. `truncate`: their end is cut off, and those without a
+    response then are left out; `refuse`: the run ends with an error. The log counts what was cut or left out."""
+    max_bad: Natural
+    """Lines without a conversation that are left out and counted; the run ends with an error at one more."""
+    workers: Count
+    """Processes that encode, the first time."""
+    packing: PackingConfig
+    """Masks and padding; `method` is best_fit or single."""
+
+
+DataConfig = StdlibData | IndexedData | InstructionsData | SyntheticData
 """A source of data."""

@@ -180,7 +180,7 @@ class ValidationConfig:
     every: Natural
     """Steps between validations, which also happen at the end; 0 turns validation off."""
     sequences: Count
-    """Held-out sequences in one validation."""
+    """Held-out sequences in one validation, and as many of each source of held-out data, if there are several."""
 
 
 TaskName = Literal[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,22 +66,56 @@ class Batch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A sample of whole documents, each by itself, and padding behind them; or several of them. [sequence] or [batch,
+    sequence]."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+    """Whether the loss counts there."""
+    begins: NDArray[np.bool_]
+    """Whether a document begins there, or the padding."""
+
+    def cut(self, length: int) -> Row:
+        """The first tokens."""
+        return Row(*(getattr(self, field.name)[..., :length] for field in fields(self)))
+
+
+Sample = NDArray[np.int64] | Row
+"""Of a stream: tokens cut from a row of documents, [sequence + 1], the last of which is only a label; or a row."""
+
+
+def batch_of(samples: Sequence[Sample], indices: Sequence[int], packing: PackingConfig) -> Batch:
+    """A micro-batch of samples of one stream, with their global indices."""
+    rows = [sample for sample in samples if isinstance(sample, Row)]
+    if not rows:
+        return make_batch(np.stack([sample for sample in samples if not isinstance(sample, Row)]), indices, packing)
+    parts = (np.stack([getattr(row, field.name) for row in rows]) for field in fields(Row))
+    return _batch(Row(*parts), indices, packing)
+
+
 def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:
     """Cut samples [batch, sequence + 1] with the given global indices into inputs and labels. The id `packing.eod` ends
     a document and belongs to it. Only ends among the inputs count, as in PanGu-α's pipeline."""
     tokens = np.ascontiguousarray(samples[:, :-1])
     labels = np.ascontiguousarray(samples[:, 1:])
-    ends = _equal(tokens, packing.eod)
-    positions = _positions(ends & packing.reset_positions)
-    documents = np.cumsum(ends, axis=1) - ends if packing.reset_mask else None
+    begins = np.ones(tokens.shape, dtype=bool)
+    begins[:, 1:] = _equal(tokens[:, :-1], packing.eod)
+    return _batch(Row(tokens, labels, np.ones(tokens.shape, dtype=bool), begins), indices, packing)
+
+
+def _batch(rows: Row, indices: Sequence[int], packing: PackingConfig) -> Batch:
+    documents = np.cumsum(rows.begins, axis=1) - 1 if packing.reset_mask else None
     return Batch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        weights=torch.from_numpy((~_equal(tokens, packing.pad)).astype(np.float32)),
-        positions=torch.from_numpy(positions),
+        tokens=torch.from_numpy(rows.tokens),
+        labels=torch.from_numpy(rows.labels),
+        weights=torch.from_numpy((rows.counted & ~_equal(rows.tokens, packing.pad)).astype(np.float32)),
+        positions=torch.from_numpy(_positions(rows.begins, packing.reset_positions)),
         documents=None if documents is None else torch.from_numpy(documents),
         samples=tuple(indices),
-        bounds=torch.from_numpy(_bounds(ends)) if packing.reset_mask else None,
+        bounds=torch.from_numpy(_bounds(rows.begins)) if packing.reset_mask else None,
     )
 
 
@@ -89,19 +123,15 @@ def _equal(tokens: NDArray[np.int64], token: int | None) -> NDArray[np.bool_]:
     return np.zeros(tokens.shape, dtype=bool) if token is None else tokens == token
 
 
-def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Distance of each token from the beginning of its document, [batch, sequence]."""
-    places = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
-    begins = np.zeros(ends.shape, dtype=np.int64)
-    begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
-    return places - np.maximum.accumulate(begins, axis=1)
+def _positions(begins: NDArray[np.bool_], reset: bool) -> NDArray[np.int64]:
+    """Distance of each token from the beginning of its document, or of all, [batch, sequence]."""
+    places = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
+    return places - np.maximum.accumulate(np.where(begins & reset, places, 0), axis=1)
 
 
-def _bounds(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
+def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
     """`Batch.bounds`, filled up with empty documents: a kernel meets few shapes, and no host waits for their number."""
-    begins = np.ones(ends.shape, dtype=bool)
-    begins[:, 1:] = ends[:, :-1]
     starts = np.flatnonzero(begins)
-    bounds = np.full(2 ** (len(starts) - 1).bit_length() + 1, ends.size, dtype=np.int32)
+    bounds = np.full(2 ** (len(starts) - 1).bit_length() + 1, begins.size, dtype=np.int32)
     bounds[: len(starts)] = starts
     return bounds

@@ -64,9 +64,9 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
 
 
-def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError for
-    one without files or for a file of an unknown kind."""
+def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
+    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError,
+    which says that they were given as `key`, for one without files or for a file of an unknown kind."""
     inputs: dict[str, None] = {}
     for pattern in patterns:
         if pattern.startswith(DATASET):
@@ -77,13 +77,13 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
         matches = [path] if path.exists() else [Path(match) for match in globbed]
         if not matches:
-            raise UserError(f"--input {pattern}: no such file or folder")
+            raise UserError(f"{key} {pattern}: no such file or folder")
         for match in matches:
             files = sorted(filter(_is_known, match.rglob("*"))) if match.is_dir() else [match]
             if not files:
-                raise UserError(f"--input {match}: the folder holds no file of a known kind: {_KINDS}")
+                raise UserError(f"{key} {match}: the folder holds no file of a known kind: {_KINDS}")
             if match in files and not _is_known(match):
-                raise UserError(f"--input {match}: its kind is unknown; known are {_KINDS}")
+                raise UserError(f"{key} {match}: its kind is unknown; known are {_KINDS}")
             inputs.update(dict.fromkeys(map(str, files)))
     return list(inputs)
 

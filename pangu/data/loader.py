@@ -8,11 +8,10 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 
 from pangu.config.data import PackingConfig
-from pangu.data.batch import Batch, make_batch
+from pangu.data.batch import Batch, batch_of
 from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
 
@@ -85,7 +84,7 @@ class Loader:
     def _load(self, consumed: int) -> tuple[list[Batch], torch.Event | None]:
         """The micro-batches, and when they have arrived."""
         batches = [
-            make_batch(np.stack([self._stream[index] for index in indices]), indices, self._packing)
+            batch_of([self._stream[index] for index in indices], indices, self._packing)
             for indices in step_samples(consumed, *self._sizes)
         ]
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]

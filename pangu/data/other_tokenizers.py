@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pangu.config.errors import UserError, reading
 
@@ -56,6 +56,11 @@ class FastTokenizer:
             self.vocab_size: int = max(ids.values()) + 1
         self.eod: int | None = next((ids[piece] for piece in _ENDS if piece in ids), None)
 
+    @property
+    def special(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {piece.content: token for token, piece in added if piece.special}
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -76,6 +81,7 @@ class TiktokenTokenizer:
                 encoding, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod}
             )
         self._pieces = {rank: piece for piece, rank in ranks.items()} | {self.eod: b"<|endoftext|>"}
+        self.special = {"<|endoftext|>": self.eod}
         self.vocab_size: int = max(self._pieces) + 1
 
     def encode(self, text: str) -> list[int]:
@@ -106,6 +112,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    special: ClassVar[dict[str, int]] = {"<|endoftext|>": 256}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

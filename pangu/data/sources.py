@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pangu.config.data import DataConfig, IndexedData, StdlibData, SyntheticData, TokenizerConfig
+from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, SyntheticData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import bin_path, idx_path, open_indexed
@@ -23,6 +23,8 @@ class Sources:
     validation: Stream | None
     """Samples of the validation split in plain order, if there are any."""
     tokenizer: Tokenizer | None
+    of_validation: Mapping[str, Stream] = field(default_factory=dict)
+    """The samples of each part of the validation split by itself, if it has several."""
 
 
 def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
@@ -34,6 +36,18 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
         prepare_stdlib(data.folder, model.vocab, data.validation_fraction, data.packing, show_progress)
     elif isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
+    elif isinstance(data, InstructionsData):
+        from pangu.data.instructions import prepare_instructions
+
+        prepare_instructions(data, model, show_progress)
+        return
+    if data.packing.method != "concat":
+        from pangu.data.packing import packings, write_packing
+
+        files = _as_indexed(data, model) if isinstance(data, StdlibData) else data
+        assert isinstance(files, IndexedData)
+        for packing in packings([*files.train, *files.validation], data.packing, model.sequence):
+            write_packing(packing)
 
 
 def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
@@ -43,18 +57,43 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
     if isinstance(data, StdlibData):
         data = _as_indexed(data, model)
-    _check_exist([*data.train, *data.validation])
+    if isinstance(data, IndexedData):
+        _check_exist([*data.train, *data.validation])
     tokenizer = None
     if data.tokenizer:
-        from pangu.data.tokenizers import load_tokenizer
+        from pangu.data.tokenizers import fitting_tokenizer
 
-        tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer and tokenizer.vocab_size > model.vocab:
-        raise UserError(f"model.vocab = {model.vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
+        tokenizer = fitting_tokenizer(data.tokenizer, model.vocab)
+    if isinstance(data, InstructionsData):
+        return _open_instructions(data, model, seed, tokenizer)
     later = [(stage.sample, stage.weights) for stage in data.later_weights]
-    train = _open(data.train, data.weights, model, seed, shuffle=True, later=later)
-    validation = _open(data.validation, None, model, seed, shuffle=False) if data.validation else None
-    return Sources(train, validation, tokenizer)
+    train = _open(data.train, data, model, seed, later)
+    validation = _open(data.validation, data, model, seed) if data.validation else None
+    parts = _short_names(data.validation)
+    parts = parts if len(parts) > 1 else {}
+    alone: dict[str, Stream] = {name: _open((prefix,), data, model, seed) for name, prefix in parts.items()}
+    return Sources(train, validation, tokenizer, alone)
+
+
+def _open_instructions(data: InstructionsData, model: ModelConfig, seed: int, tokenizer: Tokenizer | None) -> Sources:
+    from pangu.data.instructions import open_split
+
+    train = [f"train-{number}" for number in range(len(data.train))]
+    held_out = [f"validation-{number}" for number in range(len(data.validation))]
+    alone: dict[str, Stream] = {}
+    if len(held_out) > 1:
+        for name, pattern in _short_names(data.validation).items():
+            alone[name] = open_split(data, model, seed, [held_out[data.validation.index(pattern)]])
+    validation = open_split(data, model, seed, held_out) if held_out else None
+    return Sources(open_split(data, model, seed, train), validation, tokenizer, alone)
+
+
+def _short_names(prefixes: Sequence[str]) -> dict[str, str]:
+    """Each prefix by as much of its end as tells it from the others."""
+    different, depth = {Path(prefix).absolute(): prefix for prefix in prefixes}, 1
+    while len(names := {"/".join(path.parts[-depth:]): prefix for path, prefix in different.items()}) < len(different):
+        depth += 1
+    return names
 
 
 def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
@@ -62,7 +101,7 @@ def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:
     than was written."""
     if isinstance(data, StdlibData):
         return _stdlib_tokenizer(data)
-    return data.tokenizer if isinstance(data, IndexedData) else None
+    return None if isinstance(data, SyntheticData) else data.tokenizer
 
 
 def _stdlib_tokenizer(data: StdlibData) -> TokenizerConfig:
@@ -93,15 +132,25 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
 
 def _open(
     prefixes: tuple[str, ...],
-    weights: tuple[float, ...] | None,
+    data: IndexedData,
     model: ModelConfig,
     seed: int,
-    shuffle: bool,
-    later: Sequence[tuple[int, Sequence[float]]] = (),
+    later: Sequence[tuple[int, Sequence[float]]] | None = None,
 ) -> SampleStream:
+    """`later`: of the training data, which is shuffled; None: validation data, in plain order."""
     readers = [open_indexed(prefix) for prefix in prefixes]
+    weights = data.weights if later is not None else None
     weights = weights or tuple(float(len(reader.tokens)) for reader in readers)
-    return SampleStream(list(zip(readers, weights, strict=True)), model.sequence, model.vocab, seed, shuffle, later)
+    pairs = list(zip(readers, weights, strict=True))
+    packed = []
+    if data.packing.method != "concat":
+        from pangu.data.packing import PackedDocuments, packings
+
+        packed = [
+            PackedDocuments(packing, model.vocab, data.packing)
+            for packing in packings(prefixes, data.packing, model.sequence)
+        ]
+    return SampleStream(pairs, model.sequence, model.vocab, seed, later is not None, later or (), packed)
 
 
 def _check_exist(prefixes: list[str]) -> None:

@@ -28,6 +28,10 @@ class Tokenizer(Protocol):
     def eod(self) -> int | None:
         """Id that ends a document, or None if the vocabulary has none."""
 
+    @property
+    def special(self) -> dict[str, int]:
+        """Pieces that stand for an id of their own but do not stand for text: no text that is encoded spells them."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, without begin or end."""
 
@@ -47,6 +51,12 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self.processor.vocab_size()
         ids = [self.processor.piece_to_id(piece) for piece in _END_PIECES]
         self.eod: int | None = next((i for i in ids if i != self.processor.unk_id()), None)
+
+    @property
+    def special(self) -> dict[str, int]:
+        control = [token for token in range(self.vocab_size) if self.processor.is_control(token)]
+        ends = [] if self.eod is None else [self.eod]
+        return {self.processor.id_to_piece(token): token for token in (*control, *ends)}
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
@@ -99,6 +109,10 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = len(self._tokenizer)
         self.eod: int | None = self._tokenizer.eos_token_id
 
+    @property
+    def special(self) -> dict[str, int]:
+        return {piece.content: token for token, piece in self._tokenizer.added_tokens_decoder.items() if piece.special}
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -121,6 +135,14 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.kind in other.ENCODINGS:
         return other.TiktokenTokenizer(config.kind, config.path)
     return other.FastTokenizer(config.path)
+
+
+def fitting_tokenizer(config: TokenizerConfig, vocab: int) -> Tokenizer:
+    """As `load_tokenizer`. Raises UserError, too, for one with more ids than the model has."""
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > vocab:
+        raise UserError(f"model.vocab = {vocab}, but the tokenizer of the data has {tokenizer.vocab_size} pieces")
+    return tokenizer
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch
 from pangu.pipeline.runner import Runner
 from pangu.pipeline.schedule import Schedule, forward_only
+from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ class LoadedModel:
     """Texts computed at a time."""
     stop: tuple[int, ...] = ()
     """Ids that end a generated text beside `eod`."""
+
+
+def padded_length(longest: int, layout: Layout) -> int:
+    """Tokens that texts of at most so many are filled up to: as few as the ranks that share a sequence can deal out."""
+    multiple = math.lcm(layout.tensor if layout.sequence else 1, 2 * layout.context if layout.context > 1 else 1)
+    return longest + -longest % multiple
 
 
 def mean_loss(runner: Runner, schedule: Schedule, batches: Sequence[Batch], mesh: Mesh) -> float:

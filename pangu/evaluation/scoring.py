@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce
 from pangu.data.batch import Batch
-from pangu.evaluation.inference import LoadedModel
+from pangu.evaluation.inference import LoadedModel, padded_length
 from pangu.pipeline.schedule import forward_only
 
 
@@ -112,10 +112,7 @@ def huggingface_windows(ids: Sequence[int], window: int, stride: int) -> Iterato
 
 def _batch(spans: Sequence[Span], model: LoadedModel) -> Batch:
     """One micro-batch [spans, longest] of inputs and labels, on the device."""
-    layout = model.mesh.layout
-    multiple = layout.tensor if layout.sequence else 1
-    longest = max(len(span.ids) for span in spans) - 1
-    length = longest + -longest % multiple
+    length = padded_length(max(len(span.ids) for span in spans) - 1, model.mesh.layout)
     tokens = torch.zeros(len(spans), length + 1, dtype=torch.int64)
     weights = torch.zeros(len(spans), length)
     for row, span in enumerate(spans):

@@ -10,6 +10,9 @@ from typing import Any, TypedDict
 
 from pangu.config.files import open_regular, parse_json
 
+_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding")
+"""Beginnings of the fields that a line lacks if there is nothing to say."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -42,10 +45,14 @@ class StepRecord:
     """Loss scale of the step; None unless the format is fp16."""
     data_wait_s: float = 0.0
     """Seconds of the step in which the first rank waited for its micro-batches, which are read one step ahead."""
+    padding: float | None = None
+    """Share of the step's positions, over all replicas, that hold no token, where documents are packed into samples."""
     validation_loss: float | None = None
     """Mean negative log likelihood of held-out text, if this step was followed by a validation."""
     validation_perplexity: float | None = None
     """exp(`validation_loss`)."""
+    validation_sources: dict[str, dict[str, float]] | None = None
+    """`loss` and `perplexity` of each source of held-out text by itself, if there are several."""
     evaluation: dict[str, float] | None = None
     """Figures of benchmarks (`afqmc/accuracy`), if this step was followed by an evaluation."""
     trust_ratios: dict[str, float] | None = None
@@ -58,12 +65,10 @@ class StepRecord:
     choices that were `dropped`, and the means over layers and sequences of both losses, without their factors."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields; those of validation, of benchmarks, the ratios, slow ranks and experts are left out if there are
-        none."""
+        """All fields; those of padding, validation and benchmarks, the ratios, slow ranks and experts are left out if
+        there are none."""
         return {
-            name: value
-            for name, value in asdict(self).items()
-            if value is not None or not name.startswith(("validation_", "evaluation", "trust_", "slow_", "experts"))
+            name: value for name, value in asdict(self).items() if value is not None or not name.startswith(_OPTIONAL)
         }
 
 

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _START_SECONDS = 20
 _FINISH_SECONDS = 60
 _GROUPS = {
-    "train": ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale"),
+    "train": ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale", "padding"),
     "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),
 }
@@ -35,6 +35,11 @@ def tracked(record: StepRecord) -> dict[str, float]:
         for group, names in _GROUPS.items()
         for name in names
         if (value := getattr(record, name)) is not None
+    }
+    figures |= {
+        f"validation/{name}/{kind}": figure
+        for name, of_source in (record.validation_sources or {}).items()
+        for kind, figure in of_source.items()
     }
     figures |= {f"evaluation/{name}": figure for name, figure in (record.evaluation or {}).items()}
     figures |= {f"experts/{name}": figure for name, figure in (record.experts or {}).items()}

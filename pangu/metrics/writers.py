@@ -68,11 +68,15 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
     ]
     if record.loss_scale is not None:
         parts.append((f"scale {record.loss_scale:g}", ""))
+    if record.padding is not None:
+        parts.append((f"padding {100 * record.padding:.1f} %", ""))
     if record.skipped:
         parts.append((f"skipped {record.skipped}", "yellow"))
     if record.validation_loss is not None:
         text = f"validation loss {record.validation_loss:.4f} (perplexity {record.validation_perplexity:.2f})"
         parts.append((text, "bold cyan"))
+    for name, figures in (record.validation_sources or {}).items():
+        parts.append((f"{name} {figures['loss']:.4f} ({figures['perplexity']:.2f})", "cyan"))
     parts += [(f"{name} {figure:.2f}", "cyan") for name, figure in (record.evaluation or {}).items()]
     return Text(" | ").join(Text(text, style) for text, style in parts)
 

@@ -19,7 +19,7 @@ from pangu.data.batch import Batch
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources
 from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
-from pangu.metrics.record import StepRecord, perplexity, speed
+from pangu.metrics.record import StepRecord, speed
 from pangu.metrics.writers import Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
@@ -65,8 +65,8 @@ class Loop:
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
-        self._pending: tuple[PendingResult, dict[int, float] | None, float] | None = None
-        """The step whose result has not been looked at, and the stragglers in it."""
+        self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
+        """The step whose result has not been looked at, the stragglers in it, and what the record says of its data."""
         self._asked: list[bool] = []
         """What the flags of earlier steps ask for and was not done yet."""
         self._step_began: Moment | None = None
@@ -125,7 +125,7 @@ class Loop:
             return  # these gradients are those of a state that is gone
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
-        self._pending = update, stragglers, loader.waited_s
+        self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": self._padding()}
         self.samples += self.config.batch.global_size
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
@@ -138,7 +138,7 @@ class Loop:
         checkpoint. `at_once`: no other step is under way."""
         assert self._pending is not None
         assert self._step_began is not None
-        (pending, stragglers, waited_s), self._pending = self._pending, None
+        (pending, stragglers, of_data), self._pending = self._pending, None
         result = self.trainer.read(pending)
         self._asked = [any(flags) for flags in zip(result.flags, self._asked or result.flags, strict=True)]
         self._step_s = pending.end.seconds_since(self._step_began) - self._interlude_s
@@ -148,7 +148,7 @@ class Loop:
         # asks for is done last, so that the step that was just made is saved.
         if self._goes_back(result, saver):
             return False
-        self.record = replace(self._figures(result, self._step_s, stragglers), data_wait_s=waited_s)
+        self.record = replace(self._figures(result, self._step_s, stragglers), **of_data)
         for writer in self._writers:
             writer.write(self.record)
         self._check_replicas()
@@ -207,10 +207,11 @@ class Loop:
     def _figures(self, result: StepResult, seconds: float, stragglers: dict[int, float] | None) -> StepRecord:
         """Measure what is due, and put together all figures of the step that was made."""
         config, trainer, mesh = self.config, self.trainer, self.trainer.mesh
-        validation_loss, evaluation, ratios = None, None, None
+        validation: dict[str, Any] = {}
+        evaluation, ratios = None, None
         if self.validation is not None and self._due(config.validation.every):
             with self._interlude("validating"):
-                validation_loss = self.validation.loss(trainer)
+                validation = self.validation.figures(trainer)
         if self.benchmarks is not None and self._due(config.evaluate.every):
             with self._interlude("evaluating"):
                 evaluation = self.benchmarks.figures(trainer)
@@ -234,13 +235,20 @@ class Loop:
             peak_memory_gib=peak_memory_gib(mesh.device),
             skipped=trainer.skipped,
             loss_scale=result.loss_scale if config.precision.loss_scale else None,
-            validation_loss=validation_loss,
-            validation_perplexity=None if validation_loss is None else perplexity(validation_loss),
+            **validation,
             evaluation=evaluation,
             trust_ratios=ratios,
             slow_ranks=stragglers,
             experts=result.experts,
         )
+
+    def _padding(self) -> float | None:
+        """Share of padding in the batch that begins with the next sample, if its documents are packed."""
+        if self.config.data.packing.method == "concat" or not self.trainer.mesh.is_first:
+            return None
+        size, stream = self.config.batch.global_size, self.sources.train
+        padding = sum(stream.padding(index) for index in range(self.samples, self.samples + size))
+        return padding / (size * self.config.model.sequence)
 
     def _place(self, step: int) -> str:
         return f"step {step}, {self.trainer.doing}"

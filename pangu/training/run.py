@@ -211,7 +211,7 @@ def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Vali
     if sources.validation is not None and config.validation.every:
         from pangu.training.validation import Validation
 
-        validation = Validation(config, sources.validation, mesh)
+        validation = Validation(config, sources, mesh)
     if config.evaluate.every:
         from pangu.training.validation import Benchmarks
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig
-from pangu.data.batch import Batch, make_batch
+from pangu.data.batch import Batch, Row, batch_of
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
-from pangu.evaluation.inference import LoadedModel, mean_loss
+from pangu.evaluation.inference import LoadedModel, mean_loss, padded_length
+from pangu.metrics.record import perplexity
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 
@@ -22,32 +21,60 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """The first `validation.sequences` samples of the validation split, the same ones every time and in every
-    layout."""
+    """Losses on the validation split, and on each of its sources if there are several."""
+
+    def __init__(self, config: RunConfig, sources: Sources, mesh: Mesh) -> None:
+        assert sources.validation is not None
+        self._whole = Split(config, sources.validation, mesh)
+        self._sources = {name: Split(config, stream, mesh) for name, stream in sources.of_validation.items()}
+
+    def figures(self, trainer: Trainer) -> dict[str, Any]:
+        """Fields of a step's record, on every process; all of them call it together."""
+        loss = self._whole.loss(trainer)
+        losses = {name: split.loss(trainer) for name, split in self._sources.items()}
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": perplexity(loss),
+            "validation_sources": {
+                name: {"loss": loss, "perplexity": perplexity(loss)} for name, loss in losses.items()
+            }
+            or None,
+        }
+
+
+class Split:
+    """The first `validation.sequences` samples of a stream, the same ones every time and in every layout. Those of like
+    length are computed together, without the padding behind them."""
 
     def __init__(self, config: RunConfig, stream: Stream, mesh: Mesh) -> None:
-        """`stream`: the validation split in plain order; the replicas of `mesh` share its samples."""
+        """`stream`: held-out samples in plain order; the replicas of `mesh` share them."""
         assert stream.num_samples is not None
         self._num_samples = min(config.validation.sequences, stream.num_samples)
-        # every replica has as many micro-batches as the others, so that they may meet in each: indices from
+        lengths = [config.model.sequence - stream.padding(index) for index in range(self._num_samples)]
+        self._order = sorted(range(self._num_samples), key=lambda index: -lengths[index])
+        # every replica has as many micro-batches as the others, so that they may meet in each: places from
         # `_num_samples` on are padding and do not count
-        rounds = -(-self._num_samples // mesh.layout.data)
-        indices = [mesh.at.data + place * mesh.layout.data for place in range(rounds)]
-        size = config.batch.micro_size
-        self._micro_batches = [indices[start : start + size] for start in range(0, rounds, size)]
+        rounds, size = -(-self._num_samples // mesh.layout.data), config.batch.micro_size
+        places = [mesh.at.data + place * mesh.layout.data for place in range(rounds)]
+        self._micro_batches = [
+            (places[start : start + size], padded_length(lengths[self._order[start * mesh.layout.data]], mesh.layout))
+            for start in range(0, rounds, size)
+        ]
         self._stream = stream
         self._packing = config.data.packing
         self._mesh = mesh
 
     def loss(self, trainer: Trainer) -> float:
-        """Mean negative log-likelihood per target token of the split."""
-        batches = [self._batch(indices) for indices in self._micro_batches]
+        """Mean negative log-likelihood per target token."""
+        batches = [self._batch(places, length) for places, length in self._micro_batches]
         return mean_loss(trainer.runner, trainer.stages.schedule, batches, self._mesh)
 
-    def _batch(self, indices: Sequence[int]) -> Batch:
-        samples = [min(index, self._num_samples - 1) for index in indices]
-        batch = make_batch(np.stack([self._stream[i] for i in samples]), samples, self._packing)
-        batch.weights[[index >= self._num_samples for index in indices]] = 0.0
+    def _batch(self, places: Sequence[int], length: int) -> Batch:
+        indices = [self._order[min(place, self._num_samples - 1)] for place in places]
+        samples = [self._stream[index] for index in indices]
+        rows = [sample.cut(length) if isinstance(sample, Row) else sample for sample in samples]
+        batch = batch_of(rows, indices, self._packing)
+        batch.weights[[place >= self._num_samples for place in places]] = 0.0
         return batch
 
 

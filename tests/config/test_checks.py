@@ -158,6 +158,22 @@ CONTRADICTIONS = {
     "data.packing.eod=4096": "data.packing.eod = 4096: must be an id below model.vocab",
     "data.packing.eod=6": "data.packing.eod = 6: must differ from data.packing.pad = 6",
     "data.packing.eod=null": "data.packing.eod = null: must be given if data.packing.reset_mask",
+    "data.packing.method=best_fit data.packing.eod=null": (
+        "data.packing.eod = null: each document of data.packing.method = best_fit begins behind the end of one"
+    ),
+    "data=synthetic validation.every=0 data.packing.method=single": (
+        "data.packing.method = single: random tokens have no documents; concat works"
+    ),
+    "data.packing.index=x": "data.packing.index = x: samples that are cut from all tokens have none; null",
+    "data=instructions validation.every=0 data.tokenizer={kind:bytes}": (
+        "data.train = []: names no files; data.train=[FILE.jsonl] works, with a conversation in each line"
+    ),
+    "data=instructions validation.every=0 data.train=[x]": (
+        "data.tokenizer = null: turns conversations into tokens; data.tokenizer={kind:huggingface,path:FOLDER}"
+    ),
+    "data=instructions validation.every=0 data.train=[x] data.tokenizer={kind:bytes} data.packing.method=concat": (
+        "data.packing.method = concat: cuts conversations apart; best_fit or single works"
+    ),
     "model.vocab=100": "model.vocab = 100: the tokenizer of data=stdlib needs more pieces; 512 or more work",
     "data=indexed validation.every=0": "data.train = []: names no files",
     "data=synthetic": "validation.every = 100: data.kind = synthetic has no held-out data here",

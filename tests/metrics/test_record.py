@@ -54,13 +54,15 @@ def test_what_is_not_a_whole_record_is_none(line: str) -> None:
 
 def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make) -> None:
     nested = {"trust_ratios": {"w": 0.25}, "slow_ranks": {3: 1.75}, "evaluation": {"c3/accuracy": 50.5}}
-    nested |= {"experts": {"load": 1.5}}
-    full = record(loss_scale=65536.0, validation_loss=2.0, validation_perplexity=7.4, **nested)
+    nested |= {"experts": {"load": 1.5}, "validation_sources": {"web": {"loss": 2.5, "perplexity": 12.25}}}
+    full = record(loss_scale=65536.0, padding=0.125, validation_loss=2.0, validation_perplexity=7.4, **nested)
     plain = [value for name, value in full.as_dict().items() if name not in ("step", *nested) and value is not None]
-    assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.5, 1.75, 50.5])
+    assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.5, 1.75, 50.5, 2.5, 12.25])
     assert (tracked(full)["trust_ratio/w"], tracked(full)["slow_rank/3"]) == (0.25, 1.75)
     assert tracked(full)["evaluation/c3/accuracy"] == 50.5
-    assert len(tracked(full)) == len(fields(StepRecord)) - 1
+    assert len(tracked(full)) == len(fields(StepRecord)) - 1 + 1  # a source has two figures
+    assert tracked(full)["validation/web/loss"] == 2.5
+    assert tracked(full)["train/padding"] == 0.125
     assert "speed/mfu" not in tracked(record(mfu=None))
     assert tracked(full)["validation/loss"] == 2.0
 

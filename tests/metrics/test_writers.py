@@ -36,6 +36,9 @@ def test_progress_line_says_all_a_person_wants_to_know(record: Make) -> None:
     line = progress_line(special, total_steps=4000, seconds_left=0).plain
     assert "| MFU n/a |" in line
     assert line.endswith("| scale 65536 | skipped 2 | validation loss 2.0000 (perplexity 7.39)")
+    sources = {"web": {"loss": 2.1, "perplexity": 8.166}}
+    line = progress_line(record(padding=0.0042, validation_sources=sources), total_steps=4000, seconds_left=0).plain
+    assert line.endswith("| padding 0.4 % | web 2.1000 (8.17)")
     assert "loss nan" in progress_line(record(loss=math.nan), 4000, 0).plain
 
 

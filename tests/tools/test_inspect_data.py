@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from pangu.data.indexed_writer import IndexedWriter
+from pangu.data.sources import prepare
+from tests.configs import config
 from tests.tools.test_preprocess_data import DOCUMENTS, folder, preprocess, tool  # noqa: F401
 
 
@@ -66,3 +69,42 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     done = tool(tmp_path / "corpus", "--verify", name="inspect_data")
     assert done.returncode == 2
     assert "there are no checksums to compare" in done.stderr
+
+
+def test_packed_samples(tmp_path: Path) -> None:
+    """Whole documents behind an end, 9, and the padding behind them; no index is left beside the tokens."""
+    with IndexedWriter(tmp_path / "a", 10) as writer:
+        for document in ([5, 6, 9], [7, 1, 9], [4, 9], [8] * 9 + [9]):
+            writer.add(document)
+    words = ("--packing", "best_fit", "--samples", 3, "--sequence", 7, "--eod", 9, "--reset-mask", "--reset-positions")
+    done = tool(tmp_path / "a", *words, name="inspect_data")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    samples = re.split("^sample ", done.stdout, flags=re.MULTILINE)[1:]
+    by_loss = {
+        re.findall(r"packed from (\d), loss at (\d) of 7, (\d) of padding", sample)[0]: sample for sample in samples
+    }
+    assert sum(int(loss) for _, loss, _ in by_loss) == 18
+    for (pieces, loss, padding), sample in by_loss.items():
+        assert len(re.findall(r"tokens \d-\d, positions 0-\d, document \d: \[", sample)) == int(pieces)
+        assert (f"tokens {loss}-6: padding" in sample) == (padding != "0")
+    assert "positions 0-2, document 0: [9, 5, 6]" in done.stdout or "document 1: [9, 5, 6]" in done.stdout
+
+
+def test_conversations(tmp_path: Path) -> None:
+    """The text of each, and what of it is a response."""
+    records = [{"prompt": "Say hello: ", "response": "hello"}, {"prompt": "Now bye: ", "response": "bye"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    files = (f"data.train=[{tmp_path}/a.jsonl]", "data.tokenizer={kind:bytes}", f"data.folder={tmp_path}/data")
+    chosen = config("data=instructions", *files, "data.template=plain", "model.vocab=257", "model.sequence=40")
+    prepare(chosen.data, chosen.model, show_progress=False)
+    done = tool(tmp_path / "data" / "instructions", "--samples", 1, name="inspect_data")
+    assert done.returncode == 0, done.stderr
+    assert "packed from 2, loss at 10 of 40, 12 of padding" in done.stdout
+    assert "loss at 6: Say hello: hello" in done.stdout
+    assert re.search(r"  loss at \d+-\d+, of: hello\n", done.stdout)
+    assert re.search(r"  loss at \d+-\d+, of: bye\n", done.stdout)
+    assert "tokens 28-39: padding" in done.stdout
+    (tmp_path / "data" / "instructions" / "manifest.json").unlink()
+    done = tool(tmp_path / "data" / "instructions", name="inspect_data")
+    assert (done.returncode, "holds no prepared conversations" in done.stderr) == (2, True)

@@ -54,6 +54,7 @@ PASSED_ON = {
     "StdlibData.kind",
     "IndexedData.kind",
     "SyntheticData.kind",
+    "InstructionsData.kind",
     # `check` returns the data-parallel size that the layout is made of
     "ParallelConfig.data",
 }
@@ -123,6 +124,9 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             "data=indexed",
             f"data.train=[{tmp_path}/corpus]",
             "data.weights=[1]",
+            "data.packing.method=best_fit",
+            f"data.packing.index={tmp_path}",
+            "data.packing.eod=9",
             "data.later_weights=[{sample:3,weights:[2]}]",
             "optimizer=lamb",
             *MEMORY,
@@ -138,6 +142,16 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
     ]
     for number, overrides in enumerate(runs):
         run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"))
+    (tmp_path / "chat.jsonl").write_text('{"p": "one", "r": "two"}\nx\n', encoding="utf-8")
+    words = (f"data.train=[{tmp_path}/chat.jsonl]", f"data.validation=[{tmp_path}/chat.jsonl]", "data.weights=[1]")
+    keys = (
+        "data.tokenizer={kind:bytes}",
+        "data.prompt_key=p",
+        "data.response_key=r",
+        "data.template=plain",
+        "data.max_bad=1",
+    )
+    run(composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"))
     dense = f"checkpoint.init_from={tmp_path}/3/checkpoints/step-00000002"
     words = ("data=synthetic", *quiet, dense, "model.experts=2", "checkpoint.upcycle=true")
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))

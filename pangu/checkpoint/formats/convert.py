@@ -103,7 +103,7 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
     eod, pad = (None if token is None or token >= vocab else token for token in (packing.eod, packing.pad))
     stop = tuple(token for token in packing.stop if token < vocab)
     resets = {} if eod is not None else {"reset_mask": False, "reset_positions": False}
-    return replace(packing, eod=eod, pad=pad, stop=stop, **resets)
+    return replace(packing, eod=eod, pad=pad, stop=stop, method="concat", index=None, **resets)
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from pangu.config.errors import UserError
+from pangu.data.batch import Batch
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.scoring import Score, Span
 from pangu.evaluation.tasks import ask as module
-from pangu.evaluation.tasks.ask import Answer, ask, read_questions, summary
+from pangu.evaluation.tasks.ask import Answer, Questions, ask, read_questions, summary
 from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup
+from pangu.evaluation.tasks.task import Item, Task
 from pangu.topology.layout import Layout
 from tests.evaluation.models import Characters, random_model
 from tests.evaluation.tasks.files import write_benchmarks
@@ -54,7 +56,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 
 def answers(model: LoadedModel, folder: Path, name: str, **setup: Any) -> list[Answer]:
     questions = read_questions(find_task(name), write_benchmarks(folder) / name, Setup(**setup))
-    return [answer for some in ask(model, questions) for answer in some]
+    by_id = {answer.id: answer for some in ask(model, questions) for answer in some}
+    return [by_id[item.id] for item in questions.items]
 
 
 # by hand: mean nats per character of each filled template, and which is lowest
@@ -96,6 +99,28 @@ def test_perplexity_of_words(known: LoadedModel, tmp_path: Path) -> None:
     (found,) = answers(known, tmp_path, "wplc")
     assert found.figures == {"loss": 4.0, "tokens": 1.0, "words": 0.0, "accuracy": 0.0}
     assert summary([found]) == pytest.approx({"accuracy": 0.0, "perplexity": math.exp(4)})
+
+
+def test_questions_of_like_length_are_asked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many short texts and a few long ones, in any order; what each gets is what it gets alone."""
+    texts = [("ab" * (3 + number * 37 % 60 * (number % 5 == 0)))[:64] for number in range(60)]
+    items = [Item(str(number), {}, (text,)) for number, text in enumerate(texts)]
+    task = Task("texts", lambda _: iter(()), "{answer}", method="text")
+    model = random_model(Layout(), "model.sequence=64", "model.vocab=200", tokenizer=Wide(), rows=2)
+    computed: list[int] = []
+    forward = model.runner.forward
+
+    def counting(schedule: Any, batches: Sequence[Batch], *rest: Any) -> Any:
+        computed.extend(batch.tokens.numel() for batch in batches)
+        return forward(schedule, batches, *rest)
+
+    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(model.runner, "forward", counting)
+    together = {answer.id: answer for some in ask(model, Questions(task, Setup(), items, [])) for answer in some}
+    assert sum(computed) < 1.1 * sum(map(len, texts))
+    for item in items:
+        ((alone,),) = ask(model, Questions(task, Setup(), [item], []))
+        assert together[item.id].figures == pytest.approx(alone.figures, rel=1e-12)
 
 
 def test_last_words(known: LoadedModel, tmp_path: Path) -> None:

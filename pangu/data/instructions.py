@@ -1,0 +1,312 @@
+"""Conversations for fine-tuning, as tokens and where the loss counts; made once, and kept in a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
+from pangu.config.errors import UserError, reading, shown, writing
+from pangu.config.files import new_path, parse_json, read_json_object, remove
+from pangu.config.model import ModelConfig
+from pangu.data.chat import APART, ChatTemplate, messages_of, read_template
+from pangu.data.documents import BadLine
+from pangu.data.indexed_writer import IndexedWriter
+from pangu.data.inputs import Chunk, find_inputs, read_chunks
+from pangu.data.packing import PackedDocuments, Packing, write_packing
+from pangu.data.preprocessing import input_record, tokenizer_digest
+from pangu.data.progress import progress_bar
+from pangu.data.stream import SampleStream
+from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
+from pangu.data.workers import parallel_map
+
+log = logging.getLogger("pangu")
+
+_FORMAT = 1
+"""Version of the recipe; raise it when the files it writes change."""
+_FOLDER = "instructions"
+_NAMED = 100
+"""Bad lines that the log names; all are counted."""
+_LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the tokens of a conversation."""
+
+    tokenizer: TokenizerConfig
+    tokenizer_digest: str
+    template: str
+    template_digest: str
+    messages_key: str
+    prompt_key: str
+    response_key: str
+    too_long: str
+    sequence: int
+
+
+@dataclass
+class Counts:
+    """Of the conversations of some files."""
+
+    conversations: int = 0
+    """Those that are used."""
+    truncated: int = 0
+    """Of these."""
+    too_long: int = 0
+    """Left out."""
+    bad_lines: int = 0
+    """The same, for they hold none."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.conversations:,} conversations, {self.truncated:,} of them truncated; left out: {self.too_long:,}"
+            f" longer than model.sequence, {self.bad_lines:,} lines without one"
+        )
+
+
+class Conversation(NamedTuple):
+    """One that fits into a sample."""
+
+    ids: NDArray[np.int32]
+    counted: NDArray[np.uint8]
+    """1 for each id whose prediction counts in the loss, [tokens]."""
+    truncated: bool
+
+
+@dataclass
+class Encoded:
+    """What a worker makes of a chunk."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    too_long: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+
+
+class TooLongError(ValueError):
+    """A conversation that does not fit into a sample."""
+
+
+class Encoder:
+    """Turns conversations into tokens. Raises UserError if tokenizer or template cannot be read."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
+        self._special = self._tokenizer.special
+        self._template = ChatTemplate(recipe.template, self._special, self._tokenizer.eod)
+        pieces = map(re.escape, sorted(self._special, key=len, reverse=True))
+        self._pieces = re.compile(f"({'|'.join(pieces)})") if self._special else None
+
+    def encode(self, record: Any) -> Conversation:
+        """Raises ValueError, with the reason, if a record holds no conversation; TooLongError for one that is too
+        long."""
+        recipe = self._recipe
+        parts = self._template.parts(messages_of(record, recipe.messages_key, recipe.prompt_key, recipe.response_key))
+        ids: list[int] = []
+        counted: list[int] = []
+        for text, counts in parts:
+            ids += self._ids(text)
+            counted += [int(counts)] * (len(ids) - len(counted))
+        if any(counted[:1]):  # nothing stands before the response
+            if self._tokenizer.eod is None:
+                raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
+            ids, counted = [self._tokenizer.eod, *ids], [0, *counted]
+        if not any(counted):
+            raise ValueError("its response has no tokens")
+        most = recipe.sequence + 1
+        if len(ids) > most and (recipe.too_long != "truncate" or not any(counted[:most])):
+            raise TooLongError(f"has {len(ids):,} tokens, more than model.sequence + 1 = {most:,}")
+        return Conversation(np.array(ids[:most], np.int32), np.array(counted[:most], np.uint8), len(ids) > most)
+
+    def _ids(self, text: str) -> Iterator[int]:
+        """Of a part of what a template has written. It is encoded by itself, as a prompt is when the model is asked."""
+        for part in self._pieces.split(text) if self._pieces else [text]:
+            if part in self._special:
+                yield self._special[part]
+            else:
+                for piece in filter(None, part.split(APART)):
+                    yield from self._tokenizer.encode(piece)
+
+
+_encoder = cache(Encoder)  # each process has one
+
+
+def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
+    """What a worker does. Raises UserError for what is too long, if that is refused."""
+    encoder, encoded = _encoder(recipe), Encoded()
+    for line, content in enumerate(chunk.content.split(b"\n"), chunk.first):
+        if not content.strip():
+            continue
+        try:
+            encoded.conversations.append(encoder.encode(_parsed(content, line)))
+        except TooLongError as error:
+            if recipe.too_long == "refuse":
+                raise UserError(
+                    f"{BadLine(chunk.source, line, str(error))}; data.too_long=truncate or leave_out works"
+                ) from error
+            encoded.too_long += 1
+        except ValueError as error:
+            encoded.bad.append(BadLine(chunk.source, line, str(error)))
+    return encoded
+
+
+def _parsed(content: bytes, line: int) -> Any:
+    try:
+        return parse_json(content.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError("is not UTF-8") from error
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({shown(str(error))})") from error
+
+
+def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progress: bool) -> None:
+    """Encode and pack the conversations, unless the folder has them. Raises UserError if a file cannot be read or has
+    more lines without a conversation than are left out, or if the folder cannot be written."""
+    recipe, inputs = _recipe(data, model), _inputs(data)
+    wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
+    folder = Path(data.folder) / _FOLDER
+    manifest = _manifest(folder)
+    if manifest is None or manifest["recipe"] != wanted:
+        fitting_tokenizer(recipe.tokenizer, model.vocab)
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with new_path(folder) as partial, progress_bar(show_progress) as progress:
+                partial.mkdir()
+                manifest = {"recipe": wanted, **_write_all(partial, data, recipe, inputs, model.vocab, progress)}
+                (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+                remove(folder)
+    for pattern, counts in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
+        log.info("%-12s %s: %s", "data", pattern, Counts(**counts))
+    for prefix in manifest["counts"]:
+        write_packing(_packing(data, model, prefix))
+
+
+def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
+    assert data.tokenizer is not None
+    template = json.dumps(read_template(data.template))
+    return Recipe(
+        tokenizer=data.tokenizer,
+        tokenizer_digest=tokenizer_digest(data.tokenizer.path),
+        template=data.template,
+        template_digest=blake2b(template.encode(), digest_size=16).hexdigest(),
+        messages_key=data.messages_key,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        too_long=data.too_long,
+        sequence=model.sequence,
+    )
+
+
+def _inputs(data: InstructionsData) -> dict[str, list[tuple[str, int, int]]]:
+    """The files of each dataset, by the name that its tokens have in the folder. Raises UserError."""
+    inputs = {}
+    for split, patterns in (("train", data.train), ("validation", data.validation)):
+        for number, pattern in enumerate(patterns):
+            sources = find_inputs([pattern], f"data.{split}")
+            if wrong := next((source for source in sources if not _LINES.search(source)), None):
+                raise UserError(f"data.{split} {wrong}: conversations are read from .jsonl files, one in each line")
+            inputs[f"{split}-{number}"] = [input_record(source) for source in sources]
+    return inputs
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What the folder holds, if all of it is there."""
+    try:
+        manifest = read_json_object(folder / "manifest.json")
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+        whole = sizes == manifest["files"] and all(Counts(**counts) for counts in manifest["counts"].values())
+        return manifest if whole and isinstance(manifest["recipe"], dict) else None
+    except (UserError, OSError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write_all(
+    folder: Path,
+    data: InstructionsData,
+    recipe: Recipe,
+    inputs: Mapping[str, Sequence[tuple[str, int, int]]],
+    vocab: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The tokens of all datasets; what the manifest says of them."""
+    counts = {}
+    for name, records in progress.track(inputs.items(), description="Encoding conversations"):
+        sources = [source for source, *_ in records]
+        counts[name] = asdict(_write(folder / name, data, recipe, sources, vocab))
+    return {"counts": counts, "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())}}
+
+
+def _write(prefix: Path, data: InstructionsData, recipe: Recipe, sources: Sequence[str], vocab: int) -> Counts:
+    """The tokens of one dataset, and beside them where the loss counts."""
+    counts = Counts()
+    chunks = read_chunks(sources, data.messages_key)
+    with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
+        for encoded in parallel_map(partial(encode_chunk, recipe), chunks, data.workers):
+            for line in encoded.bad:
+                counts.bad_lines += 1
+                if counts.bad_lines > data.max_bad:
+                    raise UserError(f"{line}; more than data.max_bad = {data.max_bad} such lines are not left out")
+                if counts.bad_lines <= _NAMED:
+                    log.warning("left out: %s", line)
+            for conversation in encoded.conversations:
+                writer.add(conversation.ids)
+                file.write(conversation.counted.tobytes())
+                counts.truncated += conversation.truncated
+            counts.conversations += len(encoded.conversations)
+            counts.too_long += encoded.too_long
+        if not counts.conversations:
+            raise UserError(f"{', '.join(sources)}: {counts}")
+    return counts
+
+
+def counted_path(prefix: str | Path) -> Path:
+    """A byte for each token of a prefix."""
+    return Path(f"{prefix}.counted")
+
+
+def open_dataset(packing: Packing, vocab: int, ids: PackingConfig) -> PackedDocuments:
+    """Conversations that are packed, with where the loss counts. Raises UserError."""
+    path = counted_path(packing.prefix)
+    with reading(path, ValueError):  # an empty file cannot be mapped
+        counted = np.memmap(path, np.uint8, "r")
+    documents = PackedDocuments(packing, vocab, ids, counted)
+    if len(counted) != len(documents.reader.tokens):
+        raise UserError(f"{path}: damaged; remove {path.parent}, and the next run makes it anew")
+    return documents
+
+
+def read_prepared(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of prepared conversations. Raises UserError if it holds none, or not all of them."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder}: holds no prepared conversations, or not all of them")
+    return manifest
+
+
+def _packing(data: InstructionsData, model: ModelConfig, name: str) -> Packing:
+    assert data.packing.method != "concat"
+    prefix = str(Path(data.folder) / _FOLDER / name)
+    return Packing(prefix, model.sequence, data.packing.method, data.packing.index, first_is_input=True)
+
+
+def open_split(data: InstructionsData, model: ModelConfig, seed: int, names: Sequence[str]) -> SampleStream:
+    """The samples of prepared datasets: shuffled ones of `train-0` and the following, otherwise in plain order. Raises
+    UserError."""
+    shuffle = names[0].startswith("train")
+    datasets = [open_dataset(_packing(data, model, name), model.vocab, data.packing) for name in names]
+    weights = data.weights if shuffle else None
+    weights = weights or tuple(float(len(one.reader.tokens)) for one in datasets)
+    pairs = [(one.reader, weight) for one, weight in zip(datasets, weights, strict=True)]
+    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, packed=datasets)

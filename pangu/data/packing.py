@@ -1,0 +1,279 @@
+"""Packing whole documents into samples.
+
+Cutting the corpus every `sequence` tokens tears documents apart, and what stands behind a cut is predicted without what
+it refers to (Ding et al. 2024, "Fewer truncations improve language modeling"). Here a document is cut only where it is
+longer than a sample, into full samples and a remainder; remainders and whole documents are put together so that samples
+are nearly full, and what is left of a sample is padding. Which documents share a sample is found once, and written into
+an index beside the token files, which is mapped into memory: a run of any size starts at once and reads any sample in
+the same time.
+
+    documents of 5, 3, 2, 4, 1 and 9 tokens in samples of 6:   6 of 9 | 5 1 | 4 2 | 3 and 3 of 9
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.config.data import PackingConfig
+from pangu.config.errors import UserError, reading, writing
+from pangu.config.files import NewFile
+from pangu.data.batch import Row
+from pangu.data.indexed import IndexedTokens, bin_path, idx_path, open_indexed
+from pangu.data.stream import check_ids
+from pangu.topology.random import generator
+
+Method = Literal["best_fit", "single"]
+
+_VERSION = 1
+"""Changes when the same documents come to be packed otherwise."""
+_HEADER = struct.Struct("<8s8Q")
+_MAGIC = b"PGPACK\0\0"
+_PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
+"""Tokens of a document that a sample predicts. A negative length: the token before `start` is the first input, for the
+document goes on there; otherwise the end of a document is."""
+_AT_ONCE = 1 << 18
+"""Documents that are packed together: enough to leave a part in a thousand of padding or less."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a dataset is packed."""
+
+    prefix: str
+    sequence: int
+    method: Method
+    folder: str | None
+    """Where the index is; None: beside the token files."""
+    first_is_input: bool = False
+    """The first token of each document is there for the others and not predicted itself."""
+
+    @property
+    def path(self) -> Path:
+        """The index."""
+        name = f"{Path(self.prefix).name}.{self.method}-{self.sequence}.packing"
+        if self.folder is None:
+            return Path(self.prefix).with_name(name)
+        place = blake2b(str(Path(self.prefix).absolute()).encode(), digest_size=4).hexdigest()
+        return Path(self.folder) / f"{place}-{name}"
+
+    def header(self, num_pieces: int, num_samples: int) -> bytes:
+        """Of the index of the files as they are now. Raises OSError."""
+        data, idx = bin_path(self.prefix).stat(), idx_path(self.prefix).stat()
+        facts = (data.st_size, idx.st_size, idx.st_mtime_ns, idx.st_ino)
+        return _HEADER.pack(_MAGIC, _VERSION * 2 + self.first_is_input, self.sequence, *facts, num_pieces, num_samples)
+
+
+def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The bin of each piece, [pieces]: pieces are taken from the longest to the shortest, and each goes into the bin
+    with the least room that holds it, or into a new one (Johnson 1974). Lengths are 1 to `capacity`.
+
+    Pieces of one length are placed together, so that the number of operations is that of different lengths, however
+    many pieces there are.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    each, firsts = np.unique(-lengths[order], return_index=True)
+    stops = [*firsts[1:], len(lengths)]
+    rooms: list[int] = []
+    """Those of some bin, in increasing order."""
+    of_room: dict[int, list[NDArray[np.int64]]] = {}
+    num_bins = 0
+
+    def leave(chosen: NDArray[np.int64], room: int) -> None:
+        if room and len(chosen):
+            if room not in of_room:
+                insort(rooms, room)
+            of_room.setdefault(room, []).append(chosen)
+
+    for length, first, stop in zip((-each).tolist(), firsts.tolist(), map(int, stops), strict=True):
+        while first < stop:
+            place = bisect_left(rooms, length)
+            room = rooms.pop(place) if place < len(rooms) else capacity
+            # the bin with the least room still has the least after a piece, as long as it holds another one
+            in_each = room // length
+            needed = -(-(stop - first) // in_each)
+            if room in of_room:
+                there = np.concatenate(of_room.pop(room))
+                chosen, left = there[:needed], there[needed:]
+                leave(left, room)
+            else:
+                chosen = np.arange(num_bins, num_bins + needed)
+                num_bins += needed
+            pieces = order[first : min(stop, first + len(chosen) * in_each)]
+            bins[pieces] = np.repeat(chosen, in_each)[: len(pieces)]
+            full, more = divmod(len(pieces), in_each)
+            leave(chosen[:full], room - in_each * length)
+            leave(chosen[full:], room - more * length)
+            first += len(pieces)
+    return bins
+
+
+def write_packing(packing: Packing) -> None:
+    """Write the index of a pair of files, unless it is there and theirs. Raises UserError."""
+    if _is_current(packing):
+        return
+    reader, path = open_indexed(packing.prefix), packing.path
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = NewFile(path)
+            try:
+                _write(new.file, reader, packing)
+                new.finish()
+                new.publish()
+            finally:
+                new.discard()
+    except UserError as error:
+        if packing.folder is None and isinstance(error.__cause__, OSError):
+            raise UserError(f"{error}; data.packing.index=FOLDER keeps the index elsewhere") from error
+        raise
+
+
+def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing) -> None:
+    """The contents of an index. Raises UserError, OSError."""
+    file.write(bytes(_HEADER.size))
+    counts = []
+    for pieces, in_each in _packed(reader, packing):
+        file.write(pieces.tobytes())
+        counts.append(in_each)
+    if not counts:
+        raise UserError(f"{bin_path(packing.prefix)} holds no token to be predicted")
+    stops = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype("<i8")
+    file.write(stops.tobytes())
+    file.seek(0)
+    file.write(packing.header(int(stops[-1]), len(stops) - 1))
+
+
+def _packed(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[np.void], NDArray[np.int64]]]:
+    """Pieces in the order of the samples, and how many each sample has, for some documents after the others."""
+    for number, (starts, lengths) in enumerate(_pieces(reader, packing)):
+        sizes = np.abs(lengths).astype(np.int64)
+        if packing.method == "single":
+            bins, order = np.arange(len(sizes)), np.arange(len(sizes))
+        else:
+            # which of several documents of a length go together, and in which order, is left to chance
+            source = generator("packing", packing.sequence, number)
+            mixed = source.permutation(len(sizes))
+            starts, lengths = starts[mixed], lengths[mixed]
+            bins = best_fit_decreasing(sizes[mixed], packing.sequence)
+            order = np.lexsort((source.permutation(len(sizes)), bins))
+        pieces = np.empty(len(order), dtype=_PIECE)
+        pieces["start"], pieces["length"] = starts[order], lengths[order]
+        yield pieces, np.bincount(bins)
+
+
+def _pieces(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Starts and lengths as in `_PIECE` of the pieces of some documents after the others, in their order."""
+    size, begin = packing.sequence, 0
+    for first in range(0, len(reader.document_index) - 1, _AT_ONCE):
+        sequences = np.asarray(reader.document_index[first : first + _AT_ONCE + 1])
+        with reading(idx_path(reader.prefix), IndexError, ValueError, rule="its document index is damaged"):
+            lengths = reader.sequence_lengths[sequences[0] : sequences[-1]]
+            stops = begin + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[sequences - sequences[0]]
+            if (np.diff(stops) < 0).any() or stops[-1] > len(reader.tokens):
+                raise ValueError("documents that overlap or lie beyond the tokens")
+        begin = int(stops[-1])
+        starts = stops[:-1] + packing.first_is_input
+        predicted = np.maximum(stops[1:] - starts, 0)
+        in_each = -(-predicted // size)
+        document = np.repeat(np.arange(len(predicted)), in_each)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(in_each) - in_each, in_each)
+        pieces = np.minimum(predicted[document] - number * size, size)
+        goes_on = (number > 0) | packing.first_is_input
+        if len(pieces):
+            yield starts[document] + number * size, np.where(goes_on, -pieces, pieces)
+
+
+def _is_current(packing: Packing) -> bool:
+    try:
+        with packing.path.open("rb") as file:
+            header = file.read(_HEADER.size)
+        _check_size(packing, header)
+    except (OSError, UserError):
+        return False
+    return True
+
+
+def _check_size(packing: Packing, header: bytes) -> tuple[int, int]:
+    """Number of pieces and of samples of an index. Raises UserError if it is not that of the files, OSError."""
+    path, anew = packing.path, "remove it, and the next run makes it anew"
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise UserError(f"{path}: is no index of packed documents; {anew}")
+    *_, num_pieces, num_samples = _HEADER.unpack(header)
+    if header != packing.header(num_pieces, num_samples):
+        raise UserError(f"{path}: was made of other files than {packing.prefix}.bin and .idx are now; {anew}")
+    size = path.stat().st_size
+    if size != _HEADER.size + _PIECE.itemsize * num_pieces + 8 * (num_samples + 1) or not num_samples:
+        raise UserError(f"{path}: has {size} bytes, not those of {num_pieces:,} pieces; {anew}")
+    return num_pieces, num_samples
+
+
+class PackedDocuments:
+    """The samples of one packed dataset, in the order of its index."""
+
+    def __init__(
+        self, packing: Packing, vocab: int, ids: PackingConfig, counted: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Map an index of `write_packing` into memory, in constant time. `counted`: 1 for each token of the files that
+        counts in the loss; None: all of them. Raises UserError."""
+        self.reader = open_indexed(packing.prefix)
+        self._packing, self._vocab, self._counted = packing, vocab, counted
+        self._eod = 0 if ids.eod is None else ids.eod
+        self._pad = self._eod if ids.pad is None else ids.pad
+        path = packing.path
+        with reading(path):
+            with path.open("rb") as file:
+                num_pieces, self.num_samples = _check_size(packing, file.read(_HEADER.size))
+            self._pieces = np.memmap(path, _PIECE, "r", _HEADER.size, (num_pieces,))
+            stops = _HEADER.size + _PIECE.itemsize * num_pieces
+            self._stops = np.memmap(path, "<i8", "r", stops, (self.num_samples + 1,))
+
+    def row(self, number: int) -> Row:
+        """Sample `number` of the index. Raises UserError if the index is damaged or a token outside the vocabulary."""
+        size = self._packing.sequence
+        tokens, labels = np.full((2, size), self._pad, dtype=np.int64)
+        counted, begins = np.zeros((2, size), dtype=bool)
+        place = 0
+        for start, length, goes_on in self.pieces(number):
+            stop = place + length
+            labels[place:stop] = self.reader.tokens[start : start + length]
+            tokens[place] = self.reader.tokens[start - 1] if goes_on else self._eod
+            tokens[place + 1 : stop] = labels[place : stop - 1]
+            counted[place:stop] = True if self._counted is None else self._counted[start : start + length]
+            begins[place] = True
+            place = stop
+        begins[place : place + 1] = True
+        check_ids(self.reader.prefix, tokens, self._vocab)
+        check_ids(self.reader.prefix, labels, self._vocab)
+        return Row(tokens, labels, counted, begins)
+
+    def padding(self, number: int) -> int:
+        """Tokens of padding in a sample."""
+        return self._packing.sequence - sum(length for _, length, _ in self.pieces(number))
+
+    def pieces(self, number: int) -> list[tuple[int, int, bool]]:
+        """First token, length, and whether it goes on in a document, of each piece of a sample. Raises UserError."""
+        size, num_tokens = self._packing.sequence, len(self.reader.tokens)
+        begin, stop = map(int, self._stops[number : number + 2])
+        if 0 <= begin < stop <= min(len(self._pieces), begin + size):
+            pieces = [(start, abs(length), length < 0) for start, length in self._pieces[begin:stop].tolist()]
+            inside = all(int(goes_on) <= start <= num_tokens - length for start, length, goes_on in pieces)
+            if inside and all(length for _, length, _ in pieces) and sum(length for _, length, _ in pieces) <= size:
+                return pieces
+        raise UserError(f"{self._packing.path}: damaged; remove it, and the next run makes it anew")
+
+
+def packings(prefixes: Sequence[str], config: PackingConfig, sequence: int) -> list[Packing]:
+    """How each of some prefixes is packed; none where samples are cut from all tokens in a row."""
+    if config.method == "concat":
+        return []
+    return [Packing(prefix, sequence, config.method, config.index) for prefix in prefixes]

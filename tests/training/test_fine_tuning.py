@@ -1,0 +1,71 @@
+"""A model is trained on text, then fine-tuned on conversations, and stops and goes on as any run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pangu.data.indexed_writer import IndexedWriter
+from pangu.training.run import run
+from tests.configs import composed
+from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics, on_ranks
+
+MODEL = (*SMALL, "model.vocab=257", "train.device=cpu", SAME_ATTENTION, SAME_PRODUCTS, "optimizer.lr=0.01")
+WORDS = {"cat": "meow", "dog": "woof", "cow": "moo", "duck": "quack", "owl": "hoot", "pig": "oink"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on plain text, and conversations. Not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    with IndexedWriter(folder / "text", 257) as writer:
+        for word in list(WORDS) * 30:
+            writer.add([*f"there was a {word}".encode(), 256])
+    data = ("data=indexed", f"data.train=[{folder}/text]", "data.packing.eod=256", "validation.every=0")
+    words = (*MODEL, *data, "lr_schedule.warmup_steps=2", "train.steps=6", "checkpoint.every=6")
+    run(composed(*words, f"train.output={folder}/before"))
+    for name in ("train", "held_out"):
+        talks = [{"prompt": f"the {word} says ", "response": sound} for word, sound in WORDS.items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, talks * 4)) + "\n", encoding="utf-8")
+    return folder
+
+
+def words_of(trained: Path, output: Path, steps: int, *others: str) -> tuple[str, ...]:
+    files = (f"data.train=[{trained}/train.jsonl]", f"data.validation=[{trained}/held_out.jsonl]")
+    data = ("data=instructions", *files, "data.tokenizer={kind:bytes}", "data.template=plain")
+    begin = f"checkpoint.init_from={trained}/before/checkpoints/step-00000006"
+    rates = ("lr_schedule.warmup_steps=2", "lr_schedule.decay_steps=40", "validation.every=10")
+    return (
+        *MODEL,
+        *data,
+        begin,
+        *rates,
+        f"train.steps={steps}",
+        "checkpoint.every=10",
+        f"train.output={output}",
+        *others,
+    )
+
+
+def train(trained: Path, output: Path, steps: int, *others: str) -> list[dict[str, Any]]:
+    run(composed(*words_of(trained, output, steps, *others)))
+    return metrics(output)
+
+
+def test_a_checkpoint_learns_to_answer(trained: Path, tmp_path: Path) -> None:
+    """The loss of responses falls, a run that was stopped is the same, and two ranks train the same."""
+    whole = train(trained, tmp_path / "whole", 40)
+    assert whole[0]["loss"] > 3
+    assert whole[-1]["validation_loss"] < 1.0 < whole[9]["validation_loss"]
+    train(trained, tmp_path / "parts", 10)
+    parts = train(trained, tmp_path / "parts", 20)
+    assert [line["loss"] for line in parts] == [line["loss"] for line in whole[:20]]
+    assert 0 < whole[0]["padding"] < 0.5
+    done = on_ranks(2, "pretrain", *words_of(trained, tmp_path / "ranks", 3))
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in metrics(tmp_path / "ranks")] == pytest.approx(
+        [line["loss"] for line in whole[:3]], rel=1e-5
+    )
