@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event, Thread
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -96,9 +97,10 @@ def main(arguments: Sequence[str]) -> int:
         return report(failed)
     except SignalException as ended:
         return 128 + ended.sigval
-    except RendezvousError as error:
-        print(f"\nthe launchers of this run did not meet: {error}", file=sys.stderr, flush=True)
-        return 1
+    except (RendezvousError, DistError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)
+        return RETRYABLE
     return 0
 
 

@@ -45,7 +45,7 @@ SelectType=select/linear
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,defer
 ReturnToService=2
-KillWait=30
+KillWait=300
 SlurmdParameters=config_overrides
 NodeName=node0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
@@ -84,6 +84,12 @@ class Slurm:
             check=True,
         )
         return submitted.stdout.strip()
+
+    def end_jobs(self) -> None:
+        """Kill what is left of them: without the daemons nobody would."""
+        self.run("scancel", "--full", "--signal=KILL", "--user=root")
+        self.run("scancel", "--user=root")
+        wait_until(lambda: not self.run("squeue", "--noheader"), 60)
 
     def state(self, job: str) -> dict[str, str]:
         """What `scontrol show job` knows of it."""
@@ -147,5 +153,5 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             return asked.stdout == "idle 2\n"
 
         wait_until(is_up, 60)
-        stack.callback(cluster.run, "scancel", "--state=RUNNING", "--user=root")
+        stack.callback(cluster.end_jobs)
         yield cluster

@@ -10,7 +10,7 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pangu.config.exit_status import USER_ERROR
+from pangu.config.exit_status import RETRYABLE, USER_ERROR
 from scripts import launch
 from tests.spawn import repository
 
@@ -53,3 +53,13 @@ def test_a_crash_is_one_line(exitcode: int, status: int, line: str, capsys: pyte
     first.timestamp = second.timestamp - 1
     assert launch.report(ChildFailedError("pretrain.py", {4: second, 3: first})) == status
     assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_launchers_that_do_not_meet_say_so() -> None:
+    """Nobody serves port 9."""
+    options = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=9", "--rdzv-conf=timeout=1"]
+    line = [sys.executable, "scripts/launch.py", *options, "pretrain.py"]
+    done = subprocess.run(line, cwd=repository(), capture_output=True, text=True, check=False)
+    assert done.returncode == RETRYABLE
+    assert re.search(r"^the launchers of this run did not meet: .*\(127.0.0.1, 9\)", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
