@@ -3,7 +3,7 @@
     python -m benchmarks.experts_quality --output benchmarks/results/experts_quality.json --picture docs/experts.svg
 
 Trains `quickstart` and `quickstart_moe` on the same samples, then the beginning of `quickstart_moe` with each
-`model.router.balance`. All in processes of one thread, `--workers` at a time; nothing of it is timed.
+`model.router.balance`. All in processes on one core, `--workers` at a time; nothing of it is timed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -29,12 +30,17 @@ LAST = 50
 SUMMARY = ("last_load", "last_least_load", "validation_loss")
 
 
-def train(folder: Path, name: str, preset: str, *overrides: str) -> list[dict[str, Any]]:
-    """The records of a run, in `folder/name`."""
+def train(cores: queue.Queue[int], folder: Path, name: str, preset: str, *overrides: str) -> list[dict[str, Any]]:
+    """The records of a run, in `folder/name`, on one of the `cores` that are free."""
     command = [sys.executable, "pretrain.py", f"+config={preset}", *overrides]
     command += [f"train.output={folder / name}", f"data.folder={folder / 'data'}", "train.device=cpu"]
     command += ["model.attention=reference", "precision.fp32_products=highest"]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    core = cores.get()
+    # a process has as many threads as cores
+    subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+    )
+    cores.put(core)
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -80,11 +86,15 @@ def main() -> None:
     of_quality = (f"train.steps={arguments.steps}", "validation.every=100", schedule)
     of_balance = (f"train.steps={arguments.balance_steps}", f"validation.every={arguments.balance_steps}", schedule)
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.workers) as pool:
-        folder = Path(name)
-        train(folder, "first", "quickstart", "train.steps=1", "validation.every=0")  # which prepares the data
-        runs = {kind: pool.submit(train, folder, kind, preset, *of_quality) for kind, preset in QUALITY.items()}
+        folder, cores = Path(name), queue.Queue[int]()
+        for core in sorted(os.sched_getaffinity(0))[-arguments.workers :]:
+            cores.put(core)
+        train(cores, folder, "first", "quickstart", "train.steps=1", "validation.every=0")  # which prepares the data
+        runs = {kind: pool.submit(train, cores, folder, kind, preset, *of_quality) for kind, preset in QUALITY.items()}
         methods = {
-            method: pool.submit(train, folder, method, "quickstart_moe", f"model.router.balance={method}", *of_balance)
+            method: pool.submit(
+                train, cores, folder, method, "quickstart_moe", f"model.router.balance={method}", *of_balance
+            )
             for method in BALANCE
         }
         quality = {
