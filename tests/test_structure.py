@@ -159,9 +159,10 @@ def test_the_package_stays_small() -> None:
     60 weights that change
     during a run; 60 choices of experts without sorting, and in sequences that ranks share; 95 nodes: which rank is
     where, in messages and in a file, what devices, the allocator and NCCL are told, statuses for schedulers;
-    460 whole documents in samples, 670 conversations to fine-tune on."""
+    460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
+    is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 25_415
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_215
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -202,7 +203,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_075, "run": 11_565}
+MOST_LINES = {"trainer": 6_110, "run": 11_690}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
@@ -211,7 +212,8 @@ batches, dropout and checks know of parts of sequences;
 tokenizers;
 40 and 130 nodes: ranks with their names, devices, statuses for schedulers;
 40 weights
-that change; 75 and 235 the keys of packed documents and of conversations, and rows of samples beside windows."""
+that change; 75 and 235 the keys of packed documents and of conversations, and rows of samples beside windows; 35 and
+125 the keys of streamed text, and positions of it in checkpoints."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

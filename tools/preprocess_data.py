@@ -15,9 +15,10 @@ from rich.progress import Progress
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
-from pangu.data.inputs import add_input_arguments, find_inputs
+from pangu.data.encoding import tokenizer_digest
+from pangu.data.inputs import add_input_arguments, find_inputs, input_record
 from pangu.data.near_duplicates import bands_of
-from pangu.data.preprocessing import Preprocessing, Recipe, input_record, tokenizer_digest
+from pangu.data.preprocessing import Preprocessing, Recipe
 from pangu.data.progress import progress_bar
 from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.tokenizers import load_tokenizer

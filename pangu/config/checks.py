@@ -9,7 +9,7 @@ from typing import Any
 
 from pangu.config.attention import obstacles
 from pangu.config.build import findings, read
-from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, SyntheticData
+from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.layout_checks import any_of, data_size, divisors_near, layout_problems, multiples_near
 from pangu.config.model import ModelConfig
@@ -214,8 +214,11 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
     if any(token >= vocab for token in packing.stop):
         yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "[] works")
     packed = packing.method != "concat"
-    if packed and isinstance(config.data, SyntheticData):
-        yield Problem("data.packing.method", packing.method, "random tokens have no documents", "concat works")
+    if packed and isinstance(config.data, (SyntheticData, StreamData)):
+        rule = (
+            "random tokens have no documents" if isinstance(config.data, SyntheticData) else "needs all lengths before"
+        )
+        yield Problem("data.packing.method", packing.method, rule, "concat works")
     elif isinstance(config.data, InstructionsData):
         if not packed:
             rule = "cuts conversations apart"
@@ -242,26 +245,31 @@ def _vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 def _files(config: RunConfig) -> Iterator[Problem]:
     data = config.data
-    if not isinstance(data, (IndexedData, InstructionsData)):
+    if not isinstance(data, (IndexedData, StreamData, InstructionsData)):
         return
     if not data.train and not config.dry_run:
-        works = "data.train=[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py"
-        works = works if data.kind == "indexed" else "data.train=[FILE.jsonl] works, with a conversation in each line"
-        yield Problem("data.train", [], "names no files", works)
+        examples = {
+            "indexed": "[PREFIX] works, where PREFIX.bin and PREFIX.idx are made by tools/preprocess_data.py",
+            "stream": "[FOLDER] works",
+            "instructions": "[FILE.jsonl] works, with a conversation in each line",
+        }
+        yield Problem("data.train", [], "names no files", f"data.train={examples[data.kind]}")
     stages = data.later_weights if isinstance(data, IndexedData) else ()
     later_stages = [(f"data.later_weights[{i}].weights", stage.weights) for i, stage in enumerate(stages)]
     for key, weights in (("data.weights", data.weights), *later_stages):
         if weights is not None and len(weights) != len(data.train):
-            rule = f"must have one weight for each of the {len(data.train)} prefixes of data.train"
-            yield Problem(key, weights, rule, "data.weights=null: in proportion to their tokens")
+            one = "prefixes" if isinstance(data, IndexedData) else "entries"
+            works = "in proportion to their tokens" if isinstance(data, IndexedData) else "all are one source"
+            rule = f"must have one weight for each of the {len(data.train)} {one} of data.train"
+            yield Problem(key, weights, rule, f"data.weights=null: {works}")
         elif weights is not None and not any(weights):
             yield Problem(key, weights, "one of them must be above 0")
     samples = [stage.sample for stage in stages]
     if samples != sorted(set(samples)):
         yield Problem("data.later_weights", samples, "each `sample` must be larger than the one before")
-    if isinstance(data, InstructionsData) and data.tokenizer is None and not config.dry_run:
+    if data.tokenizer is None and not isinstance(data, IndexedData) and not config.dry_run:
         works = "data.tokenizer={kind:huggingface,path:FOLDER} works, or another kind"
-        yield Problem("data.tokenizer", None, "turns conversations into tokens", works)
+        yield Problem("data.tokenizer", None, "turns text into tokens", works)
     if data.tokenizer is not None and bool(data.tokenizer.path) == (data.tokenizer.kind == "bytes"):
         kind = data.tokenizer.kind
         rule = "bytes have no file" if kind == "bytes" else f"a tokenizer of kind {kind} has a file or a folder"
@@ -271,8 +279,14 @@ def _files(config: RunConfig) -> Iterator[Problem]:
 def _validation(config: RunConfig) -> Iterator[Problem]:
     data, every = config.data, config.validation.every
     without = isinstance(data, SyntheticData) or (not isinstance(data, StdlibData) and not data.validation)
+    if isinstance(data, StreamData) and data.holdout:
+        without = False
+        if data.validation:
+            rule = f"data.validation = {list(data.validation)} is what is held out"
+            yield Problem("data.holdout", data.holdout, rule, "0 works, or data.validation=[]")
     if every and not config.dry_run and without:
         works = "" if isinstance(data, SyntheticData) else ", or give data.validation"
+        works += " or data.holdout" if isinstance(data, StreamData) else ""
         rule = f"data.kind = {data.kind} has no held-out data here"
         yield Problem("validation.every", every, rule, f"validation.every=0 works{works}")
 
@@ -332,7 +346,7 @@ def _evaluate(config: RunConfig) -> Iterator[Problem]:
 
 def _without_tokenizer(data: DataConfig, key: str, value: int) -> Iterator[Problem]:
     """What is wrong with a key that needs the tokenizer of the data if there is none."""
-    if isinstance(data, SyntheticData) or (isinstance(data, IndexedData) and data.tokenizer is None):
+    if isinstance(data, SyntheticData) or (isinstance(data, (IndexedData, StreamData)) and data.tokenizer is None):
         works = "" if isinstance(data, SyntheticData) else ", or give data.tokenizer"
         yield Problem(key, value, f"data.kind = {data.kind} has no tokenizer here", f"{key}=0 works{works}")
 

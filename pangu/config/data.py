@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pangu.config.bounds import Bounds, Count, Filename, Natural, NotNegative
+from pangu.config.bounds import Bounds, Count, Filename, Natural, NotNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,36 @@ class IndexedData:
 
 
 @dataclass(frozen=True)
+class StreamData:
+    """Text that is encoded, shuffled and packed while it is read, without a preparation."""
+
+    kind: Literal["stream"]
+    """Selects the data source."""
+    train: tuple[Filename, ...]
+    """Files, folders, globs, URLs of these that fsspec opens, or hf:NAME[:CONFIGURATION[:SPLIT]]: all that
+    `tools/preprocess_data.py --input` reads."""
+    weights: tuple[Positive, ...] | None
+    """One for each of `train`: samples are drawn in proportion to them. null: all of `train` is one source."""
+    validation: tuple[Filename, ...]
+    """Held-out text, as `train`, whose first `validation.sequences` samples are read at the start."""
+    holdout: Share
+    """Share of the documents of `train`, chosen by a hash of their text, that is held out instead."""
+    text_key: Filename
+    """Field of a record with its text."""
+    shuffle: Natural
+    """Tokens of the text after it that a document lets pass at most, which are in memory (4 bytes each) and are read
+    again when a run is resumed. 0: documents come in order."""
+    max_bad: Natural
+    """Lines of an epoch that may be left out because they hold no document; each is named."""
+    workers: Count
+    """Processes that encode for each rank; 1: its loader's thread does."""
+    tokenizer: TokenizerConfig | None
+    """Turns text into ids; null: for a dry run."""
+    packing: PackingConfig
+    """Documents, masks and padding. `eod` ends each document; null: the tokenizer's own, without masks."""
+
+
+@dataclass(frozen=True)
 class SyntheticData:
     """Tokens drawn from a counter-based generator: for measuring speed, nothing can be learned from them."""
 
@@ -141,5 +171,5 @@ class InstructionsData:
     """Masks and padding; `method` is best_fit or single."""
 
 
-DataConfig = StdlibData | IndexedData | InstructionsData | SyntheticData
+DataConfig = StdlibData | IndexedData | StreamData | InstructionsData | SyntheticData
 """A source of data."""

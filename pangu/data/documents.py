@@ -43,7 +43,7 @@ def read_documents(inputs: Sequence[str], text_key: str) -> Iterator[str]:
 
 def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
     """What a chunk holds, without blank documents."""
-    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records}[chunk.kind]
+    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records, "bad": _unreadable}[chunk.kind]
     for line, text in read(chunk, text_key):
         if isinstance(text, BadLine):
             yield text
@@ -107,7 +107,8 @@ def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
     text = record.get(key)
     if isinstance(text, str):
         return text
-    return BadLine(source, line, f"has no text under {key!r}; it has {shown(sorted(record))}; see --text-key")
+    has = shown(sorted(record))
+    return BadLine(source, line, f"has no text under {key!r}; it has {has}; see --text-key, or data.text_key")
 
 
 def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
@@ -116,6 +117,10 @@ def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
             yield line, text
         else:
             yield line, BadLine(chunk.source, line, f"has no text under {key!r}, but {shown(text)}")
+
+
+def _unreadable(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
+    yield chunk.first, BadLine(chunk.source, chunk.first, chunk.content)
 
 
 def _values(column: Any) -> list[object]:

@@ -9,14 +9,15 @@ import argparse
 import bz2
 import glob
 import gzip
-import io
 import lzma
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from pangu.config.errors import UserError, reading
+from pangu.data.remote import find_urls, is_url, open_url, size_of
 
 DATASET = "hf:"
 """Begins the name of what the `datasets` library streams: hf:NAME[:CONFIGURATION[:SPLIT]]."""
@@ -30,6 +31,7 @@ _KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}
 _CHUNK = 1 << 20
 """Bytes of text of a chunk, unless one document has more."""
 _MOST_ROWS = 4096
+_LINE_END, _DOCUMENT_END = re.compile(rb"\n"), re.compile(rb"\n[^\S\n]*\n")
 
 
 class Place(NamedTuple):
@@ -50,8 +52,8 @@ class Chunk:
     source: str
     content: Any
     """bytes of whole lines, or a sequence of records' texts: strings, or what stands there instead."""
-    kind: Literal["text", "lines", "records"]
-    """Documents between blank lines; a JSON object in each line; records."""
+    kind: Literal["text", "lines", "records", "bad"]
+    """Documents between blank lines; a JSON object in each line; records; no document, for the reason in `content`."""
     first: int
     """Number of the first line or record, from 1."""
     after: Place
@@ -59,44 +61,77 @@ class Chunk:
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --input and --text-key, the arguments of `find_inputs` and `read_chunks`."""
-    kinds = f"files, folders or globs: {_KINDS}; or {DATASET}NAME[:CONFIGURATION[:SPLIT]], which `datasets` streams"
+    kinds = (
+        f"files, folders or globs, or URLs of them: {_KINDS}; or {DATASET}NAME[:CONFIGURATION[:SPLIT]], which"
+        " `datasets` streams"
+    )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
 
 
 def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
-    """The files of names, folders (searched throughout) and globs, in order and without repeats. Raises UserError,
-    which says that they were given as `key`, for one without files or for a file of an unknown kind."""
+    """The files of names, folders (searched throughout), globs and URLs of these, in order and without repeats. Raises
+    UserError, which says that they were given as `key`, for one without files or for a file of an unknown kind."""
     inputs: dict[str, None] = {}
     for pattern in patterns:
-        if pattern.startswith(DATASET):
+        if is_dataset(pattern):
             inputs[pattern] = None
             continue
-        path = Path(pattern)
-        # pathlib's own glob takes no absolute patterns
-        globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-        matches = [path] if path.exists() else [Path(match) for match in globbed]
+        matches = _matches(pattern, key)
         if not matches:
             raise UserError(f"{key} {pattern}: no such file or folder")
-        for match in matches:
-            files = sorted(filter(_is_known, match.rglob("*"))) if match.is_dir() else [match]
-            if not files:
-                raise UserError(f"{key} {match}: the folder holds no file of a known kind: {_KINDS}")
-            if match in files and not _is_known(match):
+        for match, files in matches:
+            known = [file for file in files if _is_known(file)]
+            if not known and files == [match]:
                 raise UserError(f"{key} {match}: its kind is unknown; known are {_KINDS}")
-            inputs.update(dict.fromkeys(map(str, files)))
+            if not known:
+                raise UserError(f"{key} {match}: the folder holds no file of a known kind: {_KINDS}")
+            inputs.update(dict.fromkeys(known))
     return list(inputs)
 
 
-def _is_known(path: Path) -> bool:
-    suffix, packed = _suffixes(path)
-    return not path.is_dir() and suffix in (_TEXT if packed else _KNOWN)
+def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
+    """The file or folder of a name, or those of a glob, each with its files: itself, or what the folder holds."""
+    if is_url(pattern):
+        with reading(f"{key} {pattern}", Exception, rule="cannot be found"):
+            return find_urls(pattern)
+    path = Path(pattern)
+    # pathlib's own glob takes no absolute patterns
+    globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+    matches = [path] if path.exists() else [Path(match) for match in globbed]
+    files = [sorted(match.rglob("*")) if match.is_dir() else [match] for match in matches]
+    return [
+        (str(match), [str(file) for file in some if not file.is_dir()])
+        for match, some in zip(matches, files, strict=True)
+    ]
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def is_dataset(source: str) -> bool:
+    """Whether the `datasets` library streams it; hf://PATH is a URL."""
+    return source.startswith(DATASET) and not is_url(source)
+
+
+def input_record(source: str) -> tuple[str, int, int]:
+    """Name, bytes and time of change of an input, as far as it has them. Raises UserError if it cannot be found."""
+    if is_dataset(source):
+        return source, 0, 0
+    with reading(source, Exception, rule="cannot be found"):
+        if is_url(source):
+            return source, size_of(source), 0
+        facts = Path(source).stat()
+    return source, facts.st_size, facts.st_mtime_ns
+
+
+def _is_known(name: str) -> bool:
+    suffix, packed = _suffixes(name)
+    return suffix in (_TEXT if packed else _KNOWN)
+
+
+def _suffixes(name: str) -> tuple[str, str]:
     """What a name says of the content, and how it is packed, or an empty text."""
+    path = PurePosixPath(name.partition("?")[0] if is_url(name) else name)
     packed = path.suffix if path.suffix in _PACKED else ""
-    return Path(path.name.removesuffix(packed)).suffix, packed
+    return PurePosixPath(path.name.removesuffix(packed)).suffix, packed
 
 
 def read_chunks(inputs: Sequence[str], text_key: str, start: Place = Place(0, 0, 0)) -> Iterator[Chunk]:  # noqa: B008
@@ -109,57 +144,87 @@ def read_chunks(inputs: Sequence[str], text_key: str, start: Place = Place(0, 0,
 
 
 def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
-    suffix, packed = ("", "") if source.startswith(DATASET) else _suffixes(Path(source))
+    suffix, packed = ("", "") if is_dataset(source) else _suffixes(source)
     if suffix in (".parquet", ".arrow"):
         columns = _parquet if suffix == ".parquet" else _arrow
-        yield from _record_chunks(source, columns(Path(source), text_key, place.offset), place)
-    elif suffix in _TEXT and not (suffix == ".json" and _is_array(Path(source), packed)):
-        with _open(Path(source), packed) as file:
+        yield from _record_chunks(source, columns(source, text_key, place.offset), place)
+    elif suffix in _TEXT and not (suffix == ".json" and _is_array(source, packed)):
+        with _open(source, packed) as file:
+            if not packed and file.seekable():
+                file.seek(place.offset)
+            else:
+                _skip(file, place.offset)
             yield from _text_chunks(source, file, "text" if suffix == ".txt" else "lines", place)
     else:
         yield from _record_chunks(source, _streamed(source, suffix, text_key, place.offset), place)
 
 
-def _open(path: Path, packed: str) -> BinaryIO:
+def _open(source: str, packed: str) -> BinaryIO:
+    file: Any = open_url(source) if is_url(source) else source
     if packed == ".zst":
         import pyarrow
 
-        return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
-    openers: dict[str, Callable[[Path], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-    return cast(BinaryIO, openers[packed](path) if packed else path.open("rb"))
+        raw = pyarrow.PythonFile(file, mode="r") if is_url(source) else pyarrow.OSFile(file)
+        return cast(BinaryIO, pyarrow.CompressedInputStream(raw, "zstd"))
+    openers: dict[str, Callable[[Any], object]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+    if packed:
+        return cast(BinaryIO, openers[packed](file))
+    return cast(BinaryIO, file if is_url(source) else Path(source).open("rb"))
 
 
-def _is_array(path: Path, packed: str) -> bool:
+def _is_array(source: str, packed: str) -> bool:
     """Whether a JSON file is one array rather than an object in each line."""
-    with _open(path, packed) as file:
+    with _open(source, packed) as file:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "lines"], place: Place) -> Iterator[Chunk]:
-    """Chunks that end with a line, or with a document. Raises UserError for one that has no end."""
-    _skip(file, place.offset)
+    """Chunks that end with a line, or with a document. One that is too long is a chunk without a document."""
     _, offset, line = place
     held = b""
     while block := file.read(_CHUNK):
-        held += block
-        stop = _end_of_lines(held) if kind == "lines" else _end_of_documents(held, len(held) - len(block))
+        known, held = len(held), held + block
+        if len(held) > LONGEST and _first_size(held, kind) > LONGEST:
+            size, lines, held = _pass_over(file, held, kind)
+            what = "no blank line ends its document" if kind == "text" else "it does not end"
+            reason = f"{what} within {LONGEST >> 20} MiB; cut it into documents"
+            offset, first, line = offset + size, line + 1, line + lines
+            yield Chunk(source, reason, "bad", first, Place(place.source, offset, line))
+            known = 0
+        stop = _end_of_lines(held) if kind == "lines" else _end_of_documents(held, known)
         if stop:
             content, held = held[:stop], held[stop:]
             offset, first, line = offset + stop, line + 1, line + content.count(b"\n")
             yield Chunk(source, content, kind, first, Place(place.source, offset, line))
-        elif len(held) > LONGEST:
-            what = "no blank line ends its document" if kind == "text" else "it does not end"
-            raise UserError(f"{source}, line {line + 1}: {what} within {LONGEST >> 20} MiB; cut it into documents")
     if held:
         after = Place(place.source, offset + len(held), line + held.count(b"\n"))
         yield Chunk(source, held, kind, line + 1, after)
 
 
+def _first_size(text: bytes, kind: Literal["text", "lines"]) -> int:
+    """Bytes of the first line, or document, with its end."""
+    end = (_LINE_END if kind == "lines" else _DOCUMENT_END).search(text)
+    return len(text) if end is None else end.end()
+
+
+def _pass_over(file: BinaryIO, held: bytes, kind: Literal["text", "lines"]) -> tuple[int, int, bytes]:
+    """Bytes and lines of the first line, or document, of which `held` has been read, and what was read after it."""
+    size = lines = overlap = 0
+    while True:
+        end = (_LINE_END if kind == "lines" else _DOCUMENT_END).search(held)
+        stop = len(held) if end is None else end.end()
+        size, lines = size + stop - overlap, lines + held.count(b"\n", overlap, stop)
+        block = b"" if end else file.read(_CHUNK)
+        if not block:
+            return size, lines, held[stop:]
+        # a line that is blank so far may end the document
+        _, newline, last = held.rpartition(b"\n")
+        before = b"" if last.strip() else newline
+        held, overlap = before + block, len(before)
+
+
 def _skip(file: BinaryIO, size: int) -> None:
-    """Go on by so many bytes, of a file that can or cannot be sought."""
-    if isinstance(file, io.BufferedReader) and file.seekable():
-        file.seek(size)
-        return
+    """Go on by so many bytes, of what is unpacked or a pipe."""
     while size and (block := file.read(min(size, _CHUNK))):
         size -= len(block)
 
@@ -188,13 +253,14 @@ def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: Plac
         yield Chunk(source, column, "records", offset - len(column) + 1, after)
 
 
-def _parquet(path: Path, key: str, skipped: int) -> Iterator[Any]:
+def _parquet(source: str, key: str, skipped: int) -> Iterator[Any]:
     """Parts of a column, after so many rows. Only pages of it are in memory, not whole groups of rows."""
     import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK) as file:
-        _require(path, key, file.schema_arrow.names)
+    content: Any = open_url(source) if is_url(source) else source
+    with parquet.ParquetFile(content, pre_buffer=False, buffer_size=_CHUNK) as file:
+        _require(source, key, file.schema_arrow.names)
         for group in range(file.num_row_groups):
             facts = file.metadata.row_group(group)
             if skipped >= facts.num_rows:
@@ -208,11 +274,12 @@ def _parquet(path: Path, key: str, skipped: int) -> Iterator[Any]:
                     yield pyarrow.concat_arrays([part])  # a slice would be sent with all that it is a slice of
 
 
-def _arrow(path: Path, key: str, skipped: int) -> Iterator[Any]:
+def _arrow(source: str, key: str, skipped: int) -> Iterator[Any]:
     """Parts of a column of a file of Arrow's, streamed or not, after so many rows."""
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as file:
+    remote = is_url(source)
+    with pyarrow.PythonFile(open_url(source), mode="r") if remote else pyarrow.memory_map(source) as file:
         begin = file.read(6)
         file.seek(0)
         if begin == b"ARROW1":
@@ -222,7 +289,7 @@ def _arrow(path: Path, key: str, skipped: int) -> Iterator[Any]:
         else:
             batches = stream = pyarrow.ipc.open_stream(file)
             names = stream.schema.names
-        _require(path, key, names)
+        _require(source, key, names)
         for batch in batches:
             column = batch.column(batch.schema.get_field_index(key))
             column.validate(full=True)  # offsets of a damaged file would lead anywhere
@@ -243,7 +310,7 @@ def _streamed(source: str, suffix: str, key: str, skipped: int) -> Iterator[list
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if source.startswith(DATASET):
+    if is_dataset(source):
         name, configuration, split, *_ = [*source.removeprefix(DATASET).split(":"), "", ""]
         records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
     else:
@@ -265,4 +332,5 @@ def _streamed(source: str, suffix: str, key: str, skipped: int) -> Iterator[list
 
 def _require(source: object, key: str, names: Iterable[str]) -> None:
     if key not in names:
-        raise UserError(f"{source}: a record has no text under {key!r}; it has {sorted(names)}; see --text-key")
+        rule = f"a record has no text under {key!r}; it has {sorted(names)}"
+        raise UserError(f"{source}: {rule}; see --text-key, or data.text_key")

@@ -22,10 +22,10 @@ from pangu.config.files import new_path, parse_json, read_json_object, remove
 from pangu.config.model import ModelConfig
 from pangu.data.chat import APART, ChatTemplate, messages_of, read_template
 from pangu.data.documents import BadLine
+from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.inputs import Chunk, find_inputs, read_chunks
+from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.preprocessing import input_record, tokenizer_digest
 from pangu.data.progress import progress_bar
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
@@ -146,6 +146,9 @@ _encoder = cache(Encoder)  # each process has one
 def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     """What a worker does. Raises UserError for what is too long, if that is refused."""
     encoder, encoded = _encoder(recipe), Encoded()
+    if chunk.kind == "bad":
+        encoded.bad.append(BadLine(chunk.source, chunk.first, chunk.content))
+        return encoded
     for line, content in enumerate(chunk.content.split(b"\n"), chunk.first):
         if not content.strip():
             continue

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -14,6 +14,8 @@ from pangu.config.data import PackingConfig
 from pangu.data.batch import Batch, batch_of
 from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
+
+_Loaded = tuple[list[Batch], torch.Event | None, dict[str, Any] | None]
 
 
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
@@ -53,7 +55,9 @@ class Loader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader", initializer=start)
         self.waited_s = 0.0
         """Seconds that `micro_batches` took the last time: what reading ahead did not hide."""
-        self._ahead: tuple[int, Future[tuple[list[Batch], torch.Event | None]]] | None = None
+        self.position: dict[str, Any] | None = None
+        """From where the stream goes on after the micro-batches that were returned last; see `Stream.position`."""
+        self._ahead: tuple[int, Future[_Loaded]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step after `consumed` samples. Raises what reading them raised."""
@@ -62,7 +66,7 @@ class Loader:
             self._abandon()
             self._read(consumed)
         assert self._ahead is not None
-        batches, arrival = self._ahead[1].result()
+        batches, arrival, self.position = self._ahead[1].result()
         self._copies.wait(arrival)
         self.waited_s = time.perf_counter() - began
         self._read(consumed + self._sizes[0])
@@ -71,6 +75,7 @@ class Loader:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._abandon()
+        self._stream.close()
 
     def _abandon(self) -> None:
         """Let computation wait for copies that nobody asked for: it may be given their memory."""
@@ -81,14 +86,14 @@ class Loader:
     def _read(self, consumed: int) -> None:
         self._ahead = (consumed, self._thread.submit(self._load, consumed))
 
-    def _load(self, consumed: int) -> tuple[list[Batch], torch.Event | None]:
-        """The micro-batches, and when they have arrived."""
+    def _load(self, consumed: int) -> _Loaded:
+        """The micro-batches, when they have arrived, and where the stream is after them."""
         batches = [
             batch_of([self._stream[index] for index in indices], indices, self._packing)
             for indices in step_samples(consumed, *self._sizes)
         ]
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
-        return moved, self._copies.record()
+        return moved, self._copies.record(), self._stream.position
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pangu.config.data import TokenizerConfig
-from pangu.config.errors import UserError, reading
+from pangu.config.errors import UserError
 from pangu.config.files import remove, write_atomically
 from pangu.data.documents import BadLine, Document, documents
+from pangu.data.encoding import encode, held_out
 from pangu.data.indexed import bin_path, idx_path
-from pangu.data.inputs import DATASET, Chunk, Place, read_chunks
+from pangu.data.inputs import Chunk, Place, read_chunks
 from pangu.data.journal import Journal
 from pangu.data.manifest import FORMAT, manifest_path
 from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.statistics import length_statistics, plot_lengths
-from pangu.data.tokenizers import load_tokenizer
 from pangu.data.workers import parallel_map
-from pangu.topology.random import random_key
 
 _NAMED = 100
 """Bad lines that the manifest names; it counts all."""
-_LARGEST_VOCABULARY = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -85,64 +83,26 @@ class Progress:
     """All is read; the files may have their names already."""
 
 
-def input_record(source: str) -> tuple[str, int, int]:
-    """Raises UserError if a file cannot be found."""
-    if source.startswith(DATASET):
-        return source, 0, 0
-    with reading(source):
-        facts = Path(source).stat()
-    return source, facts.st_size, facts.st_mtime_ns
-
-
-def tokenizer_digest(path: str) -> str:
-    """Of a tokenizer's file, or of the files of its folder, if it has any. Raises UserError if they cannot be read."""
-    digest = blake2b(digest_size=16)
-    if not path:
-        return ""
-    whole = Path(path)
-    with reading(path):
-        for file in sorted(file for file in whole.rglob("*") if file.is_file()) if whole.is_dir() else [whole]:
-            size = file.stat().st_size
-            digest.update(f"{file.relative_to(whole)}\n{size}\n".encode())
-            if size <= _LARGEST_VOCABULARY:  # such a folder may hold a model's weights too
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     """What a worker does."""
-    tokenizer = _tokenizer(recipe.tokenizer)
-    ids: list[int] = []
-    stops, texts, bad = [0], [], []
+    texts: list[Document] = []
+    bad: list[BadLine] = []
     for document in documents(chunk, recipe.text_key):
         if isinstance(document, BadLine):
             bad.append(document)
-            continue
-        ids += tokenizer.encode(document.text)
-        if recipe.eod is not None:
-            ids.append(recipe.eod)
-        stops.append(len(ids))
-        texts.append(document)
-    tokens = np.array(ids, dtype=np.int32)
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < recipe.vocab:
-        raise UserError(f"{recipe.tokenizer.path}: gives the id {tokens.max()}, outside its vocabulary")
+        else:
+            texts.append(document)
+    tokens, lengths = encode([document.text for document in texts], recipe.tokenizer, recipe.vocab, recipe.eod)
     return Encoded(
         ids=tokens,
-        lengths=np.diff(np.array(stops, dtype=np.int64)).astype(np.int32),
+        lengths=lengths,
         sizes=np.array([document.size for document in texts], dtype=np.int64),
-        validation=np.array([_held_out(recipe, document) for document in texts], dtype=bool),
+        validation=np.array([held_out(document.text, recipe.holdout) for document in texts], dtype=bool),
         digests=[_digest(document) for document in texts] if recipe.exact_duplicates else [],
         bands=_bands(recipe, texts),
         bad=bad,
         after=chunk.after,
     )
-
-
-_tokenizer = cache(load_tokenizer)  # each process loads it once
-
-
-def _held_out(recipe: Recipe, document: Document) -> bool:
-    return recipe.holdout > 0 and random_key("held out", document.text) < recipe.holdout * 2**64
 
 
 def _digest(document: Document) -> bytes:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, SyntheticData, TokenizerConfig
+from pangu.config.data import (
+    DataConfig,
+    IndexedData,
+    InstructionsData,
+    StdlibData,
+    StreamData,
+    SyntheticData,
+    TokenizerConfig,
+)
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.indexed import bin_path, idx_path, open_indexed
@@ -40,18 +48,23 @@ def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
         from pangu.data.instructions import prepare_instructions
 
         prepare_instructions(data, model, show_progress)
-        return
-    if data.packing.method != "concat":
+    elif isinstance(data, StreamData):
+        from pangu.data.text_stream import check_exist
+
+        check_exist(data)
+    if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
         from pangu.data.packing import packings, write_packing
 
         files = _as_indexed(data, model) if isinstance(data, StdlibData) else data
-        assert isinstance(files, IndexedData)
         for packing in packings([*files.train, *files.validation], data.packing, model.sequence):
             write_packing(packing)
 
 
-def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
-    """Open a prepared data source on every process; writes nothing. Raises UserError."""
+def open_sources(
+    data: DataConfig, model: ModelConfig, seed: int, global_size: int = 1, num_validation: int = 0
+) -> Sources:
+    """Open a prepared data source on every process; writes nothing. Of text that is streamed, an epoch must have
+    `global_size` samples, and `num_validation` are held out at most. Raises UserError."""
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
@@ -66,6 +79,8 @@ def open_sources(data: DataConfig, model: ModelConfig, seed: int) -> Sources:
         tokenizer = fitting_tokenizer(data.tokenizer, model.vocab)
     if isinstance(data, InstructionsData):
         return _open_instructions(data, model, seed, tokenizer)
+    if isinstance(data, StreamData):
+        return _open_stream(data, model, seed, tokenizer, global_size, num_validation)
     later = [(stage.sample, stage.weights) for stage in data.later_weights]
     train = _open(data.train, data, model, seed, later)
     validation = _open(data.validation, data, model, seed) if data.validation else None
@@ -86,6 +101,20 @@ def _open_instructions(data: InstructionsData, model: ModelConfig, seed: int, to
             alone[name] = open_split(data, model, seed, [held_out[data.validation.index(pattern)]])
     validation = open_split(data, model, seed, held_out) if held_out else None
     return Sources(open_split(data, model, seed, train), validation, tokenizer, alone)
+
+
+def _open_stream(
+    data: StreamData, model: ModelConfig, seed: int, tokenizer: Tokenizer | None, global_size: int, num_validation: int
+) -> Sources:
+    from pangu.data.text_stream import open_held_out, open_text
+
+    assert tokenizer is not None
+    train, recipes = open_text(data, model, seed, tokenizer.eod, global_size)
+    if not num_validation or not (data.holdout or data.validation):
+        return Sources(train, None, tokenizer)
+    validation, parts = open_held_out(data, recipes, num_validation)
+    alone: dict[str, Stream] = {name: parts[entry] for name, entry in _short_names(list(parts)).items()}
+    return Sources(train, validation, tokenizer, alone)
 
 
 def _short_names(prefixes: Sequence[str]) -> dict[str, str]:
@@ -143,7 +172,7 @@ def _open(
     weights = weights or tuple(float(len(reader.tokens)) for reader in readers)
     pairs = list(zip(readers, weights, strict=True))
     packed = []
-    if data.packing.method != "concat":
+    if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
         from pangu.data.packing import PackedDocuments, packings
 
         packed = [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Stream(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples before any window repeats; None if none ever does."""
+        """Samples before any text comes again; None if none ever does, or if that is not known."""
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0."""
@@ -40,6 +40,20 @@ class Stream(Protocol):
     def padding(self, index: int) -> int:
         """Tokens of padding in a sample."""
         return 0
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """What, beside the number of the next sample, makes going on from there cheap, as JSON has it; None: nothing
+        is needed."""
+        return None
+
+    def resume(self, position: Mapping[str, Any] | None) -> None:
+        """Go on from a position of an earlier process. Raises UserError if it belongs to other data."""
+        return
+
+    def close(self) -> None:
+        """Let go of what reads ahead; the next sample takes it up."""
+        return
 
 
 class Dataset(Protocol):
@@ -135,7 +149,7 @@ class _Stage:
     """Samples of each dataset, drawn or not in this stage, that come before it."""
 
 
-class SampleStream:
+class SampleStream(Stream):
     """Samples of one or several datasets, drawn in proportion to their weights, each dataset's in its own order.
 
     Raises UserError, naming the prefix, for a dataset that is too short, has too small a weight, or holds an id outside
@@ -215,7 +229,7 @@ class SampleStream:
         self._stages.append(_Stage(first, datasets, Blend([weights[dataset] for dataset in datasets]), before))
 
 
-class SyntheticStream:
+class SyntheticStream(Stream):
     """Tokens of a counter-based generator, without the ids in `avoid`: for measuring speed."""
 
     num_samples = None

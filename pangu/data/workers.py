@@ -36,7 +36,7 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a worker process was killed, most likely for lack of memory; use fewer --workers"
+                "a worker process was killed, most likely for lack of memory; use fewer --workers, or data.workers"
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -63,6 +63,8 @@ class Loop:
         self.spikes = SpikeDetector(config.faults)
         self.samples = 0
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
+        self._position: Mapping[str, Any] | None = None
+        """That of the data after the last step."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
         self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
@@ -119,6 +121,7 @@ class Loop:
         recorder = trainer.mesh.recorder
         with recorder.span("loading"):
             batches = loader.micro_batches(self.samples)
+            self._position = loader.position
         with recorder.span("update"):
             stragglers = self._forward_backward(batches)
         if self._pending is not None and not self._look(saver, at_once=False):
@@ -282,7 +285,7 @@ class Loop:
         on all ranks, if the run is to end."""
         tensors = find_non_finite(self.trainer)
         if tensors is None:
-            saver.save(self.samples, self.spikes.state())
+            saver.save(self.samples, self.spikes.state(), self._position)
             return
         fault = f"nothing is saved, because values that are not finite stand in {tensors}"
         if not self._answer(fault, saver) and (self.stopped or self.trainer.step == self.config.train.steps):
@@ -316,6 +319,7 @@ class Loop:
     def _restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from where a checkpoint was written."""
         self.samples = checkpoint.get("samples", 0)
+        self.sources.train.resume(checkpoint.get("position"))
         self.spikes.restore(checkpoint.get("watch", {}))
 
     def _check_replicas(self) -> None:

@@ -8,14 +8,15 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import pangu
-from pangu.collectives.agreement import agree
+from pangu.collectives.agreement import agree, meet_all
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import LocalError, UserError, writing
 from pangu.config.schema import RunConfig
@@ -159,3 +160,16 @@ def _appears(path: Path) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def require_same_text(mesh: Mesh, position: Mapping[str, Any]) -> None:
+    """Raise UserError on all ranks unless all read the same text, which each of them streams for itself.
+
+    `position`: of the stream, before the first sample.
+    """
+    different = meet_all(mesh, position, lambda of_ranks: [i for i, one in enumerate(of_ranks) if one != of_ranks[0]])
+    if different:
+        raise UserError(
+            f"data.train: rank {', '.join(map(str, different[:8]))} has files of other names or sizes than rank 0, or"
+            " another tokenizer; give all nodes the same"
+        )

@@ -201,7 +201,13 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
 
     agree(mesh, make, runs_here=mesh.is_first)
     agree(mesh, make, runs_here=launch.local_rank == 0 and not mesh.is_first)
-    return open_sources(config.data, config.model, config.train.seed)
+    num_validation = config.validation.sequences if config.validation.every else 0
+    sources = open_sources(config.data, config.model, config.train.seed, config.batch.global_size, num_validation)
+    if (position := sources.train.position) is not None:
+        from pangu.training.preflight import require_same_text
+
+        require_same_text(mesh, position)
+    return sources
 
 
 def _measurements(config: RunConfig, sources: Sources, mesh: Mesh) -> tuple[Validation | None, Benchmarks | None]:

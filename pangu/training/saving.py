@@ -83,10 +83,11 @@ class Saver:
         self.newest: Path | None = None
         """The last checkpoint that this process saved or went back to."""
 
-    def save(self, samples: int, watch: Mapping[str, Any]) -> None:
+    def save(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
         """Copy the state of the run and begin to write it, once the save before has settled.
 
-        `samples`: place in the order of the data from which the run continues; `watch`: of `faults.SpikeDetector`.
+        `samples`: place in the order of the data from which the run continues; `watch`: of `faults.SpikeDetector`;
+        `position`: of the data (`Stream.position`), there or before.
         """
         self.settle()
         trainer = self._trainer
@@ -95,6 +96,7 @@ class Saver:
             "skipped": trainer.skipped,
             "samples": samples,
             "order": ORDER_VERSION,
+            "position": position,
             "watch": dict(watch),
             "loss_scale": trainer.loss_scale.state(),
             "fp8": None if trainer.scales is None else trainer.scales.state(),

@@ -28,6 +28,26 @@ def problems(*overrides: str, world: int = 1) -> str:
 
 
 CONTRADICTIONS = {
+    **{
+        f"data=stream data.train=[a] data.tokenizer={{kind:bytes}} validation.every=0 {words}": message
+        for words, message in {
+            "data.train=[]": "data.train = []: names no files; data.train=[FOLDER] works",
+            "data.tokenizer=null": "data.tokenizer = null: turns text into tokens; data.tokenizer={kind:huggingface",
+            "validation.every=100": (
+                "validation.every = 100: data.kind = stream has no held-out data here; validation.every=0 works, or"
+                " give data.validation or data.holdout"
+            ),
+            "data.validation=[b] data.holdout=0.1": (
+                "data.holdout = 0.1: data.validation = ['b'] is what is held out; 0 works, or data.validation=[]"
+            ),
+            "data.weights=[1,2]": (
+                "data.weights = [1.0, 2.0]: must have one weight for each of the 1 entries of data.train;"
+                " data.weights=null: all are one source"
+            ),
+            "data.weights=[0]": "data.weights[0] = 0.0: must be above 0",
+            "data.packing.method=best_fit": "data.packing.method = best_fit: needs all lengths before",
+        }.items()
+    },
     "memory.offload=[parameters]": (
         "memory.offload = [parameters]: parallel.zero = 0 keeps all parameters on the device; [optimizer] works, or "
         "parallel.zero=3"
@@ -169,7 +189,7 @@ CONTRADICTIONS = {
         "data.train = []: names no files; data.train=[FILE.jsonl] works, with a conversation in each line"
     ),
     "data=instructions validation.every=0 data.train=[x]": (
-        "data.tokenizer = null: turns conversations into tokens; data.tokenizer={kind:huggingface,path:FOLDER}"
+        "data.tokenizer = null: turns text into tokens; data.tokenizer={kind:huggingface,path:FOLDER}"
     ),
     "data=instructions validation.every=0 data.train=[x] data.tokenizer={kind:bytes} data.packing.method=concat": (
         "data.packing.method = concat: cuts conversations apart; best_fit or single works"

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -156,7 +157,10 @@ def test_bad_lines_are_named_and_the_others_are_there(tmp_path: Path) -> None:
     assert [document.text for document in found if not isinstance(document, BadLine)] == ["first", "last"]
     bad = [document for document in found if isinstance(document, BadLine)]
     assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
-    assert str(bad[0]) == f"{tmp_path}/a.jsonl, line 2: has no text under 'text'; it has [text]; see --text-key"
+    assert (
+        str(bad[0])
+        == f"{tmp_path}/a.jsonl, line 2: has no text under 'text'; it has [text]; see --text-key, or data.text_key"
+    )
     reasons = ["no text", "not JSON", "not JSON", "no JSON object", "not UTF-8", "surrogate", "no text"]
     for line, words in zip(bad, reasons, strict=True):
         assert words in line.reason
@@ -240,3 +244,61 @@ def test_find_inputs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: the folder holds no"):
         found("empty")
+
+
+@pytest.mark.parametrize("chunk", [7, 40])
+def test_a_line_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Exactly those of more bytes than the limit, with their end, wherever parts of the file begin."""
+    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    monkeypatch.setattr(inputs, "LONGEST", 50)
+
+    def line(size: int) -> str:
+        return json.dumps({"text": "a" * (size - len(json.dumps({"text": ""})))})
+
+    sizes = [20, 49, 50, 20, 300, 49, 51, 20, 90]
+    for newline in ("", "\n"):
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(map(line, sizes)) + newline)
+        whole = [item for part in read_chunks([str(path)], "text") for item in documents(part, "text")]
+        assert [isinstance(item, BadLine) for item in whole] == [size > 49 for size in sizes]
+        assert [item.line for item in whole if isinstance(item, BadLine)] == [3, 5, 7, 9]
+        assert {item.reason for item in whole if isinstance(item, BadLine)} == {
+            "it does not end within 0 MiB; cut it into documents"
+        }
+        for part in read_chunks([str(path)], "text"):
+            rest = [item for other in read_chunks([str(path)], "text", part.after) for item in documents(other, "text")]
+            assert rest == whole[len(whole) - len(rest) :]
+
+
+@pytest.mark.parametrize("chunk", [3, 40])
+def test_a_document_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    monkeypatch.setattr(inputs, "LONGEST", 50)
+    path = tmp_path / "a.txt"
+    parts = ["a", "b\n" * 30, "c", "d" * 48, "e" * 47, "\nf" * 40, "g", "h" * 200]
+    path.write_text("\n \n".join(parts))
+    whole = [item for part in read_chunks([str(path)], "text") for item in documents(part, "text")]
+    assert ["bad" if isinstance(item, BadLine) else item.text[:1] for item in whole] == [
+        *("a", "bad", "c", "bad", "e", "bad", "g", "bad")
+    ]
+    bad = [item for item in whole if isinstance(item, BadLine)]
+    assert [item.line for item in bad[:2]] == [3, 3 + 30 + 2 + 2]
+    assert bad[0].reason == "no blank line ends its document within 0 MiB; cut it into documents"
+    with pytest.raises(UserError, match=r"a\.txt, line 3: no blank line ends its document"):
+        list(read_documents([str(path)], "text"))
+
+
+def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LONGEST", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "a"}\n')
+        file.truncate(64 << 20)  # zeros without an end, which take no room on the disk
+        file.seek(0, 2)
+        file.write(b'\n{"text": "b"}\n')
+    tracemalloc.start()
+    whole = [item for part in read_chunks([str(path)], "text") for item in documents(part, "text")]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [getattr(item, "text", "bad") for item in whole] == ["a", "bad", "b"]
+    assert peak < 8 << 20

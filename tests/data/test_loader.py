@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from pangu.config.data import PackingConfig
 from pangu.data import loader as loader_module
 from pangu.data.loader import Loader, step_samples
+from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
 
 PACKING = PackingConfig(eod=None, pad=None, reset_mask=False, reset_positions=False)
 
 
-class Recorded:
+class Recorded(Stream):
     """Samples that hold their own index; notes what is read, and fails at one of them."""
 
     num_samples = None
@@ -153,3 +154,26 @@ def test_no_copy_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             loader.micro_batches(consumed)
         loader.micro_batches(4)
     assert waited == queued
+
+
+def test_the_position_is_that_after_the_step() -> None:
+    """Not that of the step which is read ahead meanwhile."""
+
+    class Placed(Recorded):
+        at = 0
+
+        @property
+        def position(self) -> dict[str, int]:
+            return {"samples": self.at}
+
+        def __getitem__(self, index: int) -> NDArray[np.int64]:
+            self.at = index + 1
+            return super().__getitem__(index)
+
+    with Loader(Placed(), PACKING, 4, 2, 0, 1) as loader:
+        assert loader.position is None
+        for step in (0, 1, 2, 1):
+            loader.micro_batches(4 * step)
+            assert loader._ahead is not None
+            loader._ahead[1].result()
+            assert loader.position == {"samples": 4 * step + 4}

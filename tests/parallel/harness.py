@@ -14,6 +14,7 @@ from torch import Tensor
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.data.batch import Batch, make_batch
 from pangu.data.loader import Loader
+from pangu.data.stream import Stream
 from pangu.evaluation.generation import Reader
 from pangu.evaluation.inference import LoadedModel, mean_loss
 from pangu.topology.layout import Layout
@@ -41,7 +42,7 @@ OVERRIDES = (
 BF16 = torch.bfloat16  # which numpy does not know
 
 
-class RaggedStream:
+class RaggedStream(Stream):
     """Random tokens of which a different share of each sample is padding; some end a document."""
 
     num_samples = None

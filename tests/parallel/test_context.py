@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pangu.data.loader import Loader
+from pangu.data.stream import Stream
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.random import generator
@@ -33,7 +34,7 @@ MODEL = (
 )
 
 
-class LongTexts:
+class LongTexts(Stream):
     """Random tokens."""
 
     num_samples = None

@@ -245,6 +245,23 @@ def test_another_command_with_overwrite_begins_anew(folder: Path, tmp_path: Path
     assert not (tmp_path / "c.partial").exists()
 
 
+def test_a_line_that_is_too_long_counts_as_a_bad_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_CHUNK", 100)
+    monkeypatch.setattr(inputs, "LONGEST", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in ("one", "a" * 5000, "two")))
+    words = ("--input", path, "--workers", 1, "--max-bad")
+    done = preprocess(folder, tmp_path / "c", *words, 0)
+    assert done.returncode == 2
+    assert f"{path}, line 2: it does not end within 0 MiB; cut it into documents; more than --max-bad 0" in done.stderr
+    done = preprocess(folder, tmp_path / "c", *words, 1)
+    assert done.returncode == 0, done.stderr
+    assert texts(tmp_path / "c", folder) == ["one", "two"]
+    assert "left out: 1 bad lines" in done.stdout
+
+
 def test_two_commands_do_not_write_the_same_files(folder: Path, tmp_path: Path) -> None:
     with Journal(made(tmp_path / "c.partial") / "journal.sqlite"):
         done = preprocess(folder, tmp_path / "c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ PASSED_ON = {
     "LambConfig.name",
     "StdlibData.kind",
     "IndexedData.kind",
+    "StreamData.kind",
     "SyntheticData.kind",
     "InstructionsData.kind",
     # `check` returns the data-parallel size that the layout is made of
@@ -115,6 +117,8 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
     )
     (tmp_path / "lambada").mkdir()
     (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "one two three"}\n', encoding="utf-8")
+    texts = [json.dumps({"text": f"text of number {i}"}) for i in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join([*texts, "x"]), encoding="utf-8")
     evaluate = ("evaluate.every=1", "evaluate.tasks=[lambada]", f"evaluate.data={tmp_path}")
     quiet = ("metrics.wandb=off", "metrics.tensorboard=false")
     library = ("model.vocab=1024", f"data.folder={prepared.folder}")
@@ -137,6 +141,17 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
             *rope,
             *quiet,
         ),
+        (
+            "data=stream",
+            f"data.train=[{tmp_path}/text.jsonl]",
+            "data.weights=[1]",
+            "data.holdout=0.5",
+            "data.tokenizer={kind: bytes}",
+            "data.shuffle=9",
+            "data.max_bad=1",
+            "validation.every=1",
+            *quiet,
+        ),
         ("data=synthetic", "precision=fp16", "faults.slow_every=1", patterns[1], *relative, *quiet, *EXPERTS),
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
@@ -152,7 +167,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         "data.max_bad=1",
     )
     run(composed(*SMALL, "data=instructions", *words, *keys, *quiet, f"train.output={tmp_path}/instructions"))
-    dense = f"checkpoint.init_from={tmp_path}/3/checkpoints/step-00000002"
+    dense = f"checkpoint.init_from={tmp_path}/4/checkpoints/step-00000002"
     words = ("data=synthetic", *quiet, dense, "model.experts=2", "checkpoint.upcycle=true")
     run(composed(*SMALL, *words, f"train.output={tmp_path}/upcycled"))
     with pytest.raises(UserError, match="gone back 1 times"):

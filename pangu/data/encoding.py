@@ -1,0 +1,60 @@
+"""From documents to ids, in whatever process, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.config.data import TokenizerConfig
+from pangu.config.errors import UserError, reading
+from pangu.data.tokenizers import load_tokenizer
+from pangu.topology.random import random_key
+
+_LARGEST_VOCABULARY = 128 << 20
+
+
+def encode(
+    texts: Sequence[str], tokenizer: TokenizerConfig, vocab: int, eod: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The ids of all texts, each followed by `eod` if there is one, and how many ids each text has. Raises UserError if
+    an id is outside of the vocabulary."""
+    encoder = _loaded(tokenizer)
+    ids: list[int] = []
+    stops = [0]
+    for text in texts:
+        ids += encoder.encode(text)
+        if eod is not None:
+            ids.append(eod)
+        stops.append(len(ids))
+    tokens = np.array(ids, dtype=np.int32)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab:
+        raise UserError(f"{tokenizer.path}: gives the id {tokens.max()}, outside its vocabulary")
+    return tokens, np.diff(np.array(stops, dtype=np.int64)).astype(np.int32)
+
+
+_loaded = cache(load_tokenizer)  # each process loads it once
+
+
+def held_out(text: str, share: float) -> bool:
+    """Whether a document is one of that share of all, which a hash of its text decides."""
+    return share > 0 and random_key("held out", text) < share * 2**64
+
+
+def tokenizer_digest(path: str) -> str:
+    """Of a tokenizer's file, or of the files of its folder, if it has any. Raises UserError if they cannot be read."""
+    digest = blake2b(digest_size=16)
+    if not path:
+        return ""
+    whole = Path(path)
+    with reading(path):
+        for file in sorted(file for file in whole.rglob("*") if file.is_file()) if whole.is_dir() else [whole]:
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(whole)}\n{size}\n".encode())
+            if size <= _LARGEST_VOCABULARY:  # such a folder may hold a model's weights too
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,213 @@
+"""Samples of text that is read, encoded, shuffled and packed while a model is trained on it.
+
+A sample is a function of the text, the configuration and the sample's number. A position only saves the reading of all
+that comes before it, so one from before the sample that is asked for will do, and any rank's serves all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain, zip_longest
+from pathlib import PurePosixPath
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pangu.config.data import StreamData
+from pangu.config.errors import UserError, reading, shown
+from pangu.config.model import ModelConfig
+from pangu.data.encoding import tokenizer_digest
+from pangu.data.inputs import find_inputs, input_record
+from pangu.data.order import Blend
+from pangu.data.packed_source import PackedSource, Recipe
+from pangu.data.stream import RAREST, Stream
+
+
+class TextStream(Stream):
+    """Samples of one or several sources, dealt to them in proportion to their weights (see `Blend`). All of it raises
+    UserError: for text that cannot be read or has changed, and for a source that is too short."""
+
+    num_samples = None
+
+    def __init__(self, recipes: Sequence[Recipe], weights: Sequence[float], facts: Mapping[str, Any]) -> None:
+        """`facts`: what decides the samples beside seed and sequence, as JSON has it."""
+        self._sources = [PackedSource(recipe) for recipe in recipes]
+        self._blend, self._facts = Blend(weights), facts
+        self._lock = Lock()
+        self._known: tuple[int, list[Any]] = (0, [None] * len(recipes))
+        """A number of samples, and the position of each source after them."""
+        self._next: int | None = None
+        """Number of the sample that the sources are at; None: they have to begin anew."""
+
+    @property
+    def position(self) -> dict[str, Any]:
+        with self._lock:
+            samples, sources = self._known
+            if self._next is not None:
+                samples, sources = self._next, [source.position for source in self._sources]
+            return {"facts": self._facts, "samples": samples, "sources": sources}
+
+    def resume(self, position: Mapping[str, Any] | None) -> None:
+        if position is None:
+            return
+        with _of_checkpoint():
+            _require_same(position["facts"], self._facts)
+            with self._lock:
+                self._known = int(position["samples"]), list(position["sources"])
+                self._next = None
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        with self._lock:
+            if self._next is None or index < self._next:
+                self._go_back(index)
+            assert self._next is not None
+            number, self._next = self._next, None  # if this fails, all begins anew
+            for sample in range(number, index + 1):
+                tokens = self._sources[self._blend.locate(sample)[0]].take()
+            self._next = index + 1
+            return tokens.astype(np.int64)
+
+    def first(self, most: int) -> list[NDArray[np.int64]]:
+        """The first samples, before any text comes again."""
+        samples: list[NDArray[np.int64]] = []
+        for index in range(most):
+            sample = self[index]
+            if any(source.epoch for source in self._sources):
+                break
+            samples.append(sample)
+        self.close()
+        return samples
+
+    def close(self) -> None:
+        with self._lock:
+            self._next = None
+            for source in self._sources:
+                source.close()
+
+    def _go_back(self, index: int) -> None:
+        if index < self._known[0]:
+            self._known = 0, [None] * len(self._sources)
+        with _of_checkpoint():
+            samples, positions = self._known
+            for source, position in zip(self._sources, positions, strict=True):
+                source.begin(position)
+        self._next = samples
+
+
+class HeldOut(Stream):
+    """Samples in memory."""
+
+    def __init__(self, samples: Sequence[NDArray[np.int64]]) -> None:
+        self._samples = samples
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self._samples[index]
+
+
+def check_exist(data: StreamData) -> None:
+    """Raise UserError unless there are files for all that is configured."""
+    for key, patterns in (("data.train", data.train), ("data.validation", data.validation)):
+        for source in find_inputs(patterns, key):
+            input_record(source)
+
+
+def open_text(
+    data: StreamData, model: ModelConfig, seed: int, eod: int | None, global_size: int
+) -> tuple[TextStream, list[Recipe]]:
+    """The training samples, and what its sources are read by. `eod`: the tokenizer's own; `global_size`: samples of a
+    batch, which an epoch must have. Raises UserError if a file is missing, no id ends a document, or a weight is too
+    small."""
+    assert data.tokenizer is not None
+    eod = eod if data.packing.eod is None else data.packing.eod
+    if eod is None:
+        raise UserError("data.packing.eod = null: the tokenizer has no id that ends a document either; give one")
+    entries = [data.train] if data.weights is None else [(entry,) for entry in data.train]
+    weights = data.weights or (1.0,)
+    _require_weights(entries, weights)
+    files = [find_inputs(entry, "data.train") for entry in entries]
+    recipes = [
+        Recipe(
+            inputs=tuple(inputs),
+            data=data,
+            held_out=False,
+            tokenizer=data.tokenizer,
+            vocab=model.vocab,
+            eod=eod,
+            sequence=model.sequence,
+            least=int(-(-global_size * weight // sum(weights))),
+            shuffle=data.shuffle,
+            keys=(seed, "stream", number),
+        )
+        for number, (inputs, weight) in enumerate(zip(files, weights, strict=True))
+    ]
+    facts = {
+        "train": [[_record(source) for source in inputs] for inputs in files],
+        "weights": weights,
+        "text_key": data.text_key,
+        "holdout": data.holdout,
+        "shuffle": data.shuffle,
+        "tokenizer": [data.tokenizer.kind, tokenizer_digest(data.tokenizer.path)],
+        "packing.eod": eod,
+    }
+    return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
+
+
+def open_held_out(data: StreamData, recipes: Sequence[Recipe], most: int) -> tuple[HeldOut, dict[str, HeldOut]]:
+    """The first samples of the validation split, at most so many, and of each of its sources, if it has several.
+    `recipes`: of the training samples. Raises UserError if there is not enough text for one."""
+    names, weights = data.train if data.weights else (), data.weights or (1.0,)
+    plain = [replace(recipe, held_out=data.holdout > 0, least=1, shuffle=0) for recipe in recipes]
+    if data.validation:
+        names, weights = data.validation, (1.0,) * len(data.validation)
+        plain = [replace(plain[0], inputs=tuple(find_inputs([name], "data.validation"))) for name in names]
+    parts = dict(zip(names, plain, strict=False)) if len(plain) > 1 else {}
+    alone = {name: HeldOut(TextStream([recipe], (1.0,), {}).first(most)) for name, recipe in parts.items()}
+    return HeldOut(TextStream(plain, weights, {}).first(most)), alone
+
+
+def _require_weights(entries: Sequence[tuple[str, ...]], weights: Sequence[float]) -> None:
+    for entry, weight in zip(entries, weights, strict=True):
+        if weight * RAREST < sum(weights):
+            raise UserError(
+                f"{' '.join(entry)}: weight {weight} is less than 1/{RAREST} of the sum of the weights,"
+                f" {sum(weights)}; raise it or leave it out"
+            )
+
+
+def _record(source: str) -> tuple[str, int]:
+    """Name and bytes of an input, wherever its folder is."""
+    name, size, _ = input_record(source)
+    return PurePosixPath(name).name, size
+
+
+def _of_checkpoint() -> AbstractContextManager[None]:
+    return reading(
+        "the checkpoint's place in the data", KeyError, TypeError, ValueError, AttributeError, rule="is damaged"
+    )
+
+
+def _require_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise UserError unless a checkpoint was written with the same text and options."""
+    wrong = [
+        f"  data.{key} = {shown(value)}: the checkpoint has {shown(saved[key])}"
+        for key, value in current.items()
+        if key != "train" and saved[key] != value
+    ]
+    pairs = zip_longest(chain(*current["train"]), chain(*saved["train"]), fillvalue=("none", 0))
+    wrong += [
+        f"  data.train: {shown(name)} of {size} bytes stands where the checkpoint has {shown(other)} of {bytes_}"
+        for (name, size), (other, bytes_) in pairs
+        if (name, size) != (other, bytes_)
+    ][:3]
+    if wrong:
+        advice = "give the same text and values to continue it, or another train.output to start a new run"
+        raise UserError(f"the checkpoint's place is one in other data; {advice}:\n" + "\n".join(wrong))
