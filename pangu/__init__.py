@@ -1,3 +1,40 @@
-"""pangu: trains GPT and PanGu-α language models from one process to thousands of accelerators."""
+"""pangu: trains GPT and PanGu-α language models from one process to thousands of accelerators.
+
+What this module names is the public API (docs/library.md); each name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "config.data": "PackingConfig",
+    "config.errors": "UserError",
+    "data.indexed": "open_indexed",
+    "data.indexed_writer": "IndexedWriter",
+    "data.loader": "Loader",
+    "data.stream": "SampleStream",
+    "layers.linear": "ColumnParallelLinear RowParallelLinear",
+    "library.checkpoints": "load read_weights save",
+    "library.connect": "connect",
+    "library.parallel_linear": "column_parallel local_sequence row_parallel",
+    "library.sharded_model": "ShardedModel Update shard",
+    "optim.lamb": "Lamb",
+    "topology.layout": "Layout",
+    "topology.mesh": "Mesh",
+}
+_HOMES = {name: f"pangu.{home}" for home, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pangu' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

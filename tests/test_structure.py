@@ -27,12 +27,13 @@ FLOORS = {
     "checkpoint": 6,
     "planning": 6,
     "evaluation": 7,
+    "library": 7,
     "training": 8,
     "dryrun": 9,
     "translation": 9,
 }
-APART = {"translation": 1_600}
-"""Folders that only a tool loads, and their lines at most: settings of other programs as ours."""
+APART = {"translation": 1_600, "library": 1_100}
+"""Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules."""
 PACKAGE = repository() / "pangu"
 CALLED_BY_OTHERS = {"PanguLM"}
 """What only other programs call: lm-eval's command, by a registered name."""
@@ -142,7 +143,7 @@ def test_the_package_stays_small() -> None:
     backward; 200 flash attention over documents, and the choice among the kernels of GPUs; 350 meeting
     through the store, and naming who is stuck where on devices too;
     400 a profile whose parts add up to the step, on every rank; 60 a mode that gives the same bits again; 10 the
-    speed of a host's memory; 340 products in fp8, whose scales no layout changes; 110
+    speed of a host's memory; 200 models that are not ours; 340 products in fp8, whose scales no layout changes; 110
     saves that are copied beside the next step, into one memory; 30 sums over
     copies that hide behind backward; 420
     layers compiled whole, and when that pays; 140 words as jieba has them, at twice its speed; 220 ranks that share a
@@ -162,7 +163,7 @@ def test_the_package_stays_small() -> None:
     460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
     is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_215
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_415
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -183,7 +184,7 @@ def public_names(path: Path) -> Iterator[str]:
 def test_nothing_is_there_for_tests_only() -> None:
     program = [path for path in PACKAGE.rglob("*.*") if path.suffix in (".py", ".yaml")]
     program += [*(repository() / "configs").rglob("*.yaml"), repository() / "pretrain.py"]
-    program += [path for folder in ("tools", "scripts") for path in (repository() / folder).glob("*.*")]
+    program += [path for folder in ("tools", "scripts", "examples") for path in (repository() / folder).glob("*.*")]
     words = Counter(word for path in program for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
     names = {name for path in FILES for name in public_names(path) if not name.startswith("__")}
     assert {name for name in names if words[name] == 1} <= CALLED_BY_OTHERS
@@ -203,13 +204,14 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_110, "run": 11_690}
+MOST_LINES = {"trainer": 6_275, "run": 11_820}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
 batches, dropout and checks know of parts of sequences;
 10 kinds of
 tokenizers;
+150 public names, and models that are not ours;
 40 and 130 nodes: ranks with their names, devices, statuses for schedulers;
 40 weights
 that change; 75 and 235 the keys of packed documents and of conversations, and rows of samples beside windows; 35 and

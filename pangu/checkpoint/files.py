@@ -20,13 +20,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.errors import UserError, reading
 from pangu.config.files import flush, write_atomically
+
+if TYPE_CHECKING:
+    from pangu.zero.flat_parameter import Shard
 
 FORMAT = "pangu-checkpoint"
 VERSION = 3
@@ -46,6 +49,12 @@ class Slice:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Global index of the first element of `tensor`."""
+
+
+def rectangles_of(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
+    """Name of a logical tensor with each rectangle of it that this rank has; `values` of the shard are flat."""
+    for part, offsets in shard.rectangles(values):
+        yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 @dataclass(frozen=True)

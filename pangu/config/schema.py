@@ -80,10 +80,15 @@ class ParallelConfig:
     whole experts and sends a part of the tokens to them."""
 
     def bucket_bytes(self, replicas: int) -> float:
-        """`bucket_mib` in bytes, or what null means for so many replicas: a million numbers each, as in Megatron-LM."""
-        least = 0.0 if self.zero else 25.0
-        default = least if self.zero >= 2 else max(least, 4.0 * replicas)
-        return 2**20 * (default if self.bucket_mib is None else self.bucket_mib)
+        """`bucket_mib` in bytes, or what null means for so many replicas."""
+        mib = usual_bucket_mib(self.zero, replicas) if self.bucket_mib is None else self.bucket_mib
+        return 2**20 * mib
+
+
+def usual_bucket_mib(zero: int, replicas: int) -> float:
+    """MiB of a bucket for so many replicas: a million numbers each, as in Megatron-LM."""
+    least = 0.0 if zero else 25.0
+    return least if zero >= 2 else max(least, 4.0 * replicas)
 
 
 @dataclass(frozen=True)

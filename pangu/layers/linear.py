@@ -41,12 +41,17 @@ class ParallelLinear(nn.Module):
     def __init__(self, build: Builder, name: str, dim: int) -> None:
         """`build` stands at the parent, whose attribute `name` holds this layer; the ranks must divide `dim`."""
         super().__init__()
-        self.placements = build.placements(f"{name}.weight")
+        self.placements, self.dim = build.placements(f"{name}.weight"), dim
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
         self.region, self.store, self.fp8 = build.region, build.store, build.fp8_products(f"{name}.weight")
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.in_graph: Callable[[ParallelLinear, Tensor], Tensor] | None = None
         """Stands for it in the graph of a compiled layer."""
+
+    def logical(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        """Global shape of the only matrix and of its bias, and the dimension along which each is sharded."""
+        shape = self.placements[0].shape
+        return {"weight": (shape, self.dim), "bias": (shape[:1], None if self.dim else 0)}
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -12,20 +12,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
-
-from pangu.checkpoint.files import (
-    Slice,
-    Written,
-    amend,
-    checkpoint_path,
-    commit,
-    discard,
-    list_checkpoints,
-    prune,
-    start,
-    write_slices,
-)
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, rectangles_of
 from pangu.checkpoint.run_folder import identity
 from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
@@ -34,7 +21,6 @@ from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
-from pangu.zero.flat_parameter import Shard
 from pangu.zero.norms import counts
 
 log = logging.getLogger("pangu")
@@ -165,40 +151,25 @@ class Saver:
             wait([self._save], SAVE_SECONDS)
 
     def _write(self, path: Path, slices: Iterable[tuple[str, Slice]], facts: dict[str, Any]) -> Path:
-        """Write a checkpoint together with the other ranks: start, each rank's slices, commit, prune."""
-        from pangu.checkpoint.arena import as_saved
+        """Write a checkpoint together with the other ranks, and delete those that are too old."""
+        from pangu.checkpoint.together import write_together
         from pangu.collectives.long_work import agree_on_long_work
 
-        mesh, keep, first = self._mesh, self._config.checkpoint, self._mesh.is_first
+        mesh, keep = self._mesh, self._config.checkpoint
 
-        def write(note_progress: Callable[[], None]) -> Written:
-            return write_slices(path, mesh.rank, as_saved(_noting(slices, note_progress)))
-
-        def finish(_: Callable[[], None]) -> None:
+        def flush_figures() -> None:
             # a run that continues from the checkpoint counts on the figures of the steps before it
             figures = self._folder.parent / "metrics.jsonl"
             if figures.exists():  # who saves without a run has none
                 with writing(figures):
                     flush(figures)
-            commit(path, written, facts)
 
-        # Three rounds, each on all ranks: the first one makes the partial folder, every rank writes its own file into
-        # it, and only when all have, the first one writes the index and renames the folder. A rank that fails fails the
-        # round for all, so that no checkpoint is committed without a part, and no older one is deleted for it.
-        try:
-            agree_on_long_work(mesh, f"writing {path}", lambda _: start(path), runs_here=first)
-            parts = agree_on_long_work(mesh, f"writing {path}", write, runs_here=True)
-            written = [part for part in parts if part is not None]
-            agree_on_long_work(mesh, f"writing {path}", finish, runs_here=first)
-        except StuckError:
-            raise  # what is stuck may still write
-        except UserError:
-            if first:
-                discard(path)
-            raise
+        write_together(mesh, path, slices, facts, flush_figures)
         doing = f"deleting what is older than {path}"
         try:
-            agree_on_long_work(mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), runs_here=first)
+            agree_on_long_work(
+                mesh, doing, lambda _: prune(self._folder, keep.keep, keep.keep_every), runs_here=mesh.is_first
+            )
         except StuckError:
             raise
         except UserError as error:
@@ -206,17 +177,10 @@ class Saver:
         return path
 
 
-def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
-    """The slices; each that is taken is progress of the writer."""
-    for part in slices:
-        note_progress()
-        yield part
-
-
 def weights_of(trainer: Trainer) -> Iterator[tuple[str, Slice]]:
     """Names of logical tensors with the rectangles of their fp32 weights that this rank updates."""
     for shard in trainer.shards:
-        yield from _rectangles(shard, shard.main)
+        yield from rectangles_of(shard, shard.main)
 
 
 def state_of(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:
@@ -224,14 +188,8 @@ def state_of(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, 
     yield from ((f"weight/{name}", part) for name, part in weights_of(trainer))
     for kind in MOMENTS if every_kind or trainer.step > trainer.skipped else ():
         for shard in trainer.parameters.trained_shards:
-            moments = _rectangles(shard, trainer.optimizer.state[shard.main][kind])
+            moments = rectangles_of(shard, trainer.optimizer.state[shard.main][kind])
             yield from ((f"{kind}/{name}", part) for name, part in moments)
-
-
-def _rectangles(shard: Shard, values: Tensor) -> Iterator[tuple[str, Slice]]:
-    """Name of a logical tensor with each rectangle of it that this rank has; `values` of the shard are flat."""
-    for part, offsets in shard.rectangles(values):
-        yield shard.placement.name, Slice(part, shard.placement.shape, offsets)
 
 
 def _slices(trainer: Trainer, every_kind: bool = False) -> Iterator[tuple[str, Slice]]:

@@ -112,7 +112,7 @@ class Trainer:
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
-        self.parameters = ShardedParameters(self.model, table, chunks, mesh, config, schedule.reduce_each)
+        self.parameters = ShardedParameters.of_run(self.model, table, chunks, mesh, config, schedule.reduce_each)
         if store is not None and adds_products:
             from pangu.zero.weight_products import WeightProducts
 
@@ -189,7 +189,7 @@ class Trainer:
             divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
         self.copied.precede()
         # LAMB meets the other ranks in its step
-        self.parameters.update(self.optimizer, overflow.float(), divisor.float(), one_by_one=optimizer.name == "adam")
+        self.parameters.update(self.optimizer, (overflow.float(), divisor.float()), one_by_one=optimizer.name == "adam")
         self.loss_scale.update(overflow)
         if self.scales is not None:
             self.scales.finish_update(self.step)

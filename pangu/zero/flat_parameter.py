@@ -13,6 +13,7 @@ is cut:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,32 +40,39 @@ class Shard:
     host_grad: Tensor | None = None
     """The gradient's copy for the update, if `main` lies on the host."""
 
-    @property
-    def is_whole(self) -> bool:
-        return self.main.numel() == self.placement.local_numel
-
     def rectangles(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """`values`, flat and as long as `main`, as at most three rectangles of the logical tensor: the end of a row,
-        whole rows, the beginning of a row. Yields a view of each with the global index of its first element."""
+        """`values`, flat and as long as `main`, as rectangles of the logical tensor: of a matrix at most three, the end
+        of a row, whole rows, the beginning of a row. Yields a view of each with the global index of its first
+        element."""
         # checkpoints know rectangles only, and a shard may begin and end within a row; elements 2 to 9 of rows of 4:
         #
         #     . . a a
         #     b b b b
         #     c c . .
-        shape, offsets = self.placement.local_shape, self.placement.offsets
-        if len(shape) == 1 or self.is_whole:
-            first = (offsets[0] + self.start,) if len(shape) == 1 else offsets
-            yield values.view(-1, *shape[1:]), first
-            return
-        (rows, width), position, stop = shape, self.start, self.start + values.numel()
-        while position < stop:
-            row, column = divmod(position, width)
-            whole_rows = (stop - position) // width if column == 0 else 0
-            length = whole_rows * width if whole_rows else min(width - column, stop - position)
-            assert row < rows
-            part = values[position - self.start : position - self.start + length]
-            yield part.view(max(1, whole_rows), -1), (offsets[0] + row, offsets[1] + column)
-            position += length
+        begin = 0
+        for place, shape in _rectangles(self.placement.local_shape, self.start, self.start + values.numel()):
+            end = begin + math.prod(shape)
+            first = tuple(map(sum, zip(self.placement.offsets, place, strict=True)))
+            yield values[begin:end].view(shape), first
+            begin = end
+
+
+def _rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Place and shape of the rectangles that the elements from `start` to `stop` of a flattened tensor form."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    width = math.prod(shape[1:])
+    (row, begin), (last, end) = divmod(start, width), divmod(stop, width)
+    if begin:  # of one row, or the end of it
+        for place, rest in _rectangles(shape[1:], begin, end if row == last else width):
+            yield (row, *place), (1, *rest)
+        row += 1
+    if row < last:
+        yield (row, *(0 for _ in shape[1:])), (last - row, *shape[1:])
+    if end and row <= last:
+        for place, rest in _rectangles(shape[1:], 0, end):
+            yield (last, *place), (1, *rest)
 
 
 class FlatParameter:
@@ -73,14 +81,14 @@ class FlatParameter:
         model: nn.Module,
         names: Sequence[str],
         table: PlacementTable,
-        seed: int,
+        seed: int | None,
         dtype: torch.dtype,
         device: torch.device,
         sharding: Sharding,
     ) -> None:
         """Allocate the buffers, fill in the initial values and make the parameters `names` of `model` views of them,
         up to date once they are published. They are all trained or all frozen; frozen ones have no gradients and only
-        weights, in `dtype`."""
+        weights, in `dtype`. `seed` of the values; None: those that the model has."""
         self.sharding, self.trained = sharding, table.is_trained(names[0])
         shapes = {name: model.get_parameter(name).shape for name in names}
         self.numel = sum(shape.numel() for shape in shapes.values())
@@ -102,10 +110,11 @@ class FlatParameter:
         for name, shape in shapes.items():
             span = slice(offset, offset + shape.numel())
             offset = span.stop
+            values = model.get_parameter(name).detach()
             for placement in table.stored_in(name):
                 begin = span.start + placement.offset
                 self.tensors.append((placement.name, slice(begin, begin + placement.local_numel)))
-                self._add_shard(placement, begin, seed)
+                self._add_shard(placement, begin, seed, values)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
             parameter.requires_grad_(self.trained)
             self.parameters.append((parameter, span))
@@ -138,8 +147,9 @@ class FlatParameter:
         self.host_grad = buffers.get("host_grad")
         """Its copy for the update, if the main parameters lie on the host."""
 
-    def _add_shard(self, placement: Placement, begin: int, seed: int) -> None:
-        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer."""
+    def _add_shard(self, placement: Placement, begin: int, seed: int | None, values: Tensor) -> None:
+        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer; `values` of
+        the parameter, if there is no seed."""
         low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
         if low >= high:
             return
@@ -147,8 +157,12 @@ class FlatParameter:
         grad = self.grad[place] if self.trained else None
         host_grad = None if self.host_grad is None else self.host_grad[place]
         shard = Shard(placement, low - begin, self.main[place], grad, host_grad)
-        for rectangle, offsets in shard.rectangles(shard.main):
-            fill(rectangle, placement, seed, offsets)
+        if seed is None:
+            first = placement.offset + shard.start
+            shard.main.copy_(values.reshape(-1)[first : first + shard.main.numel()])
+        else:
+            for rectangle, offsets in shard.rectangles(shard.main):
+                fill(rectangle, placement, seed, offsets)
         if not self.main_on_host:
             shard.main.grad = grad
         self.shards.append(shard)

@@ -15,8 +15,6 @@ ALIGNMENT = 32
 """Local shards begin at multiples of this many elements, so that 128-byte loads of fp32 stay aligned."""
 IN_FLIGHT = 2
 """Whole gradients of flat parameters that may exist at a time where they are reduced after each micro-batch."""
-TABLES = ("embedding", "position_bias")
-"""Modules that are lookup tables."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +131,28 @@ def divide(
     }
 
 
-def trained_modules(table: PlacementTable, uses: Uses) -> set[str]:
+@dataclass(frozen=True)
+class Regions:
+    """What is unsharded one after the other: the modules of a model, such as its layers."""
+
+    uses: Uses
+    """Modules in the order of forward."""
+    lookups: Collection[str] = ()
+    """Tables: their input has no gradient, and backward needs no weights."""
+    shared: str = ""
+    """The module whose output all others may use."""
+    bottom: str = ""
+    """The module below which nothing has a gradient."""
+    last: str = ""
+    """The module whose backward follows its forward."""
+
+
+def trained_modules(table: PlacementTable, regions: Regions) -> set[str]:
     """Modules whose output has a gradient even if their input has none, because they use something that is trained."""
     trained: set[str] = set()
-    for of_chunk in uses.values():
-        biased = any(map(table.is_trained, of_chunk.get("position_bias", ())))
-        trained |= {module for module, names in of_chunk.items() if biased or any(map(table.is_trained, names))}
+    for of_chunk in regions.uses.values():
+        reaches_all = any(map(table.is_trained, of_chunk.get(regions.shared, ())))
+        trained |= {m for m, names in of_chunk.items() if reaches_all or any(map(table.is_trained, names))}
     return trained
 
 
@@ -176,10 +190,10 @@ def _group(table: PlacementTable, uses: Uses, bucket: float) -> list[tuple[int, 
     return groups
 
 
-def backward_order(names: Sequence[str], trained: Collection[str]) -> list[str]:
+def backward_order(names: Sequence[str], trained: Collection[str], regions: Regions) -> list[str]:
     """The order in which backward enters a chunk's modules, given in the order of forward: the last first, without
     lookup tables, which have no gradient of their input, and without the frozen bottom of the model."""
-    order = [name for name in reversed(names) if name not in TABLES]
-    while order and "embedding" in names and "embedding" not in trained and order[-1] not in trained:
+    order = [name for name in reversed(names) if name not in regions.lookups]
+    while order and regions.bottom in names and regions.bottom not in trained and order[-1] not in trained:
         order.pop()
     return order

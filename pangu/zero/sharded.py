@@ -1,11 +1,12 @@
-"""The parameters of this rank's chunks of a model: flat, unsharded for use, with their gradients."""
+"""The parameters of a rank's part of a model: flat, unsharded for use, with their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
@@ -16,55 +17,98 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum
-from pangu.zero.grouping import Sharding, divide, trained_modules
+from pangu.zero.grouping import Regions, Sharding, divide, trained_modules
 from pangu.zero.norms import Squares, counts, norm_and_loss
 from pangu.zero.unshard import Unsharder
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters are stored and sent."""
+
+    dtype: torch.dtype
+    """The compute format."""
+    bucket_bytes: float
+    """Of fp32 gradients that are sent at once, about."""
+    seed: int | None = None
+    """Of the initial values; None: the model has them."""
+    offload: tuple[str, ...] = ()
+    """As `memory.offload`."""
+    overlap: bool = True
+    """Communication runs while modules compute."""
+    message: torch.dtype | None = None
+    """Format in which gradients are sent; None: that of their sums."""
 
 
 class ShardedParameters:
     def __init__(
         self,
-        model: LanguageModel,
+        model: nn.Module,
         table: PlacementTable,
-        chunks: Mapping[int, ModelPart],
+        regions: Regions,
         mesh: Mesh,
-        config: RunConfig,
+        storage: Storage,
         reduce_each: bool,
     ) -> None:
-        """`model`, on the meta device, gets its storage and initial values; `chunks`: the parts that it consists of.
-        `reduce_each`: gradients are reduced after every micro-batch (ZeRO-2 and 3) rather than once per step."""
-        overlap, dtype = config.parallel.overlap, DTYPES[config.precision.compute]
+        """The parameters of `table` get their storage and initial values. Whoever computes has `unsharder` called
+        around the modules of `regions`. `reduce_each`: gradients are reduced after every micro-batch (ZeRO-2 and 3)
+        rather than once per step."""
         kinds = (False, True) if mesh.layout.splits_experts else (False,)
-        shardings = {apart: Sharding.of(mesh.layout, mesh.at, config.memory.offload, apart) for apart in kinds}
-        uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
+        shardings = {apart: Sharding.of(mesh.layout, mesh.at, storage.offload, apart) for apart in kinds}
         trained_of: dict[int, list[FlatParameter]] = {}
 
         def make(chunk: int, names: list[str]) -> FlatParameter:
             sharding = shardings[table.is_expert(names[0])]
-            flat = FlatParameter(model, names, table, config.train.seed, dtype, mesh.device, sharding)
+            flat = FlatParameter(model, names, table, storage.seed, storage.dtype, mesh.device, sharding)
             if flat.trained:
                 # a sum that lies where the gradients of the next micro-batch are added is not sent before the last
                 late = reduce_each and sharding.size == 1
                 trained_of.setdefault(-1 if late else chunk, []).append(flat)
             return flat
 
-        self.flat_parameters, flats_of = divide(table, uses, config.parallel.bucket_bytes(mesh.layout.replicas), make)
+        self.flat_parameters, flats_of = divide(table, regions.uses, storage.bucket_bytes, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = shardings[False].offload, mesh
-        message = torch.bfloat16 if config.precision.reduce == "bf16" else None
-        self.gradients = GradientSum(trained_of, mesh, reduce_each, overlap, message)
+        self.gradients = GradientSum(trained_of, mesh, reduce_each, storage.overlap, storage.message)
         # without offload there are no copies, and a CPU has no stream for them
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
-        self.unsharder = Unsharder(flats_of, trained_modules(table, uses), mesh, self._stream, overlap)
-        if self.offload or any(flat.sharding.size > 1 for flat in self.flat_parameters):
-            model.hooks = self.unsharder
+        trained = trained_modules(table, regions)
+        self.unsharder = Unsharder(flats_of, regions, trained, mesh, self._stream, storage.overlap)
+        self.unshards = bool(self.offload) or any(flat.sharding.size > 1 for flat in self.flat_parameters)
+        """Whether `unsharder` has anything to do."""
         self.publish()
-        self.squares = Squares(list(table), mesh, torch.promote_types(dtype, torch.float32))
+        self.squares = Squares(list(table), mesh, torch.promote_types(storage.dtype, torch.float32))
         self._counted = [
             shard.grad
             for shard in self.trained_shards
             if shard.grad is not None and counts(shard.placement, mesh.layout, mesh.at)
         ]
+
+    @classmethod
+    def of_run(
+        cls,
+        model: LanguageModel,
+        table: PlacementTable,
+        chunks: Mapping[int, ModelPart],
+        mesh: Mesh,
+        config: RunConfig,
+        reduce_each: bool,
+    ) -> ShardedParameters:
+        """Those of `model`, which is on the meta device and consists of the parts `chunks`."""
+        uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
+        regions = Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
+        storage = Storage(
+            DTYPES[config.precision.compute],
+            config.parallel.bucket_bytes(mesh.layout.replicas),
+            config.train.seed,
+            config.memory.offload,
+            config.parallel.overlap,
+            torch.bfloat16 if config.precision.reduce == "bf16" else None,
+        )
+        parameters = cls(model, table, regions, mesh, storage, reduce_each)
+        if parameters.unshards:
+            model.hooks = parameters.unsharder
+        return parameters
 
     @property
     def shards(self) -> list[Shard]:
@@ -80,22 +124,24 @@ class ShardedParameters:
         self.unsharder.publish(self.flat_parameters)
         self.unsharder.wait()
 
-    def update(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor, one_by_one: bool) -> None:
-        """Let an optimizer change the main parameters, and bring the weights up to date. `found_inf`: 1 if it is to do
-        nothing, otherwise 0; `grad_scale`: it divides the gradients by that; both on the device, as GradScaler gives
-        them to torch's fused optimizers. `one_by_one`: it may run for each flat parameter, otherwise once, when all
-        gradients have arrived. With the optimizer's state on the host, gradients arrive and weights leave while other
-        flat parameters are updated, and the host waits for the gradients."""
+    def update(self, optimizer: torch.optim.Optimizer, scaling: Sequence[Tensor], one_by_one: bool) -> None:
+        """Let an optimizer change the main parameters, and bring the weights up to date. `scaling`, on the device, as
+        GradScaler gives it to torch's fused optimizers: 1 if it is to do nothing, otherwise 0, and what it divides the
+        gradients by; empty: the optimizer does not know these. `one_by_one`: it may run for each flat parameter,
+        otherwise once, when all gradients have arrived. With the optimizer's state on the host, gradients arrive and
+        weights leave while other flat parameters are updated, and the host waits for the gradients."""
         groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
-        optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
+        if scaling:
+            optimizer.found_inf, optimizer.grad_scale = scaling  # type: ignore[attr-defined]
         if "optimizer" not in self.offload:
             optimizer.step()
             self.unsharder.publish(self.trained)
             return
-        decided = host_memory(2, found_inf.dtype, found_inf.device)
-        with self._stream.after_computation():
-            decided.copy_(torch.stack([found_inf, grad_scale]), non_blocking=True)
-        optimizer.found_inf, optimizer.grad_scale = decided.unbind()  # type: ignore[attr-defined]
+        if scaling:
+            decided = host_memory(2, scaling[0].dtype, scaling[0].device)
+            with self._stream.after_computation():
+                decided.copy_(torch.stack([*scaling]), non_blocking=True)
+            optimizer.found_inf, optimizer.grad_scale = decided.unbind()  # type: ignore[attr-defined]
         arrivals = []
         for flats in groups:
             with self._stream.after_computation():

@@ -16,7 +16,7 @@ from pangu.models.language_model import ModuleHooks
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
-from pangu.zero.grouping import TABLES, backward_order
+from pangu.zero.grouping import Regions, backward_order
 
 
 class _Passing(Function):
@@ -49,6 +49,7 @@ class Unsharder(ModuleHooks):
     def __init__(
         self,
         uses: Mapping[int, Mapping[str, Sequence[FlatParameter]]],
+        regions: Regions,
         trained: Collection[str],
         mesh: Mesh,
         stream: CopyStream,
@@ -58,16 +59,20 @@ class Unsharder(ModuleHooks):
         a gradient whatever their input is. `stream`: for copies from the host. `overlap` false: gather when needed,
         not before."""
         self.uses = {module: flats for of_chunk in uses.values() for module, flats in of_chunk.items()}
-        self.trained, self.overlap, self._mesh = trained, overlap, mesh
+        self.regions, self.trained, self.overlap, self._mesh = regions, trained, overlap, mesh
         self.flat_parameters = list(dict.fromkeys(flat for flats in self.uses.values() for flat in flats))
         self._stream = stream
         self._of_chunk = {
             chunk: {flat for flats in modules.values() for flat in flats} for chunk, modules in uses.items()
         }
         alone = len(uses) == 1
-        self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != "position_bias"}
-        """Module -> the next one in forward; none after the bias of all chunks, which several follow."""
-        self.backward = {a: b for names in uses.values() for a, b in pairwise(backward_order(list(names), trained))}
+        self.forward = {a: b for names in uses.values() for a, b in pairwise(names) if alone or a != regions.shared}
+        """Module -> the next one in forward; none after one that several chunks follow."""
+
+        def order(names: Iterable[str]) -> list[str]:
+            return backward_order(list(names), trained, regions)
+
+        self.backward = {a: b for names in uses.values() for a, b in pairwise(order(names))}
         self._handles: dict[FlatParameter, Handle] = {}
         """Gathers and copies in flight."""
         self._whole: set[FlatParameter] = set()
@@ -106,16 +111,20 @@ class Unsharder(ModuleHooks):
             self._reshard(flat)
 
     def before(self, module: str, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and module in self.trained and module not in TABLES and not x.requires_grad:
+        trained = module in self.trained and module not in self.regions.lookups
+        if torch.is_grad_enabled() and trained and not x.requires_grad:
             # all below is frozen: backward ends here, but has to come as far as this to end the module's use
             x = x.detach().requires_grad_()
         return _Passing.apply(x, partial(self.begin, module, self.forward), partial(self.end, module, self.backward))
 
     def after(self, module: str, x: Tensor) -> Tensor:
-        goes_on = module == "head" and x.requires_grad  # its backward comes next
+        goes_on = module == self.regions.last and x.requires_grad  # its backward comes next
         end = partial(self.end, module, self.forward)
         begin = partial(self.begin, module, self.backward, goes_on)
-        return _Passing.apply(x, _nothing if goes_on else end, _nothing if module in TABLES else begin)
+        return _Passing.apply(x, _nothing if goes_on else end, _nothing if module in self.regions.lookups else begin)
+
+    def in_use(self, flat: FlatParameter) -> bool:
+        return self._users[flat] > 0
 
     def begin(self, module: str, following: Mapping[str, str], goes_on: bool = False) -> None:
         """Wait for the weights of a module, and begin to gather those of the next one."""

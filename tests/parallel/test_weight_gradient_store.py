@@ -40,7 +40,7 @@ class Run:
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
         self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, store=store))
         parts = {0: ModelPart.whole(config.model)}
-        self.parameters = ShardedParameters(self.model, table, parts, self.mesh, config, reduce_each=False)
+        self.parameters = ShardedParameters.of_run(self.model, table, parts, self.mesh, config, reduce_each=False)
         self.gradients = self.parameters.gradients
         tokens = np.random.default_rng(1).integers(0, 101, (2 * MICRO_BATCHES, 17))
         rows = [(2 * i, 2 * i + 1) for i in range(MICRO_BATCHES)]

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pangu.checkpoint import files
+from pangu.checkpoint import files, together
 from pangu.checkpoint.files import list_checkpoints
 from pangu.config.errors import UserError
 from pangu.data.order import ORDER_VERSION
-from pangu.training import replicas, saving
+from pangu.training import replicas
 from pangu.training.resuming import _compare_order
 from pangu.training.step import Trainer
 from tests.configs import config
@@ -120,7 +120,7 @@ def test_a_failed_save_is_told_soon(
 def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut loses what is written and not synced: a run that continues would lack lines of steps before it."""
     synced: dict[int, int] = {}
-    fsync, commit = os.fsync, saving.commit
+    fsync, commit = os.fsync, together.commit
 
     def noted(handle: int) -> None:
         fsync(handle)
@@ -134,7 +134,7 @@ def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, m
         commit(path, *arguments)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(saving, "commit", checked)
+    monkeypatch.setattr(together, "commit", checked)
     assert len(train(tmp_path, 2)) == 2
 
 

@@ -1,0 +1,55 @@
+"""Ranks that write a checkpoint together, each the rectangles that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pangu.checkpoint.arena import as_saved
+from pangu.checkpoint.files import Slice, Written, commit, discard, start, write_slices
+from pangu.collectives.agreement import StuckError
+from pangu.collectives.long_work import agree_on_long_work
+from pangu.config.errors import UserError
+from pangu.topology.mesh import Mesh
+
+
+def write_together(
+    mesh: Mesh,
+    path: Path,
+    slices: Iterable[tuple[str, Slice]],
+    facts: Mapping[str, Any],
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the checkpoint `path`: all ranks call this, each with its `slices`. `before_commit` runs on the first one.
+    Raises UserError on all ranks if one of them fails, and StuckError if one makes no progress."""
+    doing, first = f"writing {path}", mesh.is_first
+
+    def write(note_progress: Callable[[], None]) -> Written:
+        return write_slices(path, mesh.rank, as_saved(_noting(slices, note_progress)))
+
+    def finish(_: Callable[[], None]) -> None:
+        before_commit()
+        commit(path, written, facts)
+
+    # Three rounds, each on all ranks: the first one makes the partial folder, every rank writes its own file into it,
+    # and only when all have, the first one writes the index and renames the folder. A rank that fails fails the round
+    # for all, so that no checkpoint is committed without a part, and no older one is deleted for it.
+    try:
+        agree_on_long_work(mesh, doing, lambda _: start(path), runs_here=first)
+        parts = agree_on_long_work(mesh, doing, write, runs_here=True)
+        written = [part for part in parts if part is not None]
+        agree_on_long_work(mesh, doing, finish, runs_here=first)
+    except StuckError:
+        raise  # what is stuck may still write
+    except UserError:
+        if first:
+            discard(path)
+        raise
+
+
+def _noting(slices: Iterable[tuple[str, Slice]], note_progress: Callable[[], None]) -> Iterator[tuple[str, Slice]]:
+    """The slices; each that is taken is progress of the writer."""
+    for part in slices:
+        note_progress()
+        yield part

@@ -1,0 +1,128 @@
+"""Checkpoints of a user's model: parameters, buffers and optimizer state under their names, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pangu.checkpoint.files import Slice, rectangles_of
+from pangu.checkpoint.index import find_damage, read_index, require_facts
+from pangu.checkpoint.reading import load as load_slices
+from pangu.checkpoint.reading import load_weights, read_tensor
+from pangu.checkpoint.together import write_together
+from pangu.collectives.agreement import agree
+from pangu.collectives.reduce import largest_of
+from pangu.config.errors import UserError
+from pangu.library.sharded_model import ShardedModel
+from pangu.zero.norms import counts
+
+
+def save(
+    path: str | Path,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint, at once or not at all; one of that name is replaced. All ranks call it.
+
+    Args:
+        path: a folder that all ranks see.
+        sharded: its main parameters, and the persistent buffers of the first replica.
+        optimizer: what it keeps of each element, such as moments, and its number of steps; None: nothing.
+        facts: of JSON, for `load` to return, e.g. the number of steps.
+
+    Raises UserError on all ranks if the disk refuses, or a buffer has values that are not finite or not exact in fp64.
+    """
+    mesh = sharded.mesh
+    at, steps = mesh.at, 0.0
+    shards = [shard for shard in sharded.parameters.shards if counts(shard.placement, mesh.layout, at)]
+    slices = [(f"weight/{name}", part) for shard in shards for name, part in rectangles_of(shard, shard.main)]
+    for shard in shards if optimizer is not None else ():
+        state = optimizer.state.get(shard.main, {}) if optimizer is not None else {}
+        steps = max(steps, float(state.get("step", 0.0)))
+        for kind, values in state.items():
+            if isinstance(values, Tensor) and values.shape == shard.main.shape:
+                slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
+    agree(mesh, lambda: _require_exact(sharded), runs_here=True)
+    if mesh.replica == 0 and at.tensor == 0:
+        for name, buffer in _buffers(sharded):
+            slices.append((f"buffer/{name}", _slice(buffer.to(_stored(buffer)))))
+    (steps,) = largest_of([steps], mesh)
+    stored = {"optimizer_steps": None if optimizer is None else int(steps), "facts": dict(facts or {})}
+    write_together(mesh, Path(path), slices, stored)
+
+
+def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Go on from a checkpoint that any number of ranks has written: fill parameters and buffers of `sharded` and the
+    state of `optimizer`, and return the `facts` of `save`. All ranks call it. Raises UserError on all of them if the
+    checkpoint is damaged, or naming every tensor that only one side has or whose shape differs, or if it was written
+    without an optimizer and one is given."""
+    path, mesh, shards = Path(path), sharded.mesh, sharded.parameters.shards
+    weights = (named for shard in shards for named in rectangles_of(shard, shard.main))
+    index = load_weights(path, mesh, weights)
+    require_facts(path, index, "facts", "optimizer_steps")
+    slices: list[tuple[str, Slice]] = []
+    if optimizer is not None:
+        steps = index["optimizer_steps"]
+        if steps is None:
+            raise UserError(f"{path}: was written without an optimizer; without one, `load` takes its weights alone")
+        kinds = sorted({name.partition("/")[0] for name in index["tensors"]} - {"weight", "buffer"})
+        for shard in sharded.parameters.trained_shards:
+            state = optimizer.state[shard.main]
+            if steps:
+                state["step"] = torch.full_like(state.get("step", torch.zeros(())), steps)
+            for kind in kinds:
+                values = state.setdefault(kind, torch.zeros_like(shard.main))
+                slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
+    buffers = [(buffer, _slice(torch.empty_like(buffer, dtype=_stored(buffer)))) for _, buffer in _buffers(sharded)]
+    names = (f"buffer/{name}" for name, _ in _buffers(sharded))
+    slices += ((name, part) for name, (_, part) in zip(names, buffers, strict=True))
+    agree(mesh, lambda: load_slices(path, index, slices), runs_here=True)
+    for buffer, part in buffers:
+        buffer.copy_(part.tensor.view(buffer.shape))
+    sharded.parameters.publish()
+    return dict(index["facts"])
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Parameters and buffers of a checkpoint, whole and in host memory, for `module.load_state_dict`. Of tied
+    parameters there is the first name, so that it takes `strict=False`. Raises UserError if the checkpoint is damaged.
+    """
+    path = Path(path)
+    index = read_index(path)
+    if problems := find_damage(path, index):
+        raise UserError("\n".join(problems))
+    names = [name for name in index["tensors"] if name.partition("/")[0] in ("weight", "buffer")]
+    return {name.partition("/")[2]: read_tensor(path, index, name) for name in names}
+
+
+def _buffers(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """Those that `state_dict` has too."""
+    for path, module in sharded.model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _stored(buffer: Tensor) -> torch.dtype:
+    """Checkpoints hold floating numbers."""
+    return buffer.dtype if buffer.is_floating_point() else torch.float64
+
+
+def _slice(tensor: Tensor) -> Slice:
+    tensor = tensor.view(-1) if tensor.dim() == 0 else tensor
+    return Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def _require_exact(sharded: ShardedModel) -> None:
+    for name, buffer in _buffers(sharded):
+        stored = buffer.to(_stored(buffer))
+        if buffer.is_complex() or not stored.isfinite().all() or not (stored.to(buffer.dtype) == buffer).all():
+            raise UserError(
+                f"{name}: a buffer with values that are not finite or not exact in fp64 cannot be saved; "
+                "register_buffer(..., persistent=False) leaves it out"
+            )

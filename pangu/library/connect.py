@@ -1,0 +1,55 @@
+"""A mesh from what the launcher says and the degrees of parallelism."""
+
+from __future__ import annotations
+
+from pangu.config.errors import UserError
+from pangu.topology.launch import Launch, choose_device
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+
+
+def connect(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    zero: int = 0,
+    zero_group: int | None = None,
+    sequence: bool = False,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+) -> Mesh:
+    """Join the processes that torchrun has started, each with a device of its own; plain `python` is one process.
+    The processes that `tensor` x `pipeline` leave are replicas, `mesh.layout.replicas` of them; this one has number
+    `mesh.replica`, and computes on `mesh.device`.
+
+    Args:
+        tensor: processes that share every matrix of `column_parallel` and `row_parallel`, neighbours.
+        pipeline: stages.
+        virtual: chunks of a model on each stage.
+        zero: what the replicas share, as in Rajbhandari et al. 2020, section 5: 0 nothing, 1 optimizer state, 2 also
+            gradients, 3 also parameters.
+        zero_group: replicas that share, e.g. those of a node; None: all.
+        sequence: sequence parallelism (Korthikanti et al. 2022, section 4.2): between the matrices each tensor-parallel
+            process has its part of dimension 0.
+        device: `auto`, `cpu`, `cuda` or another kind of accelerator that torch knows.
+        timeout_s: that a process waits for a message of another one.
+
+    Raises UserError if the processes cannot form such a mesh or do not all come, or if the machine lacks devices.
+    """
+    launch = Launch.from_environment()
+    for name, value in (("tensor", tensor), ("pipeline", pipeline), ("virtual", virtual), ("zero_group", zero_group)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} = {value}: must be at least 1")
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"zero = {zero}: there is no such stage; 0, 1, 2 and 3 work")
+    replicas, rest = divmod(launch.world, tensor * pipeline)
+    if rest or not replicas:
+        raise UserError(
+            f"tensor = {tensor}, pipeline = {pipeline}: {launch.world} processes are no multiple of "
+            f"{tensor * pipeline}; --nproc-per-node={tensor * pipeline * max(replicas, 1)} works"
+        )
+    if zero_group is not None and replicas % zero_group:
+        raise UserError(f"zero_group = {zero_group}: must divide the {replicas} replicas")
+    layout = Layout(tensor, pipeline, replicas, zero, sequence, virtual, zero_group or 0)
+    return Mesh.connect(layout, choose_device(device, launch), timeout_s, launch.attempt)

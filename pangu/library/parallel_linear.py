@@ -1,0 +1,64 @@
+"""Linear layers of a user's model that tensor-parallel ranks share."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from pangu.collectives.regions import TensorRegion
+from pangu.config.errors import UserError
+from pangu.layers.builder import Builder
+from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import Placement, PlacementTable
+
+L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
+
+
+def column_parallel(linear: nn.Linear, mesh: Mesh) -> ColumnParallelLinear:
+    """This rank's outputs of a linear layer (Shoeybi et al. 2019, section 3), with its values.
+
+    The layer takes [sequence (/ ranks with sequence parallelism), ..., inputs] and returns [sequence, ..., outputs /
+    ranks]; `row_parallel` takes that. Raises UserError unless the ranks divide the outputs.
+    """
+    return _shared(linear, mesh, ColumnParallelLinear)
+
+
+def row_parallel(linear: nn.Linear, mesh: Mesh) -> RowParallelLinear:
+    """This rank's inputs of a linear layer (Shoeybi et al. 2019, section 3), with its values; the partial sums are
+    added up, then the bias.
+
+    The layer takes [sequence, ..., inputs / ranks] and returns [sequence (/ ranks with sequence parallelism:
+    Korthikanti et al. 2022, section 4.2), ..., outputs]. Raises UserError unless the ranks divide the inputs.
+    """
+    return _shared(linear, mesh, RowParallelLinear)
+
+
+def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's part of `x` [sequence, ...] under sequence parallelism, [sequence / ranks, ...]; otherwise all of it.
+    Raises UserError unless the ranks divide the sequence."""
+    region = TensorRegion.of(mesh)
+    if region.slices_sequence and len(x) % region.size:
+        raise UserError(f"a sequence of {len(x)}: must be a multiple of the {region.size} tensor-parallel ranks")
+    return region.local_sequence(x)
+
+
+def _shared(linear: nn.Linear, mesh: Mesh, kind: type[L]) -> L:
+    dim = 0 if kind is ColumnParallelLinear else 1
+    region, shape = TensorRegion.of(mesh), tuple(linear.weight.shape)
+    if shape[dim] % region.size:
+        what = ("out_features", "in_features")[dim]
+        raise UserError(f"{what} = {shape[dim]}: must be a multiple of the {region.size} tensor-parallel ranks")
+    table, parameters = PlacementTable(), dict(linear.named_parameters())
+    cuts = {"weight": dim, "bias": None if dim else 0}
+    for name, parameter in parameters.items():
+        table.place(f"linear.{name}", [Placement(name, tuple(parameter.shape), cut_dim=cuts[name])], region)
+    build = Builder(table, region=region)
+    layer = kind(build, "linear")
+    for name, parameter in parameters.items():
+        (placement,) = table.stored_in(f"linear.{name}")
+        part, cut = parameter.detach(), placement.cut_dim
+        part = part if cut is None else part.narrow(cut, placement.start, placement.stop - placement.start)
+        setattr(layer, name, nn.Parameter(part.clone(), requires_grad=parameter.requires_grad))
+    return layer

@@ -1,0 +1,273 @@
+"""The regions of any module, which ZeRO-3 unshards one after the other, and the hooks that do so.
+
+A region is a submodule whose forward uses its parameters. By default the children are regions; lists of layers, and
+children that hold such lists, are taken apart:
+
+    GPT(wte=Embedding, blocks=ModuleList(Block, Block), norm=LayerNorm)  ->  wte, blocks.0, blocks.1, norm
+
+A module may offer other ones: a method `zero_regions()` that returns names of submodules in the order of forward.
+Parameters outside of all regions form one more, which is whole throughout forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, Variable
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pangu.config.errors import UserError
+from pangu.zero.flat_parameter import FlatParameter
+from pangu.zero.grouping import Regions
+from pangu.zero.unshard import Unsharder
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Sequence[str] | None = None) -> Regions:
+    """The regions of the modules `chunks` of a model, by chunk; `names`: those of the only one. Raises UserError if
+    `names`, or what a module offers, are not names of submodules, each outside of the others."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    uses: dict[int, dict[str, list[str]]] = {}
+    lookups = set()
+    for chunk, path in chunks.items():
+        module, inside = model.get_submodule(path), set()
+        used: dict[str, list[str]] = {}
+        for name in _names(module, names):
+            region = module.get_submodule(name)
+            if parameters := list(region.parameters()):
+                used[_join(path, name)] = [name_of[parameter] for parameter in parameters]
+                inside.update(parameters)
+            if type(region) is nn.Embedding:
+                lookups.add(_join(path, name))
+        rest = [name_of[parameter] for parameter in module.parameters() if parameter not in inside]
+        uses[chunk] = {path: rest, **used} if rest else used
+    # what is not the first chunk has inputs with a gradient
+    return Regions(uses, lookups, chunks[min(chunks)], bottom=next(iter(uses.get(0, ())), ""))
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
+    """Names of the submodules that are regions, in the order of forward."""
+    if names is None:
+        names = module.zero_regions() if hasattr(module, "zero_regions") else list(_default(module))  # type: ignore[operator]
+    known = dict(module.named_modules())
+    for name in names:
+        if name not in known or not name:
+            near = ", ".join(child for child, _ in module.named_children())
+            raise UserError(f"regions: {name!r} is no submodule of {type(module).__name__}; its children are {near}")
+        if inner := next((other for other in names if other.startswith(f"{name}.")), None):
+            raise UserError(f"regions: {inner} lies inside {name}; a module belongs to one region")
+    return list(names)
+
+
+def _default(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        is_list = type(child) in _LISTS
+        # the layers of a list are regions, whatever they hold
+        holds_lists = type(module) not in _LISTS[:2] and any(type(m) in _LISTS[:2] for m in child.modules())
+        if is_list or holds_lists:
+            yield from _default(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors of what a module takes or returns: tensors, and sequences, mappings and dataclasses of such."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple, set)):
+        for part in value:
+            yield from tensors_in(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
+
+
+class _Ending(Function):
+    """Calls a function when backward has computed the gradients of all inputs of a region."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ended = ended
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.ended()
+        return None, *grads
+
+
+class _Use:
+    """One forward of a region. In backward it is open from the gradient of an output to those of all inputs."""
+
+    def __init__(self, name: str, hooks: RegionHooks) -> None:
+        self.name, self._hooks = name, hooks
+
+    def open(self, _: Tensor | None = None) -> None:
+        self._hooks.open(self)
+
+    def close(self) -> None:
+        self._hooks.close(self)
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses to compute with weights outside of their regions: torch would read memory that is not there yet, or no
+    more."""
+
+    def __init__(self, unsharder: Unsharder) -> None:
+        super().__init__()
+        self._in_use = unsharder.in_use
+        self._flats: dict[Tensor, tuple[FlatParameter, str]] = {
+            parameter: (flat, name)
+            for flat in unsharder.flat_parameters
+            for (parameter, _), (name, _) in zip(flat.parameters, flat.tensors, strict=True)
+        }
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ not in _HARMLESS:
+            for tensor in tensors_in((args, kwargs or {})):
+                if tensor in self._flats and not self._in_use(self._flats[tensor][0]):
+                    raise UserError(
+                        f"{self._flats[tensor][1]} is used outside of the forward of its region, where it is sharded; "
+                        "regions=[...] of `shard` without that module, or a method zero_regions(), leaves it whole"
+                    )
+        return function(*args, **(kwargs or {}))
+
+
+_HARMLESS = {
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "__hash__",
+}
+"""Functions that read no weights."""
+
+
+class RegionHooks:
+    """Unshards the regions of a model around their forward and backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chunks: Mapping[int, str],
+        regions: Regions,
+        unsharder: Unsharder | None,
+        begins: Callable[[], None],
+        ends: Callable[[], None],
+        turns: bool,
+    ) -> None:
+        """`unsharder` is None if nothing is sharded; `begins` and `ends` are called around each backward, which begins
+        with the last chunk if forward `turns` there."""
+        self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
+        self._stack: list[_Use] = []
+        """Uses whose forward runs."""
+        self._open: dict[_Use, None] = {}
+        self._in_backward = False
+        self._guarded: set[tuple[bool, bool]] = set()
+        """Modes (training, with gradients) in which a forward was checked."""
+        self._guard: _Guard | None = None
+        self._chunks = set(chunks.values())
+        last = max(chunks)
+        self._turns = {chunks[last], *list(regions.uses[last])[-1:]} if turns else set()
+        """What backward needs first, as soon as forward has ended."""
+        used = {name for of_chunk in regions.uses.values() for name in of_chunk} if unsharder else set()
+        for name in sorted(used | self._chunks):
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            use = _Use(name, self)
+            self._stack.append(use)
+            self._begin(name, {} if self._in_backward else None)
+            if name in self._chunks:
+                self._watch(module)
+                return None
+            leaves, structure = tree_flatten((args, kwargs))
+            places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+            if not (places and torch.is_grad_enabled()):
+                return None
+            for place, x in zip(places, _Ending.apply(use.close, *(leaves[i] for i in places)), strict=True):
+                leaves[place] = x
+            return tree_unflatten(leaves, structure)
+
+        return before
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        use = self._stack.pop()
+        name = use.name
+        if name in self._chunks and self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None
+        outputs = [x for x in tensors_in(output) if x.requires_grad] if torch.is_grad_enabled() else []
+        # what is computed again in backward is in use anyhow
+        stays = (
+            {name: name}
+            if outputs and name in self._turns
+            else {}
+            if self._in_backward or name in self._chunks
+            else None
+        )
+        self._end(name, stays)
+        if name not in self._regions.lookups:
+            for x in outputs:
+                x.register_hook(use.open)
+            if torch.is_grad_enabled() and output is not None and next(tensors_in(output), None) is None:
+                raise UserError(
+                    f"{name or type(module).__name__}: its forward returns {type(output).__name__}, in which no tensor "
+                    "is seen; tensors, lists, tuples, dictionaries and dataclasses of them work"
+                )
+
+    def _watch(self, module: nn.Module) -> None:
+        """In the first forward of each kind, look whether weights are used where they are sharded."""
+        kind = (module.training, torch.is_grad_enabled())
+        if self._unsharder is not None and kind not in self._guarded and self._guard is None:
+            self._guarded.add(kind)
+            self._guard = _Guard(self._unsharder)
+            self._guard.__enter__()
+
+    def open(self, use: _Use) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._finish)
+            self._begins()
+        if use not in self._open:
+            self._open[use] = None
+            self._begin(use.name, self._unsharder.backward if self._unsharder else {})
+
+    def close(self, use: _Use) -> None:
+        if use in self._open:
+            del self._open[use]
+            self._end(use.name, self._unsharder.backward if self._unsharder else {})
+
+    def _finish(self) -> None:
+        """Backward has ended, and with it what ends with no gradient of an input."""
+        for use in list(self._open):
+            self.close(use)
+        self._in_backward = False
+        self._ends()
+
+    def _begin(self, name: str, following: Mapping[str, str] | None) -> None:
+        if self._unsharder is not None and name in self._unsharder.uses:
+            self._unsharder.begin(name, self._unsharder.forward if following is None else following)
+
+    def _end(self, name: str, following: Mapping[str, str] | None) -> None:
+        if self._unsharder is not None and name in self._unsharder.uses:
+            self._unsharder.end(name, self._unsharder.forward if following is None else following)
