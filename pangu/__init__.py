@@ -21,6 +21,7 @@ _NAMES = {
     "library.checkpoints": "load read_weights save",
     "library.connect": "connect",
     "library.parallel_linear": "column_parallel local_sequence row_parallel",
+    "library.pipeline": "Pipeline",
     "library.sharded_model": "ShardedModel Update shard",
     "optim.lamb": "Lamb",
     "topology.layout": "Layout",

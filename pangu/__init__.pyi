@@ -15,6 +15,7 @@ from pangu.library.connect import connect as connect
 from pangu.library.parallel_linear import column_parallel as column_parallel
 from pangu.library.parallel_linear import local_sequence as local_sequence
 from pangu.library.parallel_linear import row_parallel as row_parallel
+from pangu.library.pipeline import Pipeline as Pipeline
 from pangu.library.sharded_model import ShardedModel as ShardedModel
 from pangu.library.sharded_model import Update as Update
 from pangu.library.sharded_model import shard as shard

@@ -12,7 +12,6 @@ def connect(
     *,
     tensor: int = 1,
     pipeline: int = 1,
-    virtual: int = 1,
     zero: int = 0,
     zero_group: int | None = None,
     sequence: bool = False,
@@ -26,7 +25,6 @@ def connect(
     Args:
         tensor: processes that share every matrix of `column_parallel` and `row_parallel`, neighbours.
         pipeline: stages.
-        virtual: chunks of a model on each stage.
         zero: what the replicas share, as in Rajbhandari et al. 2020, section 5: 0 nothing, 1 optimizer state, 2 also
             gradients, 3 also parameters.
         zero_group: replicas that share, e.g. those of a node; None: all.
@@ -38,7 +36,7 @@ def connect(
     Raises UserError if the processes cannot form such a mesh or do not all come, or if the machine lacks devices.
     """
     launch = Launch.from_environment()
-    for name, value in (("tensor", tensor), ("pipeline", pipeline), ("virtual", virtual), ("zero_group", zero_group)):
+    for name, value in (("tensor", tensor), ("pipeline", pipeline), ("zero_group", zero_group)):
         if value is not None and value < 1:
             raise UserError(f"{name} = {value}: must be at least 1")
     if zero not in (0, 1, 2, 3):
@@ -51,5 +49,5 @@ def connect(
         )
     if zero_group is not None and replicas % zero_group:
         raise UserError(f"zero_group = {zero_group}: must divide the {replicas} replicas")
-    layout = Layout(tensor, pipeline, replicas, zero, sequence, virtual, zero_group or 0)
+    layout = Layout(tensor, pipeline, replicas, zero, sequence, zero_group=zero_group or 0)
     return Mesh.connect(layout, choose_device(device, launch), timeout_s, launch.attempt)

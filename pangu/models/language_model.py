@@ -22,7 +22,8 @@ from pangu.layers.masks import AttentionMask
 from pangu.layers.recompute import SavedTensors, address, checkpointed
 from pangu.models.block import Block, ForwardContext, HiddenStates, Options
 from pangu.models.parameters import ModelPart, place_tensors
-from pangu.topology.placement import PlacementTable
+from pangu.models.size import hidden_state_shapes
+from pangu.topology.placement import PlacementTable, TensorRank
 
 if TYPE_CHECKING:
     from pangu.layers.expert_balance import ExpertBalance
@@ -162,6 +163,17 @@ class LanguageModel(nn.Module):
 
         assert self.head is not None
         return self.hooks.after("head", logits(self.head, hidden, self._output_matrix, places))
+
+    def carry(self, tensors: Sequence[Tensor]) -> HiddenStates:
+        return HiddenStates(*tensors)
+
+    def shapes_behind(self, chunk: int, batch: Batch, region: TensorRank) -> list[tuple[int, ...]]:
+        """Shapes of the tensors that a part hands to the next for a micro-batch; all do the same."""
+        (rows, length), part, context = batch.tokens.shape, batch.part, self.context
+        documents = batch.documents
+        seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
+        shared = context.size if context is not None and part is not None and context.kind == "ulysses" else 1
+        return hidden_state_shapes(self.config, region, rows, length, seen, shared)
 
     def balance_on(self, device: torch.device) -> ExpertBalance | None:
         """What is known of the loads of experts, if there are any, sent to a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pangu.config.model import ModelConfig
+from pangu.topology.placement import TensorRank
 
 Matrices = list[tuple[int, int]]
 
@@ -86,3 +87,13 @@ def training_flops_per_token(config: ModelConfig) -> float:
     V/(12·L·d)) for ffn = 4 x hidden."""
     layers = sum(layer_flops(config, layer) for layer in range(config.layers))
     return 3.0 * (layers + head_flops(config))
+
+
+def hidden_state_shapes(
+    config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int, heads_shared: int = 1
+) -> list[tuple[int, ...]]:
+    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences;
+    `heads_shared`: ranks with parts of the sequence that share the heads in attention."""
+    hidden = (length // rank.num_slices, batch, config.hidden)
+    scores = (batch, config.heads // rank.size // heads_shared, length * heads_shared, seen)
+    return [hidden, scores] if config.residual_scores else [hidden]

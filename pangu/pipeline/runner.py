@@ -6,22 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from pangu.config.errors import LostError
-from pangu.data.batch import Batch
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
-from pangu.models.block import HiddenStates
-from pangu.models.language_model import LanguageModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.stages import hidden_state_shapes
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import TensorRank
 from pangu.topology.recorder import Recorder
@@ -32,6 +28,34 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Chunk and micro-batch."""
+
+
+class Carried(Protocol):
+    """What one part hands to the next: tensors, None where there is none."""
+
+    @property
+    def hidden(self) -> Any:
+        """What a result is made of, behind the last part."""
+
+    def __iter__(self) -> Iterator[Tensor | None]: ...
+
+
+class StageModel(Protocol):
+    """What a stage computes with, such as `LanguageModel`."""
+
+    def __call__(
+        self, part: ModelPart, received: Any, batch: Any, keys: DropoutKeys | None, cache: KVCache | None
+    ) -> Carried:
+        """A part's output for a micro-batch; `received`: that of the part before, None for the first."""
+
+    def carry(self, tensors: Sequence[Tensor]) -> Carried:
+        """The tensors of a message, as `received`."""
+
+    def shapes_behind(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
+        """Shapes of the tensors that a chunk hands to the next for a micro-batch."""
+
+
+M = TypeVar("M", bound=StageModel)
 
 
 class StageError(LostError):
@@ -59,7 +83,7 @@ class _ChunkEnd(Function):
 class _Live:
     """A forward that waits for its backward."""
 
-    received: HiddenStates | None
+    received: Carried | None
     """The chunk's input, leaves."""
     root: Tensor
     gradients: list[Tensor]
@@ -79,12 +103,12 @@ class ParameterHooks:
 
 
 @dataclass
-class Runner:
+class Runner(Generic[M]):
     """One stage of a pipeline; with one stage, the whole model. At most the schedule's number of micro-batches is alive
     at a time. Messages begin where the schedule says and are waited for where their tensors are used; what is sent is
     freed once it has left."""
 
-    model: LanguageModel
+    model: M
     parts: Mapping[int, ModelPart]
     """Chunk -> its part of the model, for the chunks of this stage."""
     stage: int
@@ -111,9 +135,7 @@ class Runner:
     _leaving: list[tuple[Action, Transfer]] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
-    def on(
-        cls, mesh: Mesh, model: LanguageModel, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any
-    ) -> Runner:
+    def on(cls, mesh: Mesh, model: M, parts: Mapping[int, ModelPart], schedule: Schedule, **fields: Any) -> Runner[M]:
         """The stage of a rank of `mesh`, with the channels that a schedule's messages need; `fields` as above."""
         name = f"{mesh.name}, stage {mesh.at.pipeline}"
         channels = None
@@ -126,8 +148,8 @@ class Runner:
     def run(
         self,
         schedule: Schedule,
-        batches: Sequence[Batch],
-        end: Callable[[Tensor, Batch], Tensor],
+        batches: Sequence[Any],
+        end: Callable[[Any, Any], Tensor],
         keys: Sequence[DropoutKeys] | None = None,
         scale: Tensor | None = None,
         cache: KVCache | None = None,
@@ -136,8 +158,8 @@ class Runner:
 
         Args:
             schedule: for as many micro-batches.
-            batches: inputs and labels, on the device; every stage has all of them.
-            end: makes a result of the last part's hidden states, e.g. `model.loss_of`.
+            batches: inputs and labels, e.g. `Batch`, on the device; every stage has all of them.
+            end: makes a result of the last part's hidden states and its batch, e.g. `model.loss_of`.
             keys: of the dropout masks of each; None: no dropout.
             scale: gradients are those of the sum of the results times this.
             cache: of the only micro-batch, if its tokens continue others or others will continue them.
@@ -149,7 +171,7 @@ class Runner:
             pending.clear()  # of a run that failed
         results: list[Tensor] = []
 
-        def root(hidden: Tensor, batch: Batch) -> Tensor:
+        def root(hidden: Any, batch: Any) -> Tensor:
             result = end(hidden, batch)
             results.append(result.detach())
             return result if scale is None else result * scale
@@ -180,8 +202,8 @@ class Runner:
     def forward(
         self,
         schedule: Schedule,
-        batches: Sequence[Batch],
-        end: Callable[[Tensor, Batch], Tensor],
+        batches: Sequence[Any],
+        end: Callable[[Any, Any], Tensor],
         cache: KVCache | None = None,
     ) -> list[Tensor]:
         """`run` a schedule of forwards only, without dropout and backward."""
@@ -191,9 +213,9 @@ class Runner:
     def _forward(
         self,
         action: Action,
-        batch: Batch,
+        batch: Any,
         keys: DropoutKeys | None,
-        end: Callable[[Tensor, Batch], Tensor],
+        end: Callable[[Any, Any], Tensor],
         cache: KVCache | None,
     ) -> None:
         chunk, micro = _key(action)
@@ -201,8 +223,8 @@ class Runner:
         received = None
         if not part.first:
             tensors = self._take("activation", chunk, chunk - 1, micro)
-            received = HiddenStates(*(tensor.requires_grad_(training) for tensor in tensors))
-        states: HiddenStates = self.model(part, received, batch, keys, cache)
+            received = self.model.carry([tensor.requires_grad_(training) for tensor in tensors])
+        states = self.model(part, received, batch, keys, cache)
         gradients: list[Tensor] = []
         if part.last:
             root = end(states.hidden, batch)
@@ -261,15 +283,12 @@ class Runner:
         with self._meeting(action):
             self._leaving.append((action, self.channels.send(kind, tensors, action.peer)))
 
-    def _receive(self, action: Action, batches: Sequence[Batch]) -> None:
+    def _receive(self, action: Action, batches: Sequence[Any]) -> None:
         kind, (chunk, micro) = CONTENTS[action.kind], _key(action)
         assert self.channels is not None
         assert action.peer is not None
-        (rows, length), part, context = batches[micro].tokens.shape, batches[micro].part, self.model.context
-        documents = batches[micro].documents
-        seen = length * (1 if part is None else part.size) if documents is None else documents.shape[1]
-        shared = context.size if context is not None and part is not None and context.kind == "ulysses" else 1
-        shapes = hidden_state_shapes(self.model.config, self.region, rows, length, seen, shared)
+        maker = chunk - 1 if action.kind is Kind.RECV_ACTIVATION else chunk
+        shapes = self.model.shapes_behind(maker, batches[micro], self.region)
         with self._meeting(action):
             self._arriving[kind, chunk, micro] = action, self.channels.receive(kind, shapes, self.dtype, action.peer)
 

@@ -14,7 +14,6 @@ from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES, NumbersError
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.topology.layout import Layout
-from pangu.topology.placement import TensorRank
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,6 @@ def _costs(model: ModelConfig) -> list[float]:
     costs = [layer_flops(model, layer) for layer in range(model.layers)]
     costs[-1] += head_flops(model)
     return costs
-
-
-def hidden_state_shapes(
-    config: ModelConfig, rank: TensorRank, batch: int, length: int, seen: int, heads_shared: int = 1
-) -> list[tuple[int, ...]]:
-    """Shapes of the tensors between two parts, for the last `length` of `seen` tokens of `batch` sequences;
-    `heads_shared`: ranks with parts of the sequence that share the heads in attention."""
-    hidden = (length // rank.num_slices, batch, config.hidden)
-    scores = (batch, config.heads // rank.size // heads_shared, length * heads_shared, seen)
-    return [hidden, scores] if config.residual_scores else [hidden]
 
 
 def _most_shards(layout: Layout) -> int:

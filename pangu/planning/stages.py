@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, place_tensors
+from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.actions import SENDS, Action
 from pangu.pipeline.simulate import simulate
-from pangu.pipeline.stages import Stages, hidden_state_shapes
+from pangu.pipeline.stages import Stages
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank

@@ -1,0 +1,231 @@
+"""A pipeline of a user's own modules, run by any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from pangu.collectives.agreement import agree
+from pangu.collectives.regions import TensorRegion
+from pangu.config.errors import UserError
+from pangu.layers.linear import ParallelLinear
+from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
+from pangu.layers.weight_gradient_store import WeightGradientStore
+from pangu.library.sharded_model import ShardedModel, storage_of
+from pangu.models.parameters import ModelPart
+from pangu.pipeline.orders import NumbersError
+from pangu.pipeline.runner import ParameterHooks, Runner
+from pangu.pipeline.schedule import Schedule, forward_only, make_schedule
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import TensorRank
+
+Made = tuple[list[tuple[int, ...]], torch.dtype]
+"""Shapes and format of what a chunk hands to the next."""
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer whose weight gradient a schedule may compute later than its input's."""
+
+    store: WeightGradientStore
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        rows = x if x.dim() > 1 else x[None]
+        y = column_parallel_matmul(rows, self.weight, self.bias, ALONE, self.store)
+        return y if x.dim() > 1 else y[0]
+
+
+class _Carried(tuple[Tensor, ...]):
+    """Tensors that a chunk hands to the next."""
+
+    __slots__ = ()
+
+    @property
+    def hidden(self) -> Any:
+        return self[0] if len(self) == 1 else tuple(self)
+
+
+class _Chunks:
+    """This rank's chunks, as a runner computes with them."""
+
+    def __init__(self, modules: nn.ModuleDict, made: dict[int, Made]) -> None:
+        self._modules, self.made = modules, made
+
+    def __call__(self, part: ModelPart, received: Any, batch: Any, keys: Any = None, cache: Any = None) -> _Carried:
+        chunk = part.layers.start
+        output = self._modules[str(chunk)](batch[0] if received is None else received.hidden)
+        return _Carried(output if isinstance(output, (list, tuple)) else (output,))
+
+    def carry(self, tensors: Sequence[Tensor]) -> _Carried:
+        return _Carried(tensors)
+
+    def shapes_behind(self, chunk: int, batch: Any, region: TensorRank) -> list[tuple[int, ...]]:
+        return self.made[chunk][0]
+
+
+class Pipeline:
+    """The chunks of a model on the stages of a mesh, and the schedule that runs them.
+
+    Schedules: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks on each stage), and the zero-bubble
+    schedules `zb_h1` and `zb_v` (two chunks on each; Qi et al. 2024, arXiv 2401.10241), whose backward is split: the
+    weight gradients of every `nn.Linear` and parallel layer wait for a gap. Those of other modules (convolutions,
+    norms, attention that takes its matrices from elsewhere, such as `nn.MultiheadAttention`'s) are computed with the
+    gradient of the input, which makes that part longer and the gaps less well filled, with the same results.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Callable[[], nn.Module]],
+        mesh: Mesh,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        **storage: Any,
+    ) -> None:
+        """Make this rank's chunks and shard them over its replicas.
+
+        Args:
+            chunks: functions that make the chunks, in model order, a multiple of `mesh.layout.pipeline`; each is called
+                where its chunk is. A chunk takes what the one before returns: a floating tensor or a tuple of such.
+                All tensors between chunks have one format. Chunks share no parameters.
+            micro_batches: of a replica in a step.
+            schedule: one of the names above.
+            storage: `dtype`, `bucket_mib`, `offload`, `overlap` and `message` of `shard`.
+
+        Raises UserError if the schedule does not allow these numbers, and as `shard` does.
+        """
+        stages, stage = mesh.layout.pipeline, mesh.at.pipeline
+        virtual, rest = divmod(len(chunks), stages)
+        if rest or not virtual:
+            raise UserError(f"{len(chunks)} chunks: must be a multiple of the {stages} stages")
+        each = mesh.layout.zero >= 2 and mesh.layout.shards > 1
+        try:
+            self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
+        except NumbersError as error:
+            raise UserError(str(error)) from error
+        own = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
+        self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in own})
+        """This rank's chunks by their number."""
+        self._mesh, self._last = mesh, len(chunks) - 1
+        self._known: dict[str, dict[int, Made]] = {}
+        store = WeightGradientStore() if self.schedule.splits_backward else None
+        if store is not None:
+            _defer(self.modules, store)
+        self.sharded = ShardedModel(
+            self.modules,
+            mesh,
+            storage_of(self.modules, mesh, **storage),
+            {chunk: str(chunk) for chunk in own},
+            reduces=self.schedule.reduce_each,
+            turns=self._last in own,
+        )
+        """Its `lamb`, `adamw` and `step`, and what `save` and `load` take; names of parameters begin with the number of
+        their chunk."""
+        unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
+        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
+        parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in own}
+        self._chunks = _Chunks(self.modules, {})
+        fields: dict[str, Any] = {"dtype": torch.float32, "region": TensorRegion.of(mesh), "store": store}
+        self._runner = Runner.on(mesh, self._chunks, parts, self.schedule, hooks=hooks, **fields)
+
+    def forward_backward(
+        self, inputs: Sequence[Any], targets: Sequence[Any], loss: Callable[[Any, Any], Tensor]
+    ) -> Tensor | None:
+        """Forward and backward of a step; `self.sharded.step` follows. Gradients are those of the mean of the losses of
+        the micro-batches (and of the replicas).
+
+        Args:
+            inputs: of each micro-batch what the first chunk takes, on the device; on every stage, for their shapes.
+            targets: of each micro-batch what `loss` takes besides; used on the stage of the last chunk.
+            loss: (output of the last chunk, target) -> scalar.
+
+        Returns the mean loss on the stage of the last chunk, None on others. Raises UserError if there are not as many
+        micro-batches as the schedule has, or chunks hand on what cannot be sent, and StageError if another stage is
+        gone or stuck.
+        """
+        results = self._run(self.schedule, inputs, targets, lambda output, batch: loss(output, batch[1]), True)
+        return torch.stack(results).mean() if results else None
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Any]) -> list[Any]:
+        """Outputs of the last chunk for some micro-batches, on its stage; an empty list on others."""
+        outputs: list[Any] = []
+
+        def end(output: Any, _: Any) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(())
+
+        self._run(forward_only(self.schedule, len(inputs)), inputs, inputs, end, False)
+        return outputs
+
+    def _run(
+        self, schedule: Schedule, inputs: Sequence[Any], targets: Sequence[Any], end: Callable[..., Tensor], train: bool
+    ) -> list[Tensor]:
+        if not len(inputs) == len(targets) == schedule.micro_batches:
+            raise UserError(
+                f"{len(inputs)} inputs, {len(targets)} targets: the schedule has {schedule.micro_batches} micro-batches"
+            )
+        kinds = {str(tree_map(_described, value)): value for value in inputs}
+        if len(kinds) > 1:
+            raise UserError(f"inputs of several shapes: {', '.join(kinds)}; all micro-batches of a step need the same")
+        if self._last:
+            ((kind, value),) = kinds.items()
+            if kind not in self._known:
+                self._known[kind] = self._look_ahead(value)
+            self._chunks.made = self._known[kind]
+            self._runner.dtype = self._chunks.made[0][1]
+        scale = torch.full((), 1.0 / schedule.micro_batches, dtype=torch.float64) if train else None
+        return self._runner.run(schedule, list(zip(inputs, targets, strict=True)), end, scale=scale)
+
+    def _look_ahead(self, value: Any) -> dict[int, Made]:
+        """What each chunk but the last hands on for such an input: each in turn, on its stage, computes with zeros."""
+        stages = self._mesh.layout.peers(self._mesh.rank, "pipeline")
+        made: dict[int, Made] = {}
+        for chunk in range(self._last):
+
+            def look(chunk: int = chunk) -> Made:
+                given = tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, value)
+                if chunk:
+                    shapes, dtype = made[chunk - 1]
+                    given = _Carried(torch.zeros(s, dtype=dtype, device=self._mesh.device) for s in shapes).hidden
+                return _look(chunk, self.modules[str(chunk)], given)
+
+            answers = agree(self._mesh, look, runs_here=str(chunk) in self.modules)
+            made[chunk] = next(answer for rank in stages if (answer := answers[rank]) is not None)
+        if len({dtype for _, dtype in made.values()}) > 1:
+            listed = ", ".join(f"chunk {chunk} {dtype}" for chunk, (_, dtype) in made.items())
+            raise UserError(f"chunks return tensors of several formats: {listed}; one is needed")
+        return made
+
+
+@torch.no_grad()
+def _look(chunk: int, module: nn.Module, given: Any) -> Made:
+    """What a chunk hands on. Nobody else sees that it is called: random numbers and buffers stay as they are."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng():
+        output = module(given)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    tensors = list(output) if isinstance(output, (list, tuple)) else [output]
+    if not tensors or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+        what = ", ".join(str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in tensors)
+        raise UserError(f"chunk {chunk} returns {what or 'nothing'}: a floating tensor, or a tuple of them, works")
+    if len(formats := {str(x.dtype) for x in tensors}) > 1:
+        raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: one format is needed")
+    return [tuple(x.shape) for x in tensors], tensors[0].dtype
+
+
+def _described(value: Any) -> Any:
+    return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _defer(modules: nn.Module, store: WeightGradientStore) -> None:
+    """Let linear layers compute weight gradients when the schedule says."""
+    for module in modules.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = DeferredLinear
+        if isinstance(module, (DeferredLinear, ParallelLinear)):
+            module.store = store
