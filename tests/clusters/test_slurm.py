@@ -35,7 +35,7 @@ def test_quickstart_continues_bit_for_bit_when_its_job_is_queued_again(prepared:
         job = cluster.submit("broken", *words, f"train.output={output}", options=limits)
         wait_until(lambda: steps() > STEPS // 10, 600)
         cluster.run("scontrol", "requeue", job)
-        wait_until(lambda: steps() > STEPS // 5, 600)
+        wait_until(lambda: cluster.state(job)["Restarts"] == "1" and steps() > STEPS // 3, 600)
         hours, minutes, _ = map(int, cluster.state(job)["RunTime"].split(":"))
         cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
         wait_until(lambda: cluster.state(job)["Restarts"] == "2", 300)
