@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pangu.checkpoint.files import FORMAT, VERSION, checksum
+from pangu.checkpoint.files import FORMAT, VERSION, checksum, list_checkpoints
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.errors import UserError
 from pangu.config.files import open_regular, read_json
@@ -43,7 +43,9 @@ def read_index(path: Path) -> dict[str, Any]:
     version cannot read it or it is damaged."""
     file = path / "index.json"
     if not file.exists():
-        raise UserError(f"{path}: no checkpoint here (index.json is missing)")
+        inside = list_checkpoints(path / "checkpoints")
+        more = f"; this is a run folder, and its newest one is {inside[-1]}" if inside else ""
+        raise UserError(f"{path}: no checkpoint here (index.json is missing){more}")
     index = read_json(file, shared=True)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{file}: this is not the index of a checkpoint of pangu")

@@ -36,8 +36,9 @@ def _layers(model: ModelConfig, experts: int) -> Iterator[Problem]:
 
 def _chosen(model: ModelConfig, experts: int) -> Iterator[Problem]:
     if model.num_chosen > experts:
-        rule = f"must not be above model.experts = {experts}"
-        yield Problem("model.experts_per_token", model.experts_per_token, rule, f"1 to {experts} work")
+        null = "stands for 2, and " if model.experts_per_token is None else ""
+        rule, works = f"{null}must not be above model.experts = {experts}", f"1 to {experts} work"
+        yield Problem("model.experts_per_token", model.experts_per_token, rule, "1 works" if experts == 1 else works)
 
 
 def _groups(model: ModelConfig, experts: int) -> Iterator[Problem]:

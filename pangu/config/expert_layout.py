@@ -20,8 +20,8 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
         yield Problem(f"parallel.{key}", value, rule, f"{1 if expert > 1 else 'null'} works, or a model with experts")
         return
     if of_each not in (None, 1, tensor):
-        rule = f"must be 1 or parallel.tensor = {tensor}"
-        yield Problem("parallel.expert_tensor", of_each, rule, f"null, 1 and {tensor} work")
+        rule, works = f"must be 1 or parallel.tensor = {tensor}", f"null, 1 and {tensor} work"
+        yield Problem("parallel.expert_tensor", of_each, rule, works if tensor > 1 else "null and 1 work")
         return
     whole = tensor // (of_each or tensor)
     ranks = math.gcd(model.experts, replicas * whole)

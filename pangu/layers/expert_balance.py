@@ -80,10 +80,9 @@ class ExpertBalance:
         known = state if isinstance(state, dict) and state.get("layers") == list(self.layers) else {}
         try:
             for name, tensor in (("bias", self.bias), ("shares", self.shares)):
-                values = torch.tensor(known[name], dtype=torch.float64).view_as(tensor)
-                if not values.isfinite().all():
+                tensor.copy_(torch.tensor(known[name], dtype=torch.float64).view_as(tensor))
+                if not tensor.isfinite().all():
                     raise ValueError
-                tensor.copy_(values)
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             message = f"{path}: does not say how the experts of layers {list(self.layers)} were balanced"
             raise UserError(message) from error

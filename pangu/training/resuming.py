@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -128,18 +128,23 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
     trainer.parameters.publish()
     if trainer.balance is not None and index.get("experts") is not None:
         trainer.balance.restore(path, index["experts"])
-    current = identity(replace(config, model=model))
-    for key, value in index["identity"].items():
-        if key.startswith("model.") and current.get(key) != value:
-            log.warning("%s = %s: the weights of %s were trained with %s", key, current.get(key), path, value)
+    for key, now, before in _differences(index["identity"], identity(replace(config, model=model))):
+        if key.startswith("model."):
+            log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)
 
 
 def _compare(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    wrong = [
-        f"  {key} = {current.get(key)}: the checkpoint has {value}"
-        for key, value in saved.items()
-        if current.get(key) != value
-    ]
+    wrong = [f"  {key} = {now}: the checkpoint has {before}" for key, now, before in _differences(saved, current)]
     if wrong:
         advice = "give the same values to continue it, or another train.output to start a new run"
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that are saved, those of groups one by one, with their values now and before, where these differ."""
+    for key, before in saved.items():
+        now = current.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from ((f"{key}.{name}", *values) for name, *values in _differences(before, now))
+        elif now != before:
+            yield key, now, before

@@ -156,8 +156,11 @@ def test_later_checkpoints_and_remains_make_way(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint here"):
+    with pytest.raises(UserError, match=r"no checkpoint here \(index.json is missing\)$"):
         read_index(tmp_path)
+    write(tmp_path / "run" / "checkpoints", 3)
+    with pytest.raises(UserError, match=r"run: no checkpoint here .* its newest one is .*/step-00000003$"):
+        read_index(tmp_path / "run")
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         read_index(tmp_path)

@@ -14,6 +14,12 @@ CONTRADICTIONS = {
     "model.experts=8 model.experts_per_token=9": (
         "model.experts_per_token = 9: must not be above model.experts = 8; 1 to 8 work"
     ),
+    "model.experts=1": (
+        "model.experts_per_token = null: stands for 2, and must not be above model.experts = 1; 1 works"
+    ),
+    "model.experts=8 parallel.expert_tensor=2": (
+        "parallel.expert_tensor = 2: must be 1 or parallel.tensor = 1; null and 1 work"
+    ),
     "model.experts=8 model.dense_layers=3": (
         "model.dense_layers, model.expert_every = 3, 1: leave no layer of model.layers = 4 for experts; 0, 1 work"
     ),

@@ -41,8 +41,8 @@ def lines(output: Path) -> list[dict[str, Any]]:
 def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, tmp_path: Path) -> None:
     """To the last bit; evaluation chooses with the biases that training left, and a conversion takes them along."""
 
-    def go(name: str, steps: int) -> Path:
-        words = (*SMALL, *EXPERTS, f"model.router.balance={balance}", "checkpoint.every=2")
+    def go(name: str, steps: int, *more: str) -> Path:
+        words = (*SMALL, *EXPERTS, f"model.router.balance={balance}", "checkpoint.every=2", *more)
         run(composed(*words, f"train.steps={steps}", "lr_schedule.decay_steps=4", f"train.output={tmp_path / name}"))
         return tmp_path / name
 
@@ -56,6 +56,8 @@ def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, 
     states = [read_index(path / "checkpoints" / "step-00000004")["experts"] for path in (whole, parts)]
     assert states[0] == states[1]
     assert (max(map(max, states[0]["bias"])) > 0) == (balance == "bias")
+    with pytest.raises(UserError, match=r"\n  model\.router\.z_loss = 1\.0: the checkpoint has 0\.0$"):
+        go("whole", 5, "model.router.z_loss=1")
     mesh = Mesh.connect(Layout(), torch.device("cpu"))
     loaded = load_model(whole, mesh).runner.model.balance_on(mesh.device)
     assert loaded is not None
@@ -69,7 +71,13 @@ def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, 
 def test_a_state_of_other_experts_is_refused() -> None:
     balance = ExpertBalance(variant(experts=4))
     right = balance.state()
-    wrong = [{"bias": [[1]]}, {"bias": {}}, {"shares": [[math.inf] * 4] * 2}, {"bias": [[10**400] * 4] * 2}]
+    wrong = [
+        {"bias": [[1]]},
+        {"bias": {}},
+        {"shares": [[math.inf] * 4] * 2},
+        {"bias": [[1e39] * 4] * 2},
+        {"bias": [[10**400] * 4] * 2},
+    ]
     for state in (None, {}, {"layers": [0]}, {**right, "layers": [1, 2]}, *({**right, **change} for change in wrong)):
         with pytest.raises(UserError, match=r"^there: does not say how the experts of layers \[0, 1\] were balanced"):
             balance.restore("there", state)
