@@ -17,6 +17,8 @@ class Formulas:
     """Megatron-LM in the place of this program."""
 
     config: RunConfig
+    exact: bool = True
+    """They know all numbers of ranks."""
     system = MEGATRON_2021
 
     @property
@@ -32,7 +34,7 @@ class Formulas:
         return describe(self.shape, self.system, plan)
 
     def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
     ) -> tuple[float, float]:
         """Bytes that last."""
         return state_bytes(self.system, plan, numbers), 0.0

@@ -37,9 +37,9 @@ from pangu.planning.report import describe
 from pangu.planning.roles import DryRunError
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
-    HEADS,
     Outcome,
     explain,
+    heads,
     lines,
     overrides_of,
     page,
@@ -169,7 +169,7 @@ def print_layouts(options: argparse.Namespace) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     result, cluster = outcome.result, outcome.space.cluster
-    table = make_table(*HEADS)
+    table = make_table(*heads(outcome))
     for line in lines(outcome):
         table.add_row(*map(Text, line))
     console.print(

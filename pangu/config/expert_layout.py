@@ -29,8 +29,16 @@ def spread_problems(config: RunConfig, replicas: int) -> Iterator[Problem]:
         of_devices = f"{replicas} replicas" + (f" x parallel.tensor = {tensor} ranks" if whole > 1 else "")
         rule = f"must divide model.experts = {model.experts} and {of_devices}"
         yield Problem("parallel.expert", expert, rule, any_of(divisors_near(ranks, expert)))
-    elif parallel.zero_group is not None and max(parallel.zero_group * whole, expert) % min(
-        parallel.zero_group * whole, expert
-    ):
+    elif parallel.zero_group is not None and not holds_groups(parallel.zero_group * whole, expert):
         rule = f"must hold whole groups of parallel.expert = {expert} ranks, or divide one"
         yield Problem("parallel.zero_group", parallel.zero_group, rule, f"{max(1, expert // whole)} works, or null")
+
+
+def holds_groups(ranks: int, expert: int) -> bool:
+    """Whether so many ranks that share states are whole groups of `expert` ranks, or whole parts of one."""
+    return max(ranks, expert) % min(ranks, expert) == 0
+
+
+def least_data(expert: int, expert_tensor: int | None, tensor: int, context: int) -> int:
+    """The smallest data-parallel size with which so many ranks can hold all experts together."""
+    return expert // math.gcd(expert, context * (tensor // (expert_tensor or tensor)))

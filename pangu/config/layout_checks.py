@@ -24,8 +24,13 @@ def layout_problems(config: RunConfig, world: int) -> list[Problem]:
 
 
 def data_size(config: RunConfig, world: int) -> int:
-    """`parallel.data`, or what `world` leaves for it."""
-    return config.parallel.data or max(1, world // one_copy(config))
+    """`parallel.data`, or what `world` leaves for it; where no devices are needed, at least what the experts need."""
+    parallel, least = config.parallel, 1
+    if config.dry_run and parallel.expert > 1:
+        from pangu.config.expert_layout import least_data
+
+        least = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
+    return parallel.data or max(least, world // one_copy(config))
 
 
 def one_copy(config: RunConfig) -> int:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from pangu.dryrun.operators import (
     tensors_in,
 )
 from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
@@ -63,6 +65,22 @@ class _OnItsWay(NamedTuple):
     """What its stream knows once it is done."""
     buffers: list[Tensor]
     """NCCL keeps them until somebody waits."""
+
+
+@dataclass
+class _Begun:
+    """A collective of which it is not known yet whether a product hides it."""
+
+    stream: Stream
+    tick: int
+    """When it began."""
+    action: Any
+    axis: str
+    kind: str
+    size: int
+    """Bytes."""
+    postponed: bool = False
+    """A product that would hide it was left for later."""
 
 
 class Audit(TorchDispatchMode):
@@ -103,8 +121,8 @@ class Audit(TorchDispatchMode):
         """Memory of the host that copies read and write beside the computation."""
         self._device, self._groups, self._fake, self._vocab, self._share = device, groups, fake, vocab, share
         self._works: dict[int, _OnItsWay] = {}
-        self._begun: list[tuple[Stream, int, tuple[Any, str, str, int]]] = []
-        """Collectives since the last product: stream, when, and action, axis, kind, bytes."""
+        self._begun: list[_Begun] = []
+        """Collectives since the last product."""
         self._answered: object = None
         """The storage that was read last; reading its elements one by one is one copy."""
         self._patches = ExitStack()
@@ -113,14 +131,20 @@ class Audit(TorchDispatchMode):
         waits = [(kind, name) for kind in _WORKS for name in ("wait", "is_completed") if name in vars(kind)]
         for kind, name in waits:
             self._patches.enter_context(patch.object(kind, name, self._watched(getattr(kind, name), name == "wait")))
-        resize = torch.UntypedStorage.resize_
+        resize, put = torch.UntypedStorage.resize_, WeightGradientStore.put
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self.memory.resize(storage, self.place())
             return result
 
+        def postponed(store: WeightGradientStore, parameter: Tensor, *of_product: Any) -> None:
+            put(store, parameter, *of_product)
+            if parameter.dim() > 1:
+                self._postpone()
+
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        self._patches.enter_context(patch.object(WeightGradientStore, "put", postponed))
         super().__enter__()
         return self
 
@@ -271,7 +295,7 @@ class Audit(TorchDispatchMode):
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
         self._works[id(work)] = _OnItsWay(work, clock, sources + targets)
-        self._begun.append((stream, clock.get(stream, 0), (self.action, axis, kind, size)))
+        self._begun.append(_Begun(stream, clock.get(stream, 0), self.action, axis, kind, size))
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -289,12 +313,26 @@ class Audit(TorchDispatchMode):
 
     def _hide(self, computing: Stream) -> None:
         """A product hides what has begun and what its stream has not waited for, be it another stream's wait."""
-        seen = self.detector.clock(computing)
-        for stream, tick, (action, axis, kind, size) in self._begun:
-            if seen.get(stream, 0) < tick:
-                self.counts[action]["hidden_calls", axis, kind] += 1
-                self.counts[action]["hidden_bytes", axis, kind] += size
+        for one in self._under_way(computing):
+            self._count_hidden("hidden", one)
+            if one.postponed:
+                self._count_hidden("postponed", one, -1)
         self._begun.clear()
+
+    def _postpone(self) -> None:
+        """A product of a weight's gradient is left for later, which would hide the same."""
+        for one in self._under_way(self._stream()):
+            if not one.postponed:
+                one.postponed = True
+                self._count_hidden("postponed", one)
+
+    def _under_way(self, computing: Stream) -> list[_Begun]:
+        seen = self.detector.clock(computing)
+        return [one for one in self._begun if seen.get(one.stream, 0) < one.tick]
+
+    def _count_hidden(self, what: str, one: _Begun, sign: int = 1) -> None:
+        self.counts[one.action][f"{what}_calls", one.axis, one.kind] += sign
+        self.counts[one.action][f"{what}_bytes", one.axis, one.kind] += sign * one.size
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()

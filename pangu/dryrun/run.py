@@ -69,7 +69,8 @@ class RankReport:
     """Products of matrices and fused attention: operator, shapes, format, the share that is computed, how often."""
     phases: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Chunk -> kind of action (`F`, `B`, `I`, `W`) -> what it does for one micro-batch: `launches`,
-    `memory_bound_bytes`, `products`, `collectives`, bytes that are live at its `start`, `peak` and `end`."""
+    `memory_bound_bytes`, `host_syncs`, `products`, `collectives`, bytes that are live at its `start`, `peak` and
+    `end`."""
     update: dict[str, int] = field(default_factory=dict)
     """`launches` and `memory_bound_bytes` of what is done once a step; `working_bytes`, most that are live after the
     last micro-batch besides those that last."""
@@ -325,6 +326,10 @@ def _products(counts: Counter[tuple[Any, ...]]) -> list[dict[str, Any]]:
     ]
 
 
+_OF_PHASES = ("calls", "bytes", "hidden_calls", "hidden_bytes", "postponed_calls", "postponed_bytes")
+"""Collectives, of them those that products hide, and those that products would which were left for later."""
+
+
 def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
     """Of the second micro-batch."""
     by_chunk: dict[str, dict[str, dict[str, Any]]] = {}
@@ -333,8 +338,9 @@ def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
             by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
+                "host_syncs": sum(amount for key, amount in counts.items() if key[0] == "host_sync"),
                 "products": _products(counts),
-                "collectives": _collectives(counts, ("calls", "bytes", "hidden_calls", "hidden_bytes")),
+                "collectives": _collectives(counts, _OF_PHASES),
                 **audit.spans[action]._asdict(),
             }
     return by_chunk

@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
 from pangu.planning.pipeline_time import Chunk, Pipeline, pipeline_seconds
-from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, StepWork, Work, Workload
+from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Replicas, StepWork, Work, Workload
+from pangu.topology.experts import ExpertLayout
+from pangu.topology.layout import Layout
 
-REPLICAS = ("data", "shard", "copies")
+REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
 """Rows and columns of the tiles that products are cut into."""
@@ -34,30 +36,28 @@ class Group(NamedTuple):
     """Of these on each node."""
 
 
-class Layers(NamedTuple):
-    """Degrees of a layout, innermost first: neighbouring ranks form a tensor group."""
+def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
+    """The group of each axis on nodes of `node` devices."""
+    tensor, replicas, shards, experts = layout.tensor, layout.replicas, layout.shards, ExpertLayout(layout)
+    # ranks between neighbours of a group, and its size
+    strides: dict[Axis, tuple[int, int]] = {
+        "tensor": (1, tensor),
+        "context": (tensor, layout.context),
+        "expert": (experts.tensor, layout.expert),
+        "pipeline": (tensor * replicas, layout.pipeline),
+        **_of_replicas("data", "shard", "copies", tensor, replicas, shards),
+    }
+    apart = experts.tensor * layout.expert
+    strides |= _of_replicas("expert_data", "expert_shard", "expert_copies", apart, experts.replicas, experts.shards)
+    groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
+    whole = groups["pipeline"].inside == layout.pipeline
+    return {**groups, "ends": Group(min(2, layout.pipeline), 2 if whole and layout.pipeline > 1 else 1)}
 
-    tensor: int
-    context: int
-    data: int
-    pipeline: int
-    shards: int = 0
-    """Neighbouring replicas that share states; 0: all."""
 
-    def groups(self, node: int) -> dict[Axis, Group]:
-        """The group of each axis on nodes of `node` devices."""
-        replicas = self.context * self.data
-        strides: dict[Axis, tuple[int, int]] = {
-            "tensor": (1, self.tensor),
-            "context": (self.tensor, self.context),
-            "data": (self.tensor, replicas),
-            "shard": (self.tensor, self.shards or replicas),
-            "copies": (self.tensor * (self.shards or replicas), replicas // (self.shards or replicas)),
-            "pipeline": (self.tensor * self.context * self.data, self.pipeline),
-        }
-        groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
-        whole = groups["pipeline"].inside == self.pipeline
-        return {**groups, "ends": Group(min(2, self.pipeline), 2 if whole and self.pipeline > 1 else 1)}
+def _of_replicas(
+    data: Axis, shard: Axis, copies: Axis, stride: int, replicas: int, shards: int
+) -> dict[Axis, tuple[int, int]]:
+    return {data: (stride, replicas), shard: (stride, shards), copies: (stride * shards, replicas // shards)}
 
 
 class Phase(NamedTuple):
@@ -65,14 +65,16 @@ class Phase(NamedTuple):
 
     compute: float
     tensor: float
-    """Of communication inside the layer that computing does not hide."""
+    """Of communication inside the layer that computing does not hide, but that of experts."""
     replicas: float
     """The same of communication with replicas, ZeRO-3's, and of copies to and from the host."""
+    expert: float = 0.0
+    """The same of tokens on their way to experts and back."""
 
     @property
     def total(self) -> float:
         """Of all."""
-        return self.compute + self.tensor + self.replicas
+        return sum(self)
 
 
 class ModuleTime(NamedTuple):
@@ -90,7 +92,7 @@ class StepTime:
     compute: float
     """Computing of the micro-batches."""
     tensor: float
-    """Waiting for collectives inside layers: tensor and context parallelism."""
+    """Waiting for collectives inside layers, of tensor and context parallelism."""
     pipeline: float
     """Waiting for messages between stages."""
     bubble: float
@@ -99,15 +101,18 @@ class StepTime:
     """Waiting for replicas and the host: gradients, parameters, what is offloaded."""
     update: float
     """The optimizer, and what a step takes of the host."""
+    expert: float = 0.0
+    """Waiting for tokens on their way to experts and back."""
 
     @property
     def total(self) -> float:
         """Of the step."""
-        return self.compute + self.tensor + self.pipeline + self.bubble + self.data + self.update
+        return sum(vars(self).values())
 
     def slowed(self, factor: float) -> StepTime:
         """With micro-batches that take `factor` times as long."""
-        return replace(self, compute=self.compute * factor, tensor=self.tensor * factor, bubble=self.bubble * factor)
+        slower = {name: getattr(self, name) * factor for name in ("compute", "tensor", "expert", "bubble")}
+        return replace(self, **slower)
 
 
 def matmul_seconds(product: Matmul, cluster: ClusterConfig) -> float:
@@ -180,10 +185,14 @@ def collective_seconds(collective: Collective, group: Group, cluster: ClusterCon
     # of a ring's steps one leaves each node; those of a tree wait for the farthest
     outside = nodes - 1 if nodes == 1 or collective.kind not in ("send", "all_reduce") else whole
     waits = outside * cluster.between.latency_us + (whole - outside) * cluster.inside.latency_us
-    wire = cluster.inside.gb_s
-    if nodes > 1:  # devices x share of a node's interfaces, of which those of the group's neighbours use the rest
-        wire = min(wire, cluster.between.gb_s * cluster.nics * group.inside / cluster.node)
-    return (waits * 1e-6 + rounds * share * collective.bytes / (wire * 1e9)) * collective.calls
+    per_gb = share / cluster.inside.gb_s
+    if nodes > 1:
+        interface = cluster.between.gb_s * cluster.nics / cluster.node  # of each device
+        if collective.kind == "all_to_all":  # what leaves the node leaves it from each device, beside what stays
+            per_gb = max((group.inside - 1) / cluster.inside.gb_s, (group.size - group.inside) / interface) / group.size
+        else:
+            per_gb = max(per_gb, share / (interface * group.inside))
+    return (waits * 1e-6 + rounds * per_gb * collective.bytes * 1e-9) * collective.calls
 
 
 def steps(collective: Collective, size: int) -> int:
@@ -212,20 +221,22 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     host = work.launches * cluster.launch_us * 1e-6
-    hidden, waited = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # with replicas or the host, inside the layer
+    hidden, waited = ({"tensor": 0.0, "replicas": 0.0, "expert": 0.0} for _ in range(2))
     contended = groups["pipeline"].inside < groups["pipeline"].size
     for collective in work.collectives:
-        group, replicas = groups[collective.axis], collective.axis in REPLICAS
+        group, axis = groups[collective.axis], collective.axis
+        term = "replicas" if axis in REPLICAS else "expert" if axis == "expert" else "tensor"
         seconds = collective_seconds(collective, group, cluster)
-        hidden[replicas] += seconds * collective.hidden
-        waited[replicas] += seconds * (1 - collective.hidden)
+        hidden[term] += seconds * collective.hidden
+        waited[term] += seconds * (1 - collective.hidden)
         if contended and group.size > 1:
             host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
-    hidden[True] += work.host_bytes / (cluster.host_gb_s * 1e9)
+    hidden["replicas"] += work.host_bytes / (cluster.host_gb_s * 1e9)
     compute, everything = started(device, host, cluster), sum(hidden.values())
     added = beside(compute, everything, cluster) / everything if everything else 0.0
-    tensor, replicated = (waited[replicas] + added * hidden[replicas] for replicas in (False, True))
-    return Phase(compute, tensor, replicated)
+    # the device is idle until the kernel behind a wait is started
+    compute += work.waits * cluster.launch_us * 1e-6
+    return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
 
 
 def started(device: float, host: float, cluster: ClusterConfig) -> float:
@@ -254,12 +265,13 @@ def chunk_times(workload: Workload, groups: Mapping[Axis, Group], cluster: Clust
     times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
     chunks = []
     for counts in workload.chunks:
-        sums = [0.0, 0.0, 0.0, 0.0, 0.0]
+        sums = [0.0] * len(Chunk._fields)
         for kind, count in counts.items():
             for place, phase in enumerate(times[kind]):
                 sums[place] += count * phase.total
                 sums[3] += count * phase.tensor
                 sums[4] += count * phase.replicas
+                sums[5] += count * phase.expert
         chunks.append(Chunk(*sums))
     return chunks
 
@@ -267,7 +279,7 @@ def chunk_times(workload: Workload, groups: Mapping[Axis, Group], cluster: Clust
 def step_time(
     workload: Workload,
     pipeline: Pipeline,
-    layout: Layers,
+    layout: Layout,
     cluster: ClusterConfig,
     messages_hidden: float = 0.0,
 ) -> StepTime:
@@ -280,7 +292,7 @@ def step_time(
         cluster: on what.
         messages_hidden: share of messages between stages that runs beside computing.
     """
-    groups = layout.groups(cluster.node)
+    groups = groups_of(layout, cluster.node)
     chunks = chunk_times(workload, groups, cluster)
     message = Collective("send", "pipeline", workload.message_bytes)
     link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
@@ -288,7 +300,7 @@ def step_time(
     whole, longest = pipeline_seconds(pipeline, chunks, link)
     busiest = [chunk for stage, chunk in zip(pipeline.stage_of, chunks, strict=True) if stage == longest]
     m = pipeline.micro_batches
-    tensor = m * sum(chunk.tensor for chunk in busiest)
+    tensor, expert = (m * sum(getattr(chunk, term) for chunk in busiest) for term in ("tensor", "expert"))
     replicas = m * sum(chunk.replicas for chunk in busiest)
     busy = m * sum(chunk.total for chunk in busiest)
     waiting = 2 * link * pipeline.virtual * m if pipeline.stages > 1 else 0.0
@@ -299,9 +311,9 @@ def step_time(
     # on a host the others go on while a stage waits: no core is idle as long as some have work
     even = m * sum(chunk.total for chunk in chunks) / pipeline.stages
     faster = max(1 / cluster.alone, even / whole)
-    parts = (busy - tensor - replicas, tensor, waiting, whole - busy - waiting, replicas)
-    compute, tensor, waiting, bubble, replicas = (part * faster for part in parts)
-    return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6)
+    parts = (busy - tensor - replicas - expert, tensor, waiting, whole - busy - waiting, replicas, expert)
+    compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
+    return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
 
 
 def _after(

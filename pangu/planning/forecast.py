@@ -19,7 +19,7 @@ from pangu.planning.layout_work import Plan
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.roles import role_ranks
 from pangu.planning.search import search, space_of, time_of
-from pangu.planning.search_report import TERMS
+from pangu.planning.search_report import terms_of
 from pangu.planning.states import plan_states
 from pangu.topology.layout import Layout
 
@@ -50,7 +50,7 @@ class Forecast:
         the model's modules cannot be counted."""
         assert config.cluster is not None
         cluster = cluster_in(config.cluster)
-        space, plan = space_of(config, cluster, {}), plan_of(config, layout, stages)
+        space, plan = space_of(config, cluster, {"expert": layout.expert}), plan_of(config, layout, stages)
         workload = space.program.describe(plan)
         if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
             states = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
@@ -62,7 +62,7 @@ class Forecast:
 
     def line(self) -> str:
         """What is expected, for the log."""
-        terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in TERMS)
+        terms = ", ".join(f"{term} {getattr(self.time, term):.3g}" for term in terms_of(self.time))
         return (
             f"{'expected':<12} on {self.cluster}: a step of {self.time.total:.3g} s ({terms}); "
             f"{self.memory.total:.3g} of {self.room_gib:g} GiB"
@@ -114,6 +114,9 @@ def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:
         virtual=layout.virtual,
         data=layout.data,
         context=layout.context,
+        context_kind=parallel.context_kind,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         zero=layout.zero,
         sequence=layout.sequence,
         recompute=recompute if isinstance(recompute, str) else "none",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, NamedTuple, cast
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
-from pangu.planning.cost import Layers
 from pangu.planning.pipeline_time import Pipeline
-from pangu.planning.workload import Collective, ModuleWork, StepWork, Workload
+from pangu.planning.workload import Axis, Collective, ModuleWork, StepWork, Workload
+from pangu.topology.experts import ExpertLayout
+from pangu.topology.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]
+DENSE = "dense "
+"""Before the kind of a layer without experts, in a model whose others have some."""
 RESIDENT = "resident"
 """Kind of module: the last layer of a chunk, which keeps its activations where those of others are offloaded."""
 REDUCES_EACH = ("1f1b", "interleaved")
@@ -31,6 +36,8 @@ class Shape(NamedTuple):
     sequence: int
     gated: bool = False
     tied: bool = True
+    dense: tuple[int, ...] = ()
+    """Layers without experts, in a model whose others have some."""
 
     @property
     def embedding(self) -> int:
@@ -120,11 +127,28 @@ class Plan(NamedTuple):
     """What waits in host memory, as `memory.offload`."""
     chunks: int = 1
     """Of products, whose communication hides behind one another."""
+    expert: int = 1
+    """Ranks that share the experts of each layer."""
+    expert_tensor: int = 0
+    """Tensor ranks that share each expert; 0: all."""
+    context_kind: str = "auto"
+    """As `parallel.context_kind`."""
 
     @property
-    def layout(self) -> Layers:
+    def layout(self) -> Layout:
         """Its degrees."""
-        return Layers(self.tensor, self.context, self.data, self.pipeline, self.zero_group)
+        return Layout(
+            self.tensor,
+            self.pipeline,
+            self.data,
+            self.zero,
+            self.sequence,
+            self.virtual,
+            self.zero_group,
+            self.context,
+            self.expert,
+            self.expert_tensor,
+        )
 
     @property
     def replicas(self) -> int:
@@ -134,12 +158,12 @@ class Plan(NamedTuple):
     @property
     def shards(self) -> int:
         """Of these, ranks that the states are sharded over."""
-        return (self.zero_group or self.replicas) if self.zero else 1
+        return self.layout.shards
 
     @property
     def axes(self) -> int:
         """Axes along which there is more than one rank, each with a group that sends at least."""
-        return sum(size > 1 for size in self.layout[:4])
+        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
 
     @property
     def steps(self) -> Pipeline:
@@ -175,6 +199,32 @@ def cut(shape: Shape, plan: Plan) -> list[int]:
     return counts
 
 
+class Weights(NamedTuple):
+    """Weights of a stage that the same ranks have copies of."""
+
+    numbers: float
+    """On each of them, before any sharding."""
+    replicas: int
+    shards: int
+    """Of the replicas, those that share states."""
+    experts: bool
+    """They are of experts that the layout splits."""
+
+    def axis(self, name: Literal["data", "shard", "copies"]) -> Axis:
+        """Along which these ranks communicate."""
+        return cast(Axis, f"expert_{name}") if self.experts else name
+
+    @classmethod
+    def of(cls, plan: Plan, numbers: float, experts: float) -> tuple[Weights, ...]:
+        """Those of a stage, of experts the second ones if the layout splits them."""
+        layout = plan.layout
+        weights = (cls(numbers, layout.replicas, layout.shards, False),)
+        if not layout.splits_experts:
+            return weights
+        apart = ExpertLayout(layout)
+        return (*weights, cls(experts, apart.replicas, apart.shards, True))
+
+
 def assemble(
     shape: Shape,
     system: System,
@@ -189,17 +239,17 @@ def assemble(
         shape: of the model.
         system: how states are kept and sent.
         plan: the layout.
-        modules: `embedding`, `layer`, `recomputed` and `resident` if there are such, `head`, and `inner` if the chunks
-            between the first and the last one do more than their layers.
+        modules: `embedding`, `layer`, `recomputed` and `resident` if there are such, the same of `shape.dense` after
+            `DENSE`, `head`, and `inner` if the chunks between the first and the last one do more than their layers.
         update: what the optimizer does.
         twice: numbers of the matrix that embedding and head share where they are on one stage; None: all of the head's.
     """
     twice = modules["head"].parameters if twice is None else twice
-    layers = cut(shape, plan)
+    layers = kinds_of_chunks(shape.dense, tuple(cut(shape, plan)))
     # most chunks are alike, and so are most stages: what is alike is one object
-    kinds = {(count, number == 0, number == len(layers) - 1) for number, count in enumerate(layers)}
-    made = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in kinds}
-    chunks = [made[count, number == 0, number == len(layers) - 1] for number, count in enumerate(layers)]
+    kinds = [(of_chunk, number == 0, number == len(layers) - 1) for number, of_chunk in enumerate(layers)]
+    made = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in set(kinds)}
+    chunks = [made[kind] for kind in kinds]
     stages: list[list[Counter[str]]] = [[] for _ in range(plan.pipeline)]
     for stage, chunk in zip(plan.steps.stage_of, chunks, strict=True):
         stages[stage].append(chunk)
@@ -216,16 +266,22 @@ def assemble(
     return Workload(dict(modules), tuple(chunks), each, message, shape.flops(sequences))
 
 
+@lru_cache(maxsize=1000)
+def kinds_of_chunks(dense: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
+    """Of each layer of each chunk, whether it is one of the `dense`."""
+    chunks = (range(stop - count, stop) for stop, count in zip(accumulate(layers), layers, strict=True))
+    return tuple(tuple(layer in dense for layer in chunk) for chunk in chunks)
+
+
 def _modules_of(
-    layers: int, first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
+    layers: tuple[bool, ...], first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
 ) -> Counter[str]:
-    """How many modules of each kind a chunk has."""
-    num_recomputed = min(layers, recomputed)
-    counts = Counter({"layer": layers - num_recomputed, "embedding": first, "head": last, "recomputed": num_recomputed})
+    """How many modules of each kind a chunk has; `layers`: which are dense."""
+    kinds = ["recomputed" if number < recomputed else "layer" for number in range(len(layers))]
     if RESIDENT in modules:
-        counts["layer" if counts["layer"] else "recomputed"] -= 1
-        counts[RESIDENT] = 1
-    counts["inner"] = "inner" in modules and not (first or last)
+        kinds[-1] = RESIDENT
+    counts = Counter(DENSE * dense + kind for kind, dense in zip(kinds, layers, strict=True))
+    counts |= Counter(embedding=first, head=last, inner="inner" in modules and not (first or last))
     return +counts
 
 
@@ -263,42 +319,47 @@ def _step(
 ) -> StepWork:
     """What a stage does once a step: gradients between replicas, the optimizer."""
     numbers = sum(modules[kind].parameters * count for kind, count in counts.items())
+    experts = sum(modules[kind].experts * count for kind, count in counts.items())
     holds = ("embedding" in counts) + ("head" in counts) if shape.tied else 0
     if holds == 2:
         numbers -= twice
-    replicas = plan.replicas
-    shards = plan.shards
-    sends: list[Collective] = []
-    # whole gradients are there for one micro-batch only: each is reduced
-    often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
-    if replicas > 1 and plan.zero in (0,):
-        sends.append(Collective("all_reduce", "data", numbers * system.gradient_bytes, 1, system.hidden_data))
-    elif shards > 1 and plan.zero < 3:
-        sends.append(Collective("reduce_scatter", "shard", numbers * system.gradient_bytes, often, system.hidden_data))
-        sends.append(Collective("all_gather", "shard", numbers * system.number_bytes, 1, system.hidden_data))
-    if plan.zero and shards < replicas:
-        sends.append(
-            Collective("all_reduce", "copies", numbers * system.gradient_bytes / shards, often, system.hidden_data)
-        )
+    weights = Weights.of(plan, numbers, experts)
+    sends = [one for of_ranks in weights for one in _sums(of_ranks, system, plan)]
     if holds == 1:
         sends.append(Collective("all_reduce", "ends", twice * system.gradient_bytes))
-    gradients, state = system.gradient_bytes, state_bytes(system, plan, numbers)
-    on_host = "optimizer" in plan.offload
+    gradients, on_host = system.gradient_bytes, "optimizer" in plan.offload
     # gradients there; new weights to where they are used
-    weights = system.number_bytes * (on_host != ("parameters" in plan.offload))
-    host = numbers / shards * (gradients * on_host + weights)
-    updated = numbers / shards * update.bytes
-    moved = updated * (not on_host) + numbers * (gradients + 4) / (shards if plan.zero >= 2 else 1)
-    launches = update.launches * sum(counts[kind] for kind in ("layer", "recomputed", RESIDENT))
-    working = update.working * min(numbers / shards, UPDATED_AT_ONCE) * (not on_host)
+    new = system.number_bytes * (on_host != ("parameters" in plan.offload))
+    states = sum(of_ranks.numbers / of_ranks.shards for of_ranks in weights)
+    summed = sum(of_ranks.numbers / (of_ranks.shards if plan.zero >= 2 else 1) for of_ranks in weights)
+    updated = states * update.bytes
     return StepWork(
         numbers,
-        moved,
-        launches,
-        tuple(sends),
-        host,
-        updated * on_host,
-        state,
-        plan.axes,
-        update_working_bytes=working,
+        experts,
+        update_bytes=updated * (not on_host) + summed * (gradients + 4),
+        launches=update.launches * sum(counts[kind] for kind in counts if kind not in ("embedding", "head", "inner")),
+        collectives=tuple(sends),
+        host_bytes=states * (gradients * on_host + new),
+        host_update_bytes=updated * on_host,
+        state_bytes=state_bytes(system, plan, numbers),
+        communicators=plan.axes,
+        update_working_bytes=update.working * min(states, UPDATED_AT_ONCE) * (not on_host),
     )
+
+
+def _sums(weights: Weights, system: System, plan: Plan) -> Iterator[Collective]:
+    """What sums and shares the gradients of weights, and brings what was updated to all replicas. ZeRO-3 does so beside
+    the micro-batches."""
+    sent, hidden = weights.numbers * system.gradient_bytes, system.hidden_data
+    reduces_each = plan.zero >= 2 and plan.schedule in REDUCES_EACH
+    if weights.shards == 1:
+        if weights.replicas > 1:  # beside others that are reduced after each micro-batch, behind the last one
+            yield Collective("all_reduce", weights.axis("data"), sent, 1, 0.0 if reduces_each else hidden)
+        return
+    # whole gradients are there for one micro-batch only: each is reduced
+    often = plan.micro_batches if reduces_each else 1
+    if plan.zero < 3:
+        yield Collective("reduce_scatter", weights.axis("shard"), sent, often, hidden)
+        yield Collective("all_gather", weights.axis("shard"), weights.numbers * system.number_bytes, 1, hidden)
+    if weights.shards < weights.replicas:
+        yield Collective("all_reduce", weights.axis("copies"), sent / weights.shards, often, hidden)

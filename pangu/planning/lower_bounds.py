@@ -2,61 +2,89 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.orders import SCHEDULES
-from pangu.planning.cost import collective_seconds, module_time
-from pangu.planning.layout_work import REDUCES_EACH, Plan, Recompute, sent_to_host
+from pangu.planning.cost import Group, collective_seconds, groups_of, module_time
+from pangu.planning.layout_work import DENSE, REDUCES_EACH, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
 from pangu.planning.memory import device_overhead, most_held
+from pangu.planning.module_work import Piece
 from pangu.planning.pipeline_time import Pipeline
-from pangu.planning.workload import Collective
+from pangu.planning.workload import Axis, Collective, ModuleWork
 
 if TYPE_CHECKING:
     from pangu.planning.search import Space
 
 
 class Pieces(NamedTuple):
-    """Of one micro-batch."""
+    """Of a layer and one micro-batch."""
 
     whole: float
-    """Seconds of a layer, of which the next three are parts."""
+    """Seconds, of which the next three are parts."""
     forward: float
     back: float
     weight: float
     head: float
-    """Seconds."""
+    """Seconds of the head."""
     copies: float
-    """Seconds that a layer takes longer whose activations are sent to the host."""
+    """Seconds that the layer takes longer whose activations are sent to the host."""
     saved: float
-    """Bytes of a layer, this and the following ones as in `ModuleWork`."""
+    """Bytes, this and the following ones as in `ModuleWork`."""
     deferred: float
     working: float
+    parameters: float
+    experts: float
+
+
+class Counts(NamedTuple):
+    """How many layers of both kinds there are: with experts, or all if none has any, and dense ones."""
+
+    layers: int
+    dense: int
+
+    def of(self, value: tuple[float, float]) -> float:
+        """The sum of a value that each of both kinds has."""
+        return self.layers * value[0] + self.dense * value[1]
+
+
+@lru_cache(maxsize=1000)
+def _chunks(dense: tuple[int, ...], layers: tuple[int, ...]) -> tuple[Counts, tuple[Counts, ...], Counts]:
+    """Of the whole model, of its chunks, each kind once, and of the last chunk."""
+    chunks = [Counts(kinds.count(False), kinds.count(True)) for kinds in kinds_of_chunks(dense, layers)]
+    whole = Counts(*map(sum, zip(*chunks, strict=True)))
+    return whole, tuple(dict.fromkeys(chunks)), chunks[-1]
 
 
 class Bounds:
-    """What a layout takes and needs at least, from a few numbers of each size of tensor group and micro-batch."""
+    """What a layout takes and needs at least, from a few numbers of each way to cut a layer and size of micro-batch."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._pieces: dict[tuple[int, int, int, bool, str], Pieces] = {}
+        self._pieces: dict[tuple[Any, ...], tuple[Pieces, Pieces]] = {}
         self._held: dict[Pipeline, list[tuple[int, int]]] = {}
-        self._links: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self._links: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of a step without messages and the update."""
-        p, m, layers = plan.pipeline, plan.micro_batches, plan.layers
-        pieces = self._of(plan, plan.recompute)
-        each, longest = pieces.whole, max(layers) if plan.virtual == 1 else self._space.program.shape.layers / p
-        whole = each * self._space.program.shape.layers + pieces.head
+        p, m = plan.pipeline, plan.micro_batches
+        model, chunks, last = _chunks(self._space.program.shape.dense, plan.layers)
+        layer, dense = self._of(plan, plan.recompute)
+        each = layer.whole, dense.whole
+        whole = model.of(each) + layer.head
         if "activations" in plan.offload:  # but those of each chunk's last layer
-            whole += pieces.copies * (self._space.program.shape.layers - p * plan.virtual)
-        stage = max(whole / p, longest * each, layers[-1] * each + pieces.head)
+            whole += min(layer.copies, dense.copies) * (sum(model) - p * plan.virtual)
+        longest = max(chunk.of(each) for chunk in chunks) if plan.virtual == 1 else model.of(each) / p
+        stage = max(whole / p, longest, last.of(each) + layer.head)
         if plan.recomputed:
-            share = min(1.0, plan.recomputed / max(layers))
-            more = share * (self._of(plan, "full").whole - each)
-            whole, stage = whole + more * sum(layers) * 0.9, stage + more * longest * 0.9
-        share = self._space.program.shape.layers / p
-        forward, back, weight = pieces.forward * share, pieces.back * share, pieces.weight * share
+            again = self._of(plan, "full")
+            more = min(again[0].whole - each[0], again[1].whole - each[1]) * min(plan.recomputed, *plan.layers)
+            whole, stage = whole + more * p * plan.virtual, stage + more * plan.virtual
+        forward, back, weight = (
+            model.of((getattr(layer, name), getattr(dense, name))) / p for name in ("forward", "back", "weight")
+        )
         busy = m * stage + self._replicas(plan, m * stage, back + weight)
         if plan.schedule == "1f1b":
             return busy + whole - stage
@@ -65,37 +93,47 @@ class Bounds:
         return busy + (p - 1) * max(0.0, forward + back - weight if plan.schedule == "zb_h1" else back / 2) * 0.85
 
     def _replicas(self, plan: Plan, busy: float, backward: float) -> float:
-        """Seconds that a stage waits for replicas at least."""
-        if plan.replicas == 1:
-            return 0.0
-        system, shape = self._space.program.system, self._space.program.shape
-        numbers = min(plan.layers) * plan.virtual * shape.layer_matrices / plan.tensor
-        shards = plan.shards
-        latency, per_byte = self._link(plan)
-        sizes = (system.gradient_bytes, system.number_bytes)
-        gradients, weights = (numbers * size * per_byte + latency for size in sizes)
+        """Seconds that a stage waits for replicas and the host at least."""
+        system, cluster = self._space.program.system, self._space.cluster
+        sizes, host, sent = (system.gradient_bytes, system.number_bytes), 0.0, 0.0
         on_host = "optimizer" in plan.offload
-        weights_sent = on_host != ("parameters" in plan.offload)
-        host = numbers / shards * (sizes[0] * on_host + sizes[1] * weights_sent)
-        host /= self._space.cluster.host_gb_s * 1e9
-        hidden, two_phases = system.hidden_data, SCHEDULES[plan.schedule].two_phases
+        copied = sizes[0] * on_host + sizes[1] * (on_host != ("parameters" in plan.offload))
+        two_phases = SCHEDULES[plan.schedule].two_phases
         often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
-        if plan.zero == 3:  # in two phases chunks are gathered once
-            gathers = 1 if two_phases else plan.micro_batches * (1 if plan.recompute == "full" else 2)
-            sent = often * gradients + gathers * weights - 3 * latency
-            return host + (1 - hidden) * sent + max(0.0, hidden * sent - busy)
-        sent = often * gradients + weights if plan.zero else 2 * gradients
-        return host + (1 - hidden) * sent + max(0.0, hidden * sent - 1.1 * backward)
+        gathers = 1 if plan.zero < 3 or two_phases else plan.micro_batches * (1 if plan.recompute == "full" else 2)
+        for weights in Weights.of(plan, *self._least(plan)):
+            host += weights.numbers / weights.shards * copied / (cluster.host_gb_s * 1e9)
+            if weights.replicas == 1:
+                continue
+            latency, per_byte = self._link(plan, weights)
+            gradients, whole = (weights.numbers * size * per_byte for size in sizes)
+            if weights.shards == 1:
+                sent += 2 * gradients
+            else:  # in two phases chunks are gathered once
+                sent += often * gradients + gathers * whole
+                sent += latency * (often + gathers - 3 * (plan.zero == 3))
+        hidden = system.hidden_data
+        beside = busy if plan.zero == 3 else 1.1 * backward
+        return host + (1 - hidden) * sent + max(0.0, hidden * sent - beside)
 
-    def _link(self, plan: Plan) -> tuple[float, float]:
-        """Latency and seconds of a byte of a collective of the replicas that share states."""
-        key = (plan.tensor, plan.data, plan.context, plan.zero_group)
+    def _least(self, plan: Plan) -> tuple[float, float]:
+        """Parameters of the layers of a stage at least, and of their experts if the layout splits them."""
+        _, chunks, _ = _chunks(self._space.program.shape.dense, plan.layers)
+        layer, dense = self._of(plan, plan.recompute)
+        values = ((layer.parameters, dense.parameters), (layer.experts, dense.experts))
+        numbers, experts = (plan.virtual * min(chunk.of(value) for chunk in chunks) for value in values)
+        return numbers, experts
+
+    def _link(self, plan: Plan, weights: Weights) -> tuple[float, float]:
+        """Latency and seconds of a byte of a collective of the replicas that share states, or that share none."""
+        axis = weights.axis("data" if weights.shards == 1 else "shard")
+        key = (plan.tensor, plan.data, plan.context, plan.zero_group, plan.expert, plan.expert_tensor, axis)
         if key not in self._links:
             cluster = self._space.cluster
-            group = plan.layout.groups(cluster.node)["shard"]
+            group = groups_of(plan.layout, cluster.node)[axis]
 
             def seconds(kind: Literal["all_gather", "reduce_scatter", "all_reduce"], size: float) -> float:
-                return collective_seconds(Collective(kind, "shard", size), group, cluster)
+                return collective_seconds(Collective(kind, axis, size), group, cluster)
 
             timed = {size for link in (cluster.inside, cluster.between) for *_, size, _ in link.measured}
             if timed:  # from one timed size to the next a byte takes least at one of the two
@@ -113,17 +151,34 @@ class Bounds:
     def gib(self, plan: Plan) -> float:
         """GiB of the first stage: states of its layers and the embedding, activations in flight, a layer at work, the
         device."""
-        program, layers, pieces = self._space.program, min(plan.layers), self._of(plan, plan.recompute)
-        layer, words = (size / plan.tensor for size in (program.shape.layer_matrices, program.shape.embedding))
-        states = sum(program.stored_bytes(plan, layers * plan.virtual * layer + words, layer, words, 0.0))
-        each, working = max(0, layers - plan.recomputed), pieces.working
-        if "activations" in plan.offload:  # of the last layer of a chunk they stay, of the one before they are passing
-            each = int(plan.recomputed == 0)
-            working += pieces.saved * (layers > 1)
-        most = max(forwards * pieces.saved + inputs * pieces.deferred for forwards, inputs in self._most(plan.steps))
+        program, (layer, dense) = self._space.program, self._of(plan, plan.recompute)
+        numbers, experts = self._least(plan)
+        words = program.shape.embedding / plan.tensor
+        states = sum(program.stored_bytes(plan, numbers + words, min(layer.parameters, dense.parameters), words, 0.0))
+        if plan.layout.splits_experts:
+            states += sum(program.stored_bytes(plan, experts, min(layer.experts, dense.experts), 0.0, 0.0, True))
+        saved, deferred = self._kept(plan, layer, dense)
+        if not saved:
+            held = 0.0
+        else:
+            held = max(forwards * saved + inputs * deferred for forwards, inputs in self._most(plan.steps))
+            held += min(layer.working, dense.working)
+            if "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
+                held += min(layer.saved, dense.saved)
         memory = self._space.cluster.memory
-        held = (each * most + working) * (1 + memory.fragmentation) if each else 0.0
-        return (states + held) / 2**30 + device_overhead(memory, plan.axes)
+        return (states + held * (1 + memory.fragmentation)) / 2**30 + device_overhead(memory, plan.axes)
+
+    def _kept(self, plan: Plan, layer: Pieces, dense: Pieces) -> tuple[float, float]:
+        """Bytes that a chunk keeps for each forward at least, and for each gradient of weights that is to come."""
+        saved, deferred = (layer.saved, dense.saved), (layer.deferred, dense.deferred)
+        if "activations" in plan.offload:  # of the last layer of a chunk they stay
+            number = int(plan.recomputed == 0)
+        elif plan.recomputed:
+            number = max(0, min(plan.layers) - plan.recomputed)
+        else:
+            _, chunks, _ = _chunks(self._space.program.shape.dense, plan.layers)
+            return min(chunk.of(saved) for chunk in chunks), min(chunk.of(deferred) for chunk in chunks)
+        return number * min(saved), number * min(deferred)
 
     def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
         """Most forwards whose backward is to come on the first stage, and with these gradients of weights that are."""
@@ -135,21 +190,40 @@ class Bounds:
             self._held[pipeline] = list(most.items())
         return self._held[pipeline]
 
-    def _of(self, plan: Plan, recompute: Recompute) -> Pieces:
-        """The pieces of a layout."""
-        key = (plan.tensor, plan.context, plan.micro_size, plan.sequence, recompute)
+    def _of(self, plan: Plan, recompute: Recompute) -> tuple[Pieces, Pieces]:
+        """Of a layer, and of a dense one if there are both."""
+        cut = (
+            plan.tensor,
+            plan.context,
+            plan.context_kind,
+            plan.expert,
+            plan.expert_tensor,
+            plan.sequence,
+            plan.chunks,
+        )
+        key = (*cut, plan.micro_size, recompute)
         if key not in self._pieces:
-            space = self._space
-            alone = Plan(plan.tensor, 1, 1, 1, plan.context, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
-            alone = alone._replace(chunks=plan.chunks)
-            modules = space.program.describe(alone).modules
-            groups = alone.layout.groups(space.cluster.node)
-            counted = modules["layer"]
-            those = (counted, modules["head"], sent_to_host(counted))
-            layer, head, sent = (module_time(module, groups, space.cluster) for module in those)
-            forward, back, weight = map(sum, layer)
-            times = (forward + back + weight, forward, back, weight, sum(map(sum, head)))
-            copies = sum(map(sum, sent)) - times[0]
-            bytes_ = (counted.saved_bytes, counted.deferred_bytes, counted.working_bytes)
-            self._pieces[key] = Pieces(*times, copies, *bytes_)
+            program, cluster = self._space.program, self._space.cluster
+            piece = Piece(plan.tensor, plan.sequence, context=plan.context, expert=plan.expert)
+            data = piece._replace(expert_tensor=plan.expert_tensor).layout.data
+            alone = Plan(plan.tensor, 1, 1, data, plan.context, 0, plan.sequence, recompute, plan.micro_size, 1, "1f1b")
+            alone = alone._replace(
+                chunks=plan.chunks,
+                expert=plan.expert,
+                expert_tensor=plan.expert_tensor,
+                context_kind=plan.context_kind,
+            )
+            modules, groups = program.describe(alone).modules, groups_of(alone.layout, cluster.node)
+            head = sum(map(sum, module_time(modules["head"], groups, cluster)))
+            kinds = (modules["layer"], modules.get(DENSE + "layer", modules["layer"]))
+            layer, dense = (_pieces(kind, head, groups, cluster) for kind in kinds)
+            self._pieces[key] = layer, dense
         return self._pieces[key]
+
+
+def _pieces(module: ModuleWork, head: float, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Pieces:
+    forward, back, weight = map(sum, module_time(module, groups, cluster))
+    whole = forward + back + weight
+    copies = sum(map(sum, module_time(sent_to_host(module), groups, cluster))) - whole
+    held = (module.saved_bytes, module.deferred_bytes, module.working_bytes)
+    return Pieces(whole, forward, back, weight, head, copies, *held, module.parameters, module.experts)

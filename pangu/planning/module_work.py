@@ -11,39 +11,31 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
-from operator import add
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from pangu.config.errors import UserError
+from pangu.config.expert_layout import least_data
 from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
-from pangu.planning.roles import DryRunError, run_jobs
-from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
+from pangu.planning.module_reports import Modules, Report, at_size, inner, modules_of, on_more_ranks, recomputed
+from pangu.planning.roles import run_jobs
+from pangu.topology.layout import Layout
 
 log = logging.getLogger("pangu")
 Job = tuple[Mapping[str, Any], int]
 """A composed configuration and a rank."""
-Report = Mapping[str, Any]
-"""What matters here of `RankReport`: `phases` and `update`."""
-Modules = dict[str, ModuleWork]
-"""`layer`; `embedding` and `head`, all that the first and the last chunk have besides layers (in some models the last
-layer is special); `inner`, what other chunks have."""
-_AXES: Mapping[str, Axis] = {"gather": "shard", "world": "data", "replicas": "data"}
 _PIECES = {
-    "data": None,
     "zero": 0,
     "zero_group": None,
     "pipeline": 2,
@@ -53,7 +45,7 @@ _PIECES = {
     "allowed": (),
     "auto": False,
 }
-"""One replica; gradients of weights are computed apart from those of inputs, and so counted apart."""
+"""Gradients of weights are computed apart from those of inputs, and so counted apart."""
 _SIZES = (1, 2, 3)
 """Sequences of the micro-batches that are counted. A single one is contiguous whichever way it is turned: copies that
 turn tensors begin with two."""
@@ -76,6 +68,44 @@ class Piece(NamedTuple):
     """Of products, as `parallel.overlap_chunks`."""
     context: int = 1
     """Ranks that share the sequences."""
+    context_kind: str = "auto"
+    """How, as `parallel.context_kind`."""
+    expert: int = 1
+    """Ranks that share the experts."""
+    expert_tensor: int = 0
+    """Tensor ranks that share each expert; 0: all."""
+    dense: bool = False
+    """A layer without experts, in a model whose others have some."""
+
+    @property
+    def layout(self) -> Layout:
+        """The smallest that cuts a layer so."""
+        data = least_data(self.expert, self.expert_tensor, self.tensor, self.context)
+        return Layout(
+            self.tensor,
+            data=data,
+            sequence=self.sequence,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
+
+    @property
+    def counted(self) -> Piece:
+        """The same with experts on as few ranks as tell what they do on so many."""
+        least = next((ranks for ranks in range(2, self.expert + 1) if self.expert % ranks == 0), 1)
+        return self._replace(expert=least)
+
+    @property
+    def kept(self) -> Piece:
+        """The same where nothing is computed again."""
+        return self._replace(recompute="none")
+
+    @property
+    def without_experts(self) -> Piece:
+        """A dense layer, cut alike."""
+        chunks = self.chunks if self.tensor > 1 else 1
+        return self._replace(expert=1, expert_tensor=0, dense=True, chunks=chunks)
 
 
 @dataclass
@@ -83,8 +113,11 @@ class ModuleCounts:
     """The modules of a configuration's model on one rank, however they are cut, for micro-batches of any size."""
 
     config: RunConfig
+    exact: bool = True
+    """Each number of ranks that share the experts is counted; false: few of them, from which the others follow. Memory
+    that layers work with is then said to be more than it is."""
     _reports: dict[Piece, list[Report]] = field(default_factory=dict)
-    """Of the second stage with each of `_SIZES`; where all is kept, then of the first stage."""
+    """Of the second stage with each of `_SIZES`, then, if its ends are others, of the first stage."""
     _of_sizes: dict[Piece, list[Modules]] = field(default_factory=dict)
     _modules: dict[tuple[Piece, int], Modules] = field(default_factory=dict)
 
@@ -92,13 +125,10 @@ class ModuleCounts:
         """Count what has not been counted, on all cores; what was counted before is read from the user's cache folder.
 
         Raises:
-            DryRunError: if the model cannot be carried out so, or some of its layers have experts and some have not.
+            DryRunError: if the model cannot be carried out so.
         """
-        model = self.config.model
-        if model.experts is not None and len(model.expert_layers) < model.layers - (model.query_layer is not None):
-            keys = f"model.dense_layers = {model.dense_layers}, model.expert_every = {model.expert_every}"
-            raise DryRunError(f"{keys}: one kind of layer is counted, so 0, 1 work; a dry run carries both out")
-        wanted = {*pieces, *(piece._replace(recompute="none") for piece in pieces)}
+        counted = {self._counted_for(piece) for piece in pieces}
+        wanted = counted | {piece.kept for piece in counted}
         jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
         if not jobs:
             return
@@ -120,34 +150,42 @@ class ModuleCounts:
         return [piece for piece in files if piece not in self._reports]
 
     def of(self, piece: Piece, size: int) -> Modules:
-        """The modules for micro-batches of `size` sequences."""
+        """The modules for micro-batches of `size` sequences; of a dense layer beside others it alone."""
         if (piece, size) not in self._modules:
-            one, two, three = self._counted(piece)
-            line = {kind: _at(size - 1, two[kind], three[kind]) for kind in two}
-            self._modules[piece, size] = one if size == 1 else line
+            counted = self._counted_for(piece)
+            one, two, three = self._counted(counted)
+            modules = one if size == 1 else {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
+            times = piece.expert // counted.expert
+            self._modules[piece, size] = {kind: on_more_ranks(one, times) for kind, one in modules.items()}
         return self._modules[piece, size]
+
+    def _counted_for(self, piece: Piece) -> Piece:
+        return piece if self.exact else piece.counted
 
     def _counted(self, piece: Piece) -> list[Modules]:
         """The modules for micro-batches of each of `_SIZES`."""
         if piece not in self._of_sizes:
             self.count([piece])
             reports = self._reports[piece]
-            if piece.recompute == "none":
-                counted = [_modules(*reports[number :: len(_SIZES)]) for number in range(len(_SIZES))]
+            if piece.dense:
+                counted = [{"layer": inner(report)[1]} for report in reports]
+            elif len(reports) > len(_SIZES):
+                stages = zip(reports[: len(_SIZES)], reports[len(_SIZES) :], strict=True)
+                counted = [modules_of(*of_size) for of_size in stages]
             else:
-                plain = self._counted(piece._replace(recompute="none"))
-                counted = [
-                    whole | {"layer": _recomputed(report, whole["layer"])}
-                    for report, whole in zip(reports, plain, strict=True)
-                ]
+                counted = self._counted(piece.kept)
+            if piece.recompute != "none":
+                of_sizes = zip(reports[: len(_SIZES)], counted, self._counted(piece.kept), strict=True)
+                counted = [whole | {"layer": recomputed(one, plain["layer"])} for one, whole, plain in of_sizes]
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
 
     def update(self, piece: Piece, numbers: int) -> tuple[float, float, float]:
-        """Of a layer of so many parameters without any sharding: bytes that the optimizer's step reads and writes for
-        each of them, its launches, and bytes that it works with for each that is updated at a time."""
+        """Of a layer that has so many parameters as it is counted, without any sharding: bytes that the optimizer's
+        step reads and writes for each of them, its launches, and bytes that it works with for each that is updated at a
+        time."""
         self.count([piece])
-        update = self._reports[piece._replace(recompute="none")][0]["update"]
+        update = self._reports[self._counted_for(piece).kept][0]["update"]
         total = _LAYERS * numbers
         moved, launches = update["memory_bound_bytes"] / total, update["launches"] / _LAYERS
         return moved, launches, update["working_bytes"] / min(total, UPDATED_AT_ONCE)
@@ -164,28 +202,37 @@ def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, lis
 
 def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     """What has to be carried out."""
-    values = {**asdict(config), "dry_run": True}
+    model = config.model.without_experts if piece.dense else config.model
+    values = {**asdict(replace(config, model=model)), "dry_run": True}
+    layout = piece.layout
     parallel = {
         "tensor": piece.tensor,
+        "data": layout.data,
         "context": piece.context,
-        "context_kind": config.parallel.context_kind if piece.context > 1 else "auto",
+        "context_kind": piece.context_kind,
         "sequence": piece.sequence,
         "overlap_chunks": piece.chunks,
+        "expert": piece.expert,
+        "expert_tensor": piece.expert_tensor or None,
         **_PIECES,
     }
     # kernels that a dry run cannot carry out keep as much
-    attention = "auto" if config.model.attention in ("flex", "flash_attn") else config.model.attention
+    attention = "auto" if model.attention in ("flex", "flash_attn") else model.attention
     changes: dict[str, dict[str, Any]] = {
         "model": {"layers": _LAYERS + 2, "attention": attention, "dense_layers": 0, "expert_every": 1},
         "parallel": parallel,
         "memory": {"recompute": piece.recompute, "offload": []},
+        "precision": {"reduce": "fp32"},  # replicas that share experts send nothing else
         "train": {"frozen": ()},
+        "checkpoint": {"upcycle": False},
     }
     values |= {group: {**values[group], **change} for group, change in changes.items()}
-    stages = (1, 0) if piece.recompute == "none" else (1,)
-    sizes = ({"global_size": 3 * size, "micro_size": size} for size in _SIZES)
+    # a query layer among layers of experts is recomputed unlike them
+    ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)
+    stages = (1, 0) if ends and not piece.dense else (1,)
+    sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in _SIZES)
     batches = [{**values, "batch": size} for size in sizes]
-    return [(batch, stage * piece.tensor * piece.context) for stage in stages for batch in batches]
+    return [(batch, stage * layout.tensor * layout.replicas) for stage in stages for batch in batches]
 
 
 def cache_folder() -> Path:
@@ -247,121 +294,3 @@ def _read(file: Path) -> list[Report] | None:
         if isinstance(content, dict) and content.get("digest") == _digest(content.get("reports", ())):
             return cast(list[Report], content["reports"])
     return None
-
-
-def _modules(second: Report, first: Report) -> Modules:
-    alone, layer = _inner(second)
-    chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
-    ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
-    saved = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
-    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, saved)))
-    return {"layer": layer, **ends}
-
-
-def _recomputed(second: Report, plain: ModuleWork) -> ModuleWork:
-    """A layer that is computed again, as it is besides the same layer when all is kept."""
-    _, layer = _inner(second)
-    recompute = _minus(layer.backward_input, plain.backward_input)
-    return replace(layer, backward_input=plain.backward_input, recompute=recompute)
-
-
-def _inner(second: Report) -> tuple[ModuleWork, ModuleWork]:
-    """A chunk of one layer between the first and the last, and what each further layer adds."""
-    alone, two = (_module(second["phases"][chunk]) for chunk in "12")
-    return alone, replace(_less(two, alone), working=alone.working)
-
-
-def _module(phases: Mapping[str, Any]) -> ModuleWork:
-    """All that a chunk does."""
-    forward, back, weight = (phases[kind] for kind in "FIW")
-    saved = forward["end"] - forward["start"]
-    return ModuleWork(
-        _work(forward),
-        _work(back),
-        _work(weight),
-        saved_bytes=saved,
-        deferred_bytes=saved + back["end"] - back["start"],
-        working=(forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]),
-    )
-
-
-def _less(whole: ModuleWork, part: ModuleWork) -> ModuleWork:
-    """What is besides a part; it works with as much memory."""
-    return ModuleWork(
-        _minus(whole.forward, part.forward),
-        _minus(whole.backward_input, part.backward_input),
-        _minus(whole.backward_weight, part.backward_weight),
-        saved_bytes=whole.saved_bytes - part.saved_bytes,
-        deferred_bytes=whole.deferred_bytes - part.deferred_bytes,
-        working=whole.working,
-    )
-
-
-def _minus(work: Work, other: Work) -> Work:
-    return Work(
-        _joined(work.matmuls, other.matmuls),
-        work.bytes - other.bytes,
-        work.launches - other.launches,
-        _joined(work.collectives, other.collectives),
-    )
-
-
-def _joined(entries: Iterable[Any], less: Iterable[Any] = ()) -> tuple[Any, ...]:
-    """Equal entries as one, with their calls added up; those of `less` are taken off."""
-    calls: Counter[Any] = Counter()
-    for sign, those in ((1, entries), (-1, less)):
-        for entry in those:
-            calls[entry._replace(calls=0)] += sign * entry.calls
-    return tuple(entry._replace(calls=count) for entry, count in calls.items() if count)
-
-
-def _work(phase: Mapping[str, Any]) -> Work:
-    products = [matmul for product in phase["products"] for matmul in _matmuls(product)]
-    collectives = [
-        Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), nbytes / calls, calls, hidden)
-        for axis, kinds in phase["collectives"].items()
-        for kind, one in kinds.items()
-        for hidden, calls, nbytes in _by_exposure(one)
-        if axis != "pipeline" and calls  # those are the schedule's
-    ]
-    return Work(_joined(products), phase["memory_bound_bytes"], phase["launches"], _joined(collectives))
-
-
-def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, int, int]]:
-    """Collectives that a product hides, and those that none does: share that is hidden, calls, bytes."""
-    calls, nbytes = one.get("hidden_calls", 0), one.get("hidden_bytes", 0)
-    yield from ((1.0, calls, nbytes), (0.0, one["calls"] - calls, one["bytes"] - nbytes))
-
-
-def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
-    """Of a product or of a fused attention kernel, forward or backward."""
-    operator, shapes, calls = product["operator"], product["shapes"], product["calls"]
-    if "attention" in operator:
-        # shapes of the gradient, then of query, key and value; or of the latter
-        (rows, heads, queries, width), (_, _, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
-        count = calls * product["computed"]
-        scores = Matmul(queries, keys, width, rows * heads, count, fused=True)
-        mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
-        # backward: the scores again, the gradients of probabilities, values, queries and keys
-        return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
-    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
-        (rows, depth), other, (groups,) = shapes
-        if len(other) == 2:  # gradients of matrices: the rows are summed over
-            return [Matmul(depth, other[1], rows // groups, groups, calls)]
-        return [Matmul(rows // groups, math.prod(other[1:]) // depth, depth, groups, calls)]
-    fp8 = operator == "_scaled_mm"  # its scales follow
-    first, second = shapes[:2] if fp8 else shapes[-2:]
-    batch = first[0] if len(first) == 3 else 1
-    return [Matmul(first[-2], second[-1], first[-1], batch, calls, fp8=fp8)]
-
-
-def _at(size: int, one: Any, two: Any) -> Any:
-    """What is `one` at 1 and `two` at 2, at `size`: each number lies on a line."""
-    if isinstance(one, (str, bool)):
-        return one
-    if isinstance(one, (int, float)):
-        return one + (size - 1) * (two - one)
-    if isinstance(one, tuple):
-        parts = [_at(size, *both) for both in zip(one, two, strict=True)]
-        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-    return replace(one, **{name: _at(size, value, getattr(two, name)) for name, value in vars(one).items()})

@@ -21,6 +21,8 @@ class Chunk(NamedTuple):
     """Of all three what is communication inside layers."""
     replicas: float = 0.0
     """Of all three what is communication with replicas."""
+    expert: float = 0.0
+    """Of all three what is waiting for tokens on their way to experts and back."""
 
     @property
     def total(self) -> float:

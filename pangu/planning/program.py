@@ -8,17 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.layout_work import (
+    DENSE,
     REDUCES_EACH,
     RESIDENT,
     Plan,
     Shape,
     System,
     Update,
+    Weights,
     assemble,
     sent_to_host,
 )
@@ -26,6 +29,8 @@ from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
+from pangu.topology.experts import ExpertRank
+from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
 from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
 
@@ -38,12 +43,14 @@ class Program:
     """The step of a configuration's model and batch, for any layout."""
 
     config: RunConfig
+    exact: bool = True
+    """As in `ModuleCounts`."""
     _counts: ModuleCounts = field(init=False)
     _modules: dict[tuple[Any, ...], dict[str, ModuleWork]] = field(default_factory=dict)
     _last: tuple[Plan, Workload] | None = None
 
     def __post_init__(self) -> None:
-        self._counts = ModuleCounts(self.config)
+        self._counts = ModuleCounts(self.config, self.exact)
 
     @cached_property
     def shape(self) -> Shape:
@@ -54,7 +61,7 @@ class Program:
         active = (model.num_chosen + model.shared_experts) * model.expert_size
         ffn = ((model.layers - sparse) * model.ffn_size + sparse * active) // model.layers
         numbers = (model.layers, model.hidden, model.heads, kv_heads, ffn, model.vocab, model.sequence)
-        return Shape(*numbers, model.activation == "swiglu", model.tied_head)
+        return Shape(*numbers, model.activation == "swiglu", model.tied_head, _dense_layers(model))
 
     @cached_property
     def system(self) -> System:
@@ -77,7 +84,7 @@ class Program:
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Count the modules of layouts together. Raises DryRunError if one cannot be carried out."""
-        self._counts.count({piece for plan in plans for piece in _pieces(plan).values()})
+        self._counts.count({piece for plan in plans for piece in self._pieces(plan).values()})
 
     def describe(self, plan: Plan) -> Workload:
         """The workload of a step."""
@@ -87,16 +94,17 @@ class Program:
 
     def _described(self, plan: Plan) -> Workload:
         self.prepare([plan])
-        pieces = _pieces(plan)
+        pieces = self._pieces(plan)
         modules = self._of(pieces["layer"], plan)
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
         if "activations" in plan.offload:
             away = {kind: sent_to_host(modules[kind]) for kind in pieces}
-            modules = modules | away | {RESIDENT: modules["layer"]}
-        each = modules["layer"].parameters
-        twice = _words(self.config.model, plan.tensor)
-        update = Update(*self._counts.update(pieces["layer"], int(each)))
-        workload = assemble(self.shape, self.system, plan, modules, update, twice)
+            stay = {kind.replace("layer", RESIDENT): modules[kind] for kind in pieces if kind.endswith("layer")}
+            modules = modules | away | stay
+        counted = pieces["layer"] if self.exact else pieces["layer"].counted
+        numbers = _numbers(self.config.model, counted.kept)["layer"]
+        update = Update(*self._counts.update(pieces["layer"], sum(numbers)))
+        workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
         for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):
             kinds[stage].update(counts)
@@ -106,38 +114,66 @@ class Program:
         for stage, step in enumerate(workload.steps):
             key = id(step), _communicators(plan, stage, self.config.model)
             if key not in stored:
-                ends = (modules[kind].parameters * (kind in kinds[stage]) for kind in ("embedding", "head"))
-                lasting, buffers = self.stored_bytes(plan, step.parameters, each, *ends)
-                late = _sharding(plan).stage == 3 and plan.schedule not in REDUCES_EACH
-                # what the ends share is summed after it was reduced
-                share = self._bytes[1] / self.system.gradient_bytes / _sharding(plan).size
-                sends = [
-                    one._replace(bytes=one.bytes * share) if one.axis == "ends" else one for one in step.collectives
-                ]
-                stored[key] = replace(
-                    step,
-                    collectives=(*sends, *[self._reduction(step.parameters)] * late),
-                    state_bytes=lasting,
-                    buffer_bytes=buffers,
-                    communicators=key[1],
-                    update_working_bytes=max(step.update_working_bytes, self._ending(plan, step.parameters, modules)),
-                )
+                stored[key] = replace(self._stored(plan, step, modules, kinds[stage]), communicators=key[1])
             steps.append(stored[key])
         return replace(workload, steps=tuple(steps), message_bytes=message)
+
+    def _stored(self, plan: Plan, step: StepWork, modules: Mapping[str, ModuleWork], kinds: set[str]) -> StepWork:
+        """What a stage that has modules of these kinds does once a step, with what this program stores and sends."""
+        layers = [modules[kind] for kind in ("layer", DENSE + "layer") if kind in modules]
+        embedding, head = (modules[kind].parameters * (kind in kinds) for kind in ("embedding", "head"))
+        lasting, buffers = self.stored_bytes(
+            plan, step.parameters, max(one.parameters for one in layers), embedding, head
+        )
+        if plan.layout.splits_experts:
+            each = max(one.experts for one in layers)
+            of_experts = self.stored_bytes(plan, step.experts, each, 0.0, 0.0, experts=True)
+            lasting, buffers = lasting + of_experts[0], buffers + of_experts[1]
+        # what the ends share is summed after it was reduced
+        share = self._bytes[1] / self.system.gradient_bytes / _sharding(plan).size
+        sends = [one._replace(bytes=one.bytes * share) if one.axis == "ends" else one for one in step.collectives]
+        for weights in Weights.of(plan, step.parameters, step.experts):
+            if _sharding(plan, weights.experts).stage == 3 and plan.schedule not in REDUCES_EACH:
+                sends.append(self._reduction(weights))
+        return replace(
+            step,
+            collectives=tuple(sends),
+            state_bytes=lasting,
+            buffer_bytes=buffers,
+            update_working_bytes=max(step.update_working_bytes, self._ending(plan, step, modules["layer"])),
+        )
+
+    def _pieces(self, plan: Plan) -> dict[str, Piece]:
+        """How the layers of each kind are cut."""
+        kind = "auto"
+        if plan.context > 1:
+            shared = {name: getattr(plan, name) for name in ("tensor", "context", "context_kind")}
+            kind = context_kind(replace(self.config, parallel=replace(self.config.parallel, **shared)))
+        apart = plan.expert_tensor if plan.expert_tensor < plan.tensor else 0
+        layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context, kind, plan.expert, apart)
+        pieces = {"layer": layer}
+        if self.shape.dense:
+            pieces[DENSE + "layer"] = layer.without_experts
+        if plan.recomputed:
+            again = {name: piece._replace(recompute="full") for name, piece in pieces.items()}
+            pieces |= {name.replace("layer", "recomputed"): piece for name, piece in again.items()}
+        return pieces
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""
         late, two_phases = splits_backward(plan.schedule), SCHEDULES[plan.schedule].two_phases
         often = (plan.micro_batches, plan.virtual) if two_phases else None
-        sharding = _sharding(plan)
-        fetches = sharding.size * ("parameters" in plan.offload)
-        sends = (plan.schedule, plan.pipeline == 1, often, fetches) if sharding.stage == 3 else None
+        ranks = tuple(of_ranks.shards for of_ranks in Weights.of(plan, 0, 0))
+        sends = (plan.schedule, plan.pipeline == 1, often, ranks, plan.offload) if plan.zero == 3 else None
         key = piece, plan.micro_size, late, sends
         if key not in self._modules:
-            numbers, modules = _numbers(self.config.model, piece.tensor), self._counts.of(piece, plan.micro_size)
+            numbers, modules = _numbers(self.config.model, piece.kept), self._counts.of(piece, plan.micro_size)
             if not late:
                 modules = modules | {"layer": _joined_backward(modules["layer"])}
-            counted = {kind: replace(module, parameters=numbers[kind]) for kind, module in modules.items()}
+            counted = {
+                kind: replace(module, parameters=numbers[kind][0], experts=numbers[kind][1])
+                for kind, module in modules.items()
+            }
             if sends:
                 counted = {kind: self._sent(kind, module, plan) for kind, module in counted.items()}
             self._modules[key] = counted
@@ -146,44 +182,55 @@ class Program:
     def _sent(self, kind: str, module: ModuleWork, plan: Plan) -> ModuleWork:
         """With what ZeRO-3 gathers for a micro-batch, and reduces after each (Rajbhandari et al. 2020, section 7.2.2).
         A lookup's backward needs no weights, and the head's follows its forward."""
-        family, numbers, system = SCHEDULES[plan.schedule], module.parameters, self.system
-        if not numbers:
-            return module
+        family, system = SCHEDULES[plan.schedule], self.system
         forward = back = 1.0
         if family.two_phases:  # a chunk is gathered once for all micro-batches, and the last one kept for backward
             forward, back = 1 / plan.micro_batches, (1 - 1 / plan.virtual) / plan.micro_batches
-        gather = Collective("all_gather", "shard", system.number_bytes * numbers, forward, system.hidden_data)
-        # from the host comes this rank's shard
-        fetched = gather.bytes / _sharding(plan).size * ("parameters" in plan.offload)
-        module = replace(module, forward=_sending(module.forward, gather, fetched))
-        if kind not in ("embedding", "head"):
-            gather = gather._replace(calls=back)
-            module = replace(module, backward_input=_sending(module.backward_input, gather, fetched))
-        if plan.schedule not in REDUCES_EACH:
-            return module
-        if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
-            numbers -= _words(self.config.model, plan.tensor)  # reduced with the embedding
-        return replace(module, backward_weight=_sending(module.backward_weight, self._reduction(numbers)))
+        for weights in Weights.of(plan, module.parameters, module.experts):
+            sharding = _sharding(plan, weights.experts)
+            if not weights.numbers or sharding.stage < 3:
+                continue
+            whole = system.number_bytes * weights.numbers
+            gather = Collective("all_gather", weights.axis("shard"), whole, forward, system.hidden_data)
+            # from the host comes this rank's shard
+            fetched = whole / sharding.size * ("parameters" in plan.offload)
+            module = replace(module, forward=_sending(module.forward, gather, fetched))
+            if kind not in ("embedding", "head"):
+                gather = gather._replace(calls=back)
+                module = replace(module, backward_input=_sending(module.backward_input, gather, fetched))
+            if plan.schedule not in REDUCES_EACH:
+                continue
+            if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
+                # reduced with the embedding
+                weights = weights._replace(numbers=weights.numbers - _words(self.config.model, plan.tensor))
+            module = replace(module, backward_weight=_sending(module.backward_weight, self._reduction(weights)))
+        return module
 
-    def _reduction(self, numbers: float) -> Collective:
-        """Of the gradients of so many parameters."""
-        return Collective("reduce_scatter", "shard", self.system.gradient_bytes * numbers, 1, self.system.hidden_data)
+    def _reduction(self, weights: Weights) -> Collective:
+        """Of the gradients of weights."""
+        sent = self.system.gradient_bytes * weights.numbers
+        return Collective("reduce_scatter", weights.axis("shard"), sent, 1, self.system.hidden_data)
 
-    def _ending(self, plan: Plan, numbers: float, modules: Mapping[str, ModuleWork]) -> float:
+    def _ending(self, plan: Plan, step: StepWork, layer: ModuleWork) -> float:
         """Bytes of gradients in a shorter format that are sent once a step, all at a time, and of the last backward."""
-        sharding, size, layer = _sharding(plan), self.system.gradient_bytes, modules["layer"]
-        each = sharding.stage >= 2 and plan.schedule in REDUCES_EACH
-        if plan.replicas == 1 or size == self._bytes[1] or each:
+        size, sent, of_layer = self.system.gradient_bytes, 0.0, 0.0
+        if size == self._bytes[1]:
             return 0.0
-        sent = size * (1 + (sharding.size > 1) / sharding.size)
-        return sent * numbers + max(0.0, layer.working_bytes - sent * layer.parameters)
+        of_layers = Weights.of(plan, layer.parameters, layer.experts)
+        for weights, each in zip(Weights.of(plan, step.parameters, step.experts), of_layers, strict=True):
+            reduced = plan.zero >= 2 and weights.shards > 1 and plan.schedule in REDUCES_EACH
+            if weights.replicas > 1 and not reduced:
+                both = size * (1 + (weights.shards > 1) / weights.shards)
+                sent, of_layer = sent + both * weights.numbers, of_layer + both * each.numbers
+        return sent + max(0.0, layer.working_bytes - of_layer) if sent else 0.0
 
     def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
     ) -> tuple[float, float]:
         """What a stage of so many parameters stores on the device: bytes that last, and those of whole parameters and
-        gradients that come and go; of them those of a layer, and of the embedding and the head where it has them."""
-        sharding, schedule, (narrow, wide) = _sharding(plan), SCHEDULES[plan.schedule], self._bytes
+        gradients that come and go; of them those of a layer, and of the embedding and the head where it has them.
+        `experts`: they are of experts that the layout splits."""
+        sharding, schedule, (narrow, wide) = _sharding(plan, experts), SCHEDULES[plan.schedule], self._bytes
         rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
         stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
         moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
@@ -197,7 +244,8 @@ class Program:
         if sharding.stage >= 2 and plan.schedule in REDUCES_EACH:
             # of those that are being reduced, with their shards: while layers are in backward, and after the last one
             each = self.system.gradient_bytes * (1 + 1 / sharding.size)
-            flying = max(each * IN_FLIGHT * layer + wide * layer, each * (embedding + (IN_FLIGHT - 1) * layer))
+            number = IN_FLIGHT // (1 + plan.layout.splits_experts)  # of a layer there are two then
+            flying = max(each * number * layer + wide * layer, each * (embedding + (number - 1) * layer))
             buffers += min(flying, each * chunk + wide * layer)
         elif sharding.stage >= 2:
             buffers += wide * chunk
@@ -209,18 +257,32 @@ class Program:
         return BYTES[self.config.precision.compute], sum_bytes(self.config)
 
 
-@lru_cache(maxsize=100)
-def _numbers(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Parameters of each kind of module on one of so many ranks."""
-    last = range(model.layers - 1, model.layers)
-    parts = {
-        "layer": ModelPart(range(1)),
-        "embedding": ModelPart(range(1), first=True),
-        "head": ModelPart(last, last=True),
+@lru_cache(maxsize=1000)
+def _numbers(model: ModelConfig, piece: Piece) -> dict[str, tuple[int, int]]:
+    """Parameters of each kind of module on one rank: all but those of experts that the layout splits, and these."""
+    layout, top = piece.layout, range(model.layers - 1, model.layers)
+    share = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
+
+    def of(layers: range, first: bool = False, last: bool = False) -> tuple[int, int]:
+        table = place_tensors(model, [ModelPart(layers, first, last)], TensorRank(0, piece.tensor), experts=share)
+        experts = sum(math.prod(shape) for name, shape in table.shapes.items() if table.is_expert(name))
+        return sum(map(math.prod, table.shapes.values())) - experts, experts
+
+    number = (_dense_layers(model) if piece.dense else model.expert_layers or (0,))[0]
+    layer, bottom = of(range(number, number + 1)), range(1)
+    ends = {
+        "embedding": (of(bottom, first=True), of(bottom)),
+        # PanGu's query layer counts as a layer
+        "head": (of(top, last=True), of(top) if model.query_layer is None else layer),
     }
-    tables = {kind: place_tensors(model, [part], TensorRank(0, tensor)) for kind, part in parts.items()}
-    whole = {kind: sum(map(math.prod, table.shapes.values())) for kind, table in tables.items()}
-    return {kind: number - (kind != "layer") * whole["layer"] for kind, number in whole.items()} | {"inner": 0}
+    beside = {kind: (whole[0] - less[0], whole[1] - less[1]) for kind, (whole, less) in ends.items()}
+    return {"layer": layer, **beside, "inner": (0, 0)}
+
+
+def _dense_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Layers without experts, in a model whose others have some; PanGu's query layer is like none."""
+    alike = (layer for layer in range(model.layers) if layer != model.query_layer)
+    return tuple(layer for layer in alike if model.experts is not None and not model.has_experts(layer))
 
 
 @lru_cache(maxsize=100)
@@ -230,15 +292,11 @@ def _words(model: ModelConfig, tensor: int) -> int:
     return math.prod(table.shapes["embedding.word.weight"])
 
 
-def _sharding(plan: Plan) -> Sharding:
-    shards = plan.shards
-    stage = plan.zero if shards > 1 or "parameters" in plan.offload else 0
-    return Sharding(stage, 0, shards, plan.replicas, plan.offload)
-
-
-def _pieces(plan: Plan) -> dict[str, Piece]:
-    layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context)
-    return {"layer": layer} | ({"recomputed": layer._replace(recompute="full")} if plan.recomputed else {})
+def _sharding(plan: Plan, experts: bool = False) -> Sharding:
+    """Of weights; of those of `experts` that the layout splits."""
+    weights = Weights.of(plan, 0.0, 0.0)[experts]
+    stage = plan.zero if weights.shards > 1 or "parameters" in plan.offload else 0
+    return Sharding(stage, 0, weights.shards, weights.replicas, plan.offload, experts)
 
 
 def _sending(work: Work, collective: Collective, fetched: float = 0.0) -> Work:
@@ -250,7 +308,7 @@ def _joined_backward(layer: ModuleWork) -> ModuleWork:
     """Of a layer that was counted with the gradients of its weights apart, what computing hides where these follow each
     product's gradient of its input: the sum of that gradient, and the gathering of the input."""
     sums, gathers = layer.backward_input, layer.backward_weight
-    reductions = (one._replace(hidden=1.0) if "reduce" in one.kind else one for one in sums.collectives)
+    reductions = (one._replace(hidden=max(one.hidden, one.joined)) for one in sums.collectives)
     return replace(
         layer,
         backward_input=replace(sums, collectives=tuple(reductions)),
@@ -259,11 +317,13 @@ def _joined_backward(layer: ModuleWork) -> ModuleWork:
 
 
 def _communicators(plan: Plan, stage: int, model: ModelConfig) -> int:
-    """Groups in which a stage sends: of tensor ranks, of those that share sequences, of replicas (all; those that share
-    states, to reduce and to gather; those that hold the same share), of two stages for each kind of message from one to
-    the other, of the first and the last stage, of all stages, which share relative positions, and of all ranks."""
-    shards = plan.shards
-    replicas = (plan.context > 1) + (plan.replicas > 1) + 2 * (shards > 1) + (1 < shards < plan.replicas)
+    """Groups in which a stage sends: of tensor ranks, of those that share sequences or experts, of replicas (all; those
+    that share states, to reduce and to gather; those that hold the same share; the same of experts that the layout
+    splits, all if they share nothing), of two stages for each kind of message from one to the other, of the first and
+    the last stage, of all stages, which share relative positions, and of all ranks."""
+    replicas = (plan.context > 1) + (plan.expert > 1)
+    for _, ranks, shards, experts in Weights.of(plan, 0.0, 0.0):
+        replicas += (ranks > 1 and not (experts and shards > 1)) + 2 * (shards > 1) + (1 < shards < ranks)
     v_shape, end = SCHEDULES[plan.schedule].v_shape, stage in (0, plan.pipeline - 1)
     # activations to the next stage and gradients back, both ways in a V; with further chunks stages form a ring
     neighbours = 0 if plan.pipeline == 1 else 1 if end and (v_shape or plan.virtual == 1) else 2

@@ -119,7 +119,7 @@ def layer_work(shape: Shape, system: System, plan: Plan) -> ModuleWork:
     sends = _communication(shape, system, plan, tokens)
     back = tuple(one._replace(hidden=max(one.hidden, system.hidden_backward)) for one in sends)
     parameters = shape.layer_matrices / t + 13 * h / t
-    sharded = plan.zero == 3 and plan.data > 1
+    sharded = plan.zero == 3 and plan.replicas > 1
     whole = Collective("all_gather", "shard", system.number_bytes * parameters, 1, system.hidden_data)
     gather = (whole,) if sharded else ()
     reduce = (

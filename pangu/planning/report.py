@@ -17,12 +17,14 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
     accumulation = batch.global_size // (batch.micro_size * layout.data)
     shape = f"{model.layers} layers{' (query layer included)' if model.kind == 'pangu' else ''}"
     shared = f" x context {layout.context}" if layout.context > 1 else ""
+    of_each = ", each whole" if layout.expert_tensor not in (0, layout.tensor) else ""
+    spread = f", experts over {layout.expert} ranks{of_each}" if layout.splits_experts else ""
     rows = [
         ("model", f"{model.kind}, {shape}, hidden {model.hidden}, {model.heads} heads: {parameters}"),
         (
             "layout",
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
-            f"devices, ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
+            f"devices{spread}, ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
         ),
         ("each device", f"keeps at most {largest.words()} (activations and buffers come on top)"),
         (

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem
+from pangu.config.expert_layout import holds_groups
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.stages import cut
 from pangu.planning.cost import StepTime, step_time
-from pangu.planning.layout_work import Plan, Recompute, Shape, System
+from pangu.planning.layout_work import Plan, Recompute, Shape, System, Weights
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.program import Program
@@ -34,6 +35,8 @@ MODEL_ERROR = 0.05
 TOO_LARGE = "does not fit into a device's memory"
 CHUNKS = (2, 4)
 """Of products, tried for the `CUT` best layouts."""
+KINDS = ("gather", "ring", "ulysses")
+"""Of exchange between ranks that share sequences, tried for them too."""
 CUT = 10
 OFFLOADED = ("optimizer", "activations", "parameters")
 """What may wait in host memory, tried where a layout does not fit."""
@@ -97,9 +100,10 @@ class StepModel(Protocol):
         """The step of a layout."""
 
     def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float
+        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
     ) -> tuple[float, float]:
-        """What a stage of so many parameters stores on the device: bytes that last, and bytes that come and go."""
+        """What a stage of so many parameters, or of its `experts` that the layout splits, stores on the device: bytes
+        that last, and bytes that come and go."""
 
 
 class Space(NamedTuple):
@@ -119,6 +123,9 @@ KEYS = {
     "schedule": "parallel.schedule",
     "data": "parallel.data",
     "context": "parallel.context",
+    "context_kind": "parallel.context_kind",
+    "expert": "parallel.expert",
+    "expert_tensor": "parallel.expert_tensor",
     "sequence": "parallel.sequence",
     "zero": "parallel.zero",
     "zero_group": "parallel.zero_group",
@@ -135,6 +142,7 @@ def keys_of(plan: Plan) -> dict[str, Any]:
     values = {
         **plan._asdict(),
         "zero_group": plan.zero_group or None,
+        "expert_tensor": plan.expert_tensor or None,
         "recompute": plan.recomputed or plan.recompute,
         "offload": list(plan.offload),
     }
@@ -149,7 +157,7 @@ def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]
         raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    return Space(Program(config), cluster, config, fixed)
+    return Space(Program(config, exact="expert" in fixed), cluster, config, fixed)
 
 
 def search(space: Space, top: int = 10) -> SearchResult:
@@ -175,21 +183,25 @@ def search(space: Space, top: int = 10) -> SearchResult:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
     tried = min(top, CUT)
-    costed[:tried] = _overlapped(space, bounds, costed[:tried])
+    for field, values in (("context_kind", KINDS), ("chunks", CHUNKS)):
+        if field not in space.fixed:
+            costed[:tried] = _refined(space, bounds, costed[:tried], field, values)
     costed.sort(key=_preference)
     return SearchResult(costed[:top], front_of(costed), refused, len(plans), len(costed))
 
 
-def _overlapped(space: Space, bounds: Bounds, best: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Layouts with the number of chunks that hides most of their communication. It is chosen for the best alone: it
-    changes little else, and each number is counted apart."""
-    numbers = () if "chunks" in space.fixed else CHUNKS
-    tried = {one.plan: [one.plan._replace(chunks=number) for number in numbers if one.time.tensor] for one in best}
-    space.program.prepare(plan for plans in tried.values() for plan in plans)
+def _refined(
+    space: Space, bounds: Bounds, best: Sequence[Candidate], field: str, values: Sequence[Any]
+) -> Iterator[Candidate]:
+    """Layouts with the one of some values of a field that is fastest. It is chosen for the best alone: it changes
+    little else, and each value is counted apart."""
+    others = {one.plan: [one.plan._replace(**{field: value}) for value in values] for one in best}
+    legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
+    space.program.prepare(other for plans in legal.values() for other in plans)
     for one in best:
-        stages = ((plan, _memory(space, bounds, plan)) for plan in tried[one.plan])
-        others = (Candidate(plan, time_of(space, plan), memory) for plan, memory in stages if memory)
-        yield min((one, *others), key=_preference)
+        stages = ((plan, _memory(space, bounds, plan)) for plan in legal[one.plan])
+        tried = (Candidate(plan, time_of(space, plan), memory) for plan, memory in stages if memory)
+        yield min((one, *tried), key=_preference)
 
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -248,9 +260,23 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
                 data = world // (tensor * pipeline * context)
                 if space.fixed.get("data") not in (None, data):
                     continue
-                for sequence in _options(fixed, "sequence", (False, True)):
-                    base = Plan(tensor, pipeline, 1, data, context, 0, sequence, "none", 1, 1, "1f1b")
-                    yield from _sized(space, base._replace(chunks=space.fixed.get("chunks", 1)), refused)
+                base = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, "1f1b")
+                if context > 1 or "context_kind" in fixed:
+                    base = base._replace(context_kind=fixed.get("context_kind", "auto"))
+                for spread in _experts(space, base._replace(chunks=fixed.get("chunks", 1))):
+                    for sequence in _options(fixed, "sequence", (False, True)):
+                        yield from _sized(space, spread._replace(sequence=sequence), refused)
+
+
+def _experts(space: Space, plan: Plan) -> Iterator[Plan]:
+    """A layout with the experts on all numbers of ranks that can share them."""
+    experts = space.config.model.experts or 1
+    halves = (0, 1) if experts > 1 and plan.tensor > 1 else (0,)
+    for value in _options(space.fixed, "expert_tensor", halves):
+        of_each = value or 0
+        ranks = plan.replicas * (plan.tensor // (of_each or plan.tensor))
+        for expert in _options(space.fixed, "expert", _divisors(math.gcd(experts, ranks))):
+            yield plan._replace(expert=expert, expert_tensor=of_each)
 
 
 def _contexts(space: Space, devices: int) -> list[int]:
@@ -320,7 +346,8 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     """A layout with all that saves memory: ZeRO, recompute, offload."""
     alone = 3 if "parameters" in space.fixed.get("offload", ()) else 0
-    zeros = [(space.fixed.get("zero", alone), 0)] if plan.replicas == 1 else [(1, 0), (2, 0), (3, 0)]
+    nobody = all(weights.replicas == 1 for weights in Weights.of(plan, 0.0, 0.0))
+    zeros = [(space.fixed.get("zero", alone), 0)] if nobody else [(1, 0), (2, 0), (3, 0)]
     node = max(1, space.cluster.node // plan.tensor)
     if 1 < node < plan.replicas and plan.replicas % node == 0:
         zeros += [(1, node), (3, node)]
@@ -336,7 +363,8 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         given = space.fixed["recompute"]
         recomputes = [("none", given)] if isinstance(given, int) else [(given, 0)]
     for zero, group in zeros:
-        if space.fixed.get("zero", zero) != zero:
+        whole = group * (plan.tensor // (plan.expert_tensor or plan.tensor))
+        if space.fixed.get("zero", zero) != zero or (group and not holds_groups(whole, plan.expert)):
             continue
         for recompute, recomputed in recomputes:
             for offload in _options(space.fixed, "offload", ((),)):

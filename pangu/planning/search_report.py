@@ -6,22 +6,25 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pangu.config.context import context_kind
 from pangu.config.errors import shown
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import chunk_times
+from pangu.planning.cost import StepTime, chunk_times, groups_of
 from pangu.planning.layout_work import REDUCES_EACH, Plan
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
     CHUNKS,
+    KINDS,
     MODEL_ERROR,
     SCHEDULED,
     TOO_LARGE,
     Candidate,
     SearchResult,
     Space,
+    configured,
     keys_of,
     problem_of,
     ties,
@@ -29,8 +32,8 @@ from pangu.planning.search import (
     with_schedule,
 )
 
-TERMS = ("compute", "tensor", "pipeline", "bubble", "data", "update")
-COLOURS = ("#4878d0", "#ee854a", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
+TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
+COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
 
 
 class Outcome(NamedTuple):
@@ -88,7 +91,7 @@ def search_data(outcome: Outcome) -> dict[str, Any]:
 
 def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     """Rows of a table: what distinguishes the layouts, times and memory."""
-    tied = ties(outcome.result.best)
+    tied, terms = ties(outcome.result.best), terms_of(*(one.time for one in outcome.result.best))
     for number, one in enumerate(outcome.result.best):
         data, plan = as_data(outcome, one), one.plan
         saved = f"{plan.recomputed} layers" if plan.recomputed else plan.recompute
@@ -97,22 +100,36 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
             f"{plan.tensor}{' seq' * plan.sequence}{f' / {plan.chunks}' * (plan.chunks > 1)}",
             f"{plan.pipeline}",
             f"{plan.schedule}{f' x {plan.virtual}' if plan.virtual > 1 else ''}",
-            f"{plan.data}{f' x {plan.context}' if plan.context > 1 else ''}",
+            f"{plan.data}{_sharing(plan)}",
             f"{plan.zero}{f' of {plan.zero_group}' if plan.zero_group else ''}",
             f"{plan.micro_size}",
             saved + "".join(f", {part} offloaded" for part in plan.offload),
             f"{one.time.total:.3f} s",
-            " ".join(f"{getattr(one.time, term):.2f}" for term in TERMS),
+            " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
             f"{one.fullest:.1f} GiB{'?' * one.is_close(outcome.space.cluster.memory.gib)}",
             f"{data['tokens_per_s']:,.0f}",
             f"{data['mfu']:.1%}",
         )
 
 
-HEADS = (
-    "", "tensor / chunks", "pipeline", "schedule", "data x context", "ZeRO", "micro", "recompute", "step",
-    " + ".join(TERMS), "memory", "tokens/s", "MFU",
-)  # fmt: skip
+def heads(outcome: Outcome) -> tuple[str, ...]:
+    """Of the columns of `lines`."""
+    terms = " + ".join(terms_of(*(one.time for one in outcome.result.best)))
+    layout = ("tensor / chunks", "pipeline", "schedule", "data x context", "ZeRO", "micro", "recompute")
+    return ("", *layout, "step", terms, "memory", "tokens/s", "MFU")
+
+
+def terms_of(*times: StepTime) -> tuple[str, ...]:
+    """The terms of some times, that of experts only if one has any."""
+    return tuple(term for term in TERMS if term != "expert" or any(one.expert for one in times))
+
+
+def _sharing(plan: Plan) -> str:
+    """Ranks that share sequences, and how; ranks that share experts."""
+    kind = "" if plan.context_kind == "auto" else f" {plan.context_kind}"
+    context = f" x {plan.context}{kind}" if plan.context > 1 else ""
+    whole = "whole " * (plan.expert_tensor not in (0, plan.tensor))
+    return context + (f", {whole}experts / {plan.expert}" if whole or plan.expert > 1 else "")
 
 
 def run_words(outcome: Outcome) -> str:
@@ -127,7 +144,7 @@ def run_words(outcome: Outcome) -> str:
 def explain(outcome: Outcome) -> Iterator[str]:
     """Why the neighbours of the fastest layout are not it."""
     space, best = outcome.space, outcome.result.best[0]
-    plans = {name: with_schedule(space, plan) for name, plan in neighbours(best.plan)}
+    plans = {name: with_schedule(space, plan) for name, plan in neighbours(space, best.plan)}
     reasons = {name: made if isinstance(made, str) else problem_of(space, made) for name, made in plans.items()}
     space.program.prepare(made for name, made in plans.items() if isinstance(made, Plan) and not reasons[name])
     for name, made in plans.items():
@@ -146,7 +163,7 @@ def explain(outcome: Outcome) -> Iterator[str]:
         yield f"{name}: {time.total / best.time.total - 1:+.1%}, most of it {term} ({changes[term]:+.3f} s)"
 
 
-def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Layouts that differ in one thing, with the same devices and batch."""
     batch = plan.micro_size * plan.micro_batches * plan.data
     changes: list[tuple[str, dict[str, Any]]] = []
@@ -160,7 +177,8 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
     changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in sizes if size]
     changes += [(f"ZeRO {zero}", {"zero": zero, "zero_group": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
     changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
-    counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 else ()
+    changes += _sharings(space, plan)
+    counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 or plan.expert > 1 else ()
     changes += [(f"products in {count} chunks", {"chunks": count}) for count in sorted(counts)]
     other = "none" if plan.recompute == "full" else "full"
     changes.append((f"recompute {other}", {"recompute": other, "recomputed": 0}))
@@ -170,6 +188,20 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
         other_plan = plan._replace(**values)
         each = other_plan.micro_size * other_plan.data
         yield name, other_plan._replace(micro_batches=max(1, batch // each), layers=())
+
+
+def _sharings(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Other ways to share sequences and experts."""
+    if plan.context > 1:
+        now = context_kind(configured(space, plan))
+        yield from ((f"context {kind}", {"context_kind": kind}) for kind in KINDS if kind != now)
+    if space.config.model.experts is None:
+        return
+    numbers = (plan.expert * 2, plan.expert // 2)
+    yield from ((f"experts on {number} ranks", {"expert": number}) for number in numbers if number)
+    if plan.tensor > 1:
+        of_each = 1 if plan.expert_tensor in (0, plan.tensor) else 0
+        yield ("whole experts" if of_each else "experts cut by tensor ranks"), {"expert_tensor": of_each}
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -186,11 +218,11 @@ def page(outcome: Outcome) -> str:
     best = outcome.result.best
     cluster, cells = outcome.space.cluster, list(lines(outcome))
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-    heads = "".join(f"<th>{html.escape(head)}</th>" for head in HEADS)
+    titles = "".join(f"<th>{html.escape(head)}</th>" for head in heads(outcome))
     legend = " ".join(f'<b style="color:{c}">{term}</b>' for term, c in zip(TERMS, COLOURS, strict=True))
     parts = [
         f"<h1>{html.escape(cluster.name)}, {cluster.devices:,} devices</h1><p>{html.escape(run_words(outcome))}</p>",
-        f"<table><tr>{heads}</tr>{rows}</table>",
+        f"<table><tr>{titles}</tr>{rows}</table>",
         f"<h2>Terms of the time</h2><p>{legend}</p>" + _terms(best),
         "<h2>Memory of each stage of the fastest, GiB</h2>" + _stages(best[0], cluster.memory.gib),
         "<h2>Pipeline's time line of the fastest</h2>" + _timeline(outcome),
@@ -235,7 +267,7 @@ def _stages(one: Candidate, room: float) -> str:
 
 def _timeline(outcome: Outcome) -> str:
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
-    chunks = chunk_times(outcome.space.program.describe(plan), plan.layout.groups(cluster.node), cluster)
+    chunks = chunk_times(outcome.space.program.describe(plan), groups_of(plan.layout, cluster.node), cluster)
     forward, back, weight, *_ = map(list, zip(*chunks, strict=True))
     # of long steps the first micro-batches
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))

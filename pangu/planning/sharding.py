@@ -13,6 +13,7 @@ from itertools import groupby
 
 from torch import nn
 
+from pangu.collectives.exchange import ExpertRegion
 from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
 from pangu.layers.biases import RelativeBias
@@ -26,7 +27,8 @@ from pangu.layers.linear import (
     VocabParallelEmbedding,
 )
 from pangu.models.language_model import LanguageModel, build_model
-from pangu.topology.layout import Layout
+from pangu.topology.experts import ExpertRank
+from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import Placement
 
 HEAD = "head"
@@ -78,10 +80,15 @@ class Part:
 def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
     """Every part of the model, in the order in which they are built, and the head.
 
-    The model is built as tensor rank 0 would build it, but on the meta device and without a process group.
+    The model is built as rank 0 would build it, with its share of the experts, but on the meta device and without a
+    process group.
     """
     region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence, chunks=config.parallel.overlap_chunks)
-    model, table = build_model(config.model, build=Builder(region=region))
+    experts = None
+    if layout.splits_experts:
+        share = ExpertRank.of(layout, Coordinates(0, 0, 0))
+        experts = ExpertRegion(share.rank, share.size, share.tensor)
+    model, table = build_model(config.model, build=Builder(region=region, experts=experts))
     parts = [
         _part(config, model, region, name, list(entries))
         for name, entries in groupby(table, key=lambda entry: _part_name(entry.name))
@@ -178,7 +185,7 @@ def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorR
 
 def _cut(entry: Placement, kind: str, ranks: int) -> str:
     """Shoeybi's words speak of A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
-    if entry.cut_dim is None or ranks == 1:
+    if entry.local_shape == entry.shape:
         return "whole"
     words = {"columns": "columns (outputs)", "rows": "rows (inputs)", "bias": "columns (heads)"}
     kind = kind.removesuffix(" of experts")

@@ -43,16 +43,17 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
         several = f" ({part.count} layers; one of them)" if part.count > 1 else ""
         console.print(Text(f"\n{part.name}{several}: {part.takes} -> {part.gives}", style="bold"))
         console.print(_weights(part))
-    if layout.tensor == 1:
+    if layout.tensor == layout.expert == 1:
         console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
         return
     workload = Program(config).describe(plan_of(config, layout, stages))
     counts = sum((Counter(chunk) for chunk in workload.chunks), Counter[str]())
-    console.print(Text("\nsent by the tensor ranks in one micro-batch", style="bold"))
-    console.print(_sent(workload.modules, counts, layout.tensor))
+    to_experts = " and to experts" * (layout.expert > 1)
+    console.print(Text(f"\nsent by the tensor ranks{to_experts} in one micro-batch", style="bold"))
+    console.print(_sent(workload.modules, counts, layout))
     console.print(
-        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce (Thakur et al. 2005). "
-        "What a step adds: --dry-run.",
+        "\nSent by each rank: (t-1)/t of the tensor on a ring, twice that for an all-reduce (Thakur et al. 2005); of "
+        "an all-to-all over e ranks (e-1)/e. What a step adds: --dry-run.",
         highlight=False,
     )
 
@@ -66,12 +67,12 @@ def _weights(part: Part) -> Table:
     return table
 
 
-def _sent(modules: Mapping[str, ModuleWork], counts: Mapping[str, int], ranks: int) -> Table:
+def _sent(modules: Mapping[str, ModuleWork], counts: Mapping[str, int], layout: Layout) -> Table:
     """Each kind of module, then all of the model."""
     table = make_table("module", "phase", "collective", "calls", "tensor", "sent by each rank")
     total = Sent(float)
     for kind, count in counts.items():
-        each = sent_by(modules[kind], ranks)
+        each = sent_by(modules[kind], layout)
         for what, amount in each.items():
             total[what] += count * amount
         for row in _rows(each):
@@ -87,13 +88,13 @@ def _rows(sent: Sent) -> Iterator[tuple[str, ...]]:
         yield phase, kind.replace("_", "-"), f"{calls:g}", size(round(tensor)), size(round(wire))
 
 
-def sent_by(module: ModuleWork, ranks: int) -> Sent:
-    """What the tensor ranks send for a module."""
-    sent = Sent(float)
+def sent_by(module: ModuleWork, layout: Layout) -> Sent:
+    """What the tensor ranks, and those that share the experts, send for a module."""
+    sent, sizes = Sent(float), {"tensor": layout.tensor, "expert": layout.expert}
     backward = (module.backward_input, module.backward_weight)
     for phase, works in (("forward", (module.forward,)), ("backward", backward), ("recompute", (module.recompute,))):
-        for one in (one for work in works for one in work.collectives if one.axis == "tensor"):
-            moved = one.bytes * one.calls
+        for one in (one for work in works for one in work.collectives if one.axis in sizes):
+            moved, ranks = one.bytes * one.calls, sizes[one.axis]
             sent[phase, one.kind, "calls"] += one.calls
             sent[phase, one.kind, "bytes"] += moved
             sent[phase, one.kind, "wire"] += (2 if one.kind == "all_reduce" else 1) * moved * (ranks - 1) / ranks

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["tensor", "context", "data", "shard", "copies", "pipeline", "ends"]
-"""Along which axis of the mesh a group's ranks lie. `shard`: replicas that share states; `copies`: those that hold the
-same share; `ends`: the first and the last stage."""
+Replicas = Literal["data", "shard", "copies", "expert_data", "expert_shard", "expert_copies"]
+"""Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
+experts, in a layout that splits them."""
+Axis = Literal["tensor", "context", "expert", "pipeline", "ends"] | Replicas
+"""Along which axis of the mesh a group's ranks lie. `expert`: those that have all experts together; `ends`: the first
+and the last stage."""
 
 
 class Matmul(NamedTuple):
@@ -29,6 +32,8 @@ class Matmul(NamedTuple):
     """Part of a fused attention kernel, which writes no scores."""
     fp8: bool = False
     """Of operands in fp8."""
+    grouped: Literal["", "rows", "depth"] = ""
+    """Of experts, each product with another one's matrix: the dimension that its tokens lie along."""
 
     @property
     def flops(self) -> float:
@@ -48,6 +53,8 @@ class Collective(NamedTuple):
     """Share that can run beside computing."""
     contended_us: float = 0.0
     """Microseconds that each step of its ring holds the host while messages between stages cross nodes."""
+    joined: float = 0.0
+    """The share that is hidden where gradients of weights are computed at once behind those of inputs."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class Work:
     collectives: tuple[Collective, ...] = ()
     host_bytes: float = 0.0
     """Sent to or from host memory, beside computing."""
+    waits: float = 0.0
+    """Times that the host waits for a value of the device."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class ModuleWork:
     the embedding, whose backward comes last, besides all that the rest of its chunk keeps."""
     parameters: float = 0.0
     """Numbers that this rank holds of its weights before any sharding over replicas."""
+    experts: float = 0.0
+    """The same of experts that the layout splits, whose replicas are others and which `parameters` leave out."""
 
     @property
     def working_bytes(self) -> float:
@@ -95,6 +106,8 @@ class StepWork:
 
     parameters: float = 0.0
     """Numbers that a rank holds of its weights before any sharding over replicas."""
+    experts: float = 0.0
+    """As in `ModuleWork`."""
     update_bytes: float = 0.0
     """Read and written by the optimizer."""
     launches: float = 0.0
@@ -118,7 +131,7 @@ class Workload:
     """A step of all stages."""
 
     modules: Mapping[str, ModuleWork]
-    """By kind, e.g. `embedding`, `layer`, `recomputed`, `head`."""
+    """By kind, e.g. `embedding`, `layer`, `recomputed`, `dense layer`, `head`."""
     chunks: tuple[Mapping[str, int], ...]
     """Chunk in model order -> how many modules of each kind it has."""
     steps: tuple[StepWork, ...]

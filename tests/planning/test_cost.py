@@ -17,8 +17,8 @@ from pangu.pipeline.simulate import simulate
 from pangu.planning.cluster import load_cluster, load_clusters
 from pangu.planning.cost import (
     Group,
-    Layers,
     collective_seconds,
+    groups_of,
     matmul_seconds,
     module_time,
     phase_seconds,
@@ -29,6 +29,8 @@ from pangu.planning.memory import memory_of_stages, most_held
 from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
 from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.planning.workload import Collective, Matmul
+from pangu.topology.experts import GROUPS, ExpertLayout
+from pangu.topology.layout import Layout
 from tests.spawn import repository
 
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
@@ -70,7 +72,7 @@ def test_a_ring_sends_its_share(kind: str, times: int) -> None:
 
 
 def test_groups_share_the_interfaces_of_a_node() -> None:
-    groups = Layers(tensor=4, context=1, data=8, pipeline=2).groups(node=8)
+    groups = groups_of(Layout(tensor=4, data=8, pipeline=2, zero=1), node=8)
     assert groups["tensor"] == (4, 4)
     assert groups["data"] == (8, 2)
     assert groups["pipeline"] == (2, 1)
@@ -78,6 +80,35 @@ def test_groups_share_the_interfaces_of_a_node() -> None:
         collective_seconds(Collective("all_reduce", "data", 8e9), Group(8, inside), A100) for inside in (2, 1)
     )
     assert narrow == pytest.approx(2 * wide, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=2, data=8, zero=1, expert=4, zero_group=4),
+        Layout(tensor=4, data=4, pipeline=2, expert=8, expert_tensor=1, zero=2),
+        Layout(data=4, context=2, expert=2, zero=3, zero_group=4),
+        Layout(tensor=2, data=2, context=2, pipeline=2),
+    ],
+)
+def test_groups_are_those_of_the_layout(layout: Layout) -> None:
+    """Sizes, and how many of a group's ranks are on the first one's node of 8."""
+    groups, experts = groups_of(layout, node=8), ExpertLayout(layout)
+    names = {"replicas": "data", "gather": "shard", "expert_replicas": "expert_data", "expert_gather": "expert_shard"}
+    for axis in ("tensor", "context", "pipeline", "replicas", "shard", "gather", "copies", *GROUPS):
+        ranks = (experts if axis in GROUPS else layout).peers(0, axis)
+        assert groups[names.get(axis, axis)] == (len(ranks), sum(rank < 8 for rank in ranks)), axis  # type: ignore[index]
+
+
+def test_an_all_to_all_leaves_the_node_from_each_device() -> None:
+    """Of 16 ranks on two nodes half of what each has; beside it seven sixteenths stay on the node."""
+    exchange, group = Collective("all_to_all", "expert", 8e9), Group(16, 8)
+    cluster = perfect()
+    between = replace(cluster.between, latency_us=0.0, gb_s=20.0)
+    wide = replace(cluster, between=between, nics=8, node=8)
+    assert collective_seconds(exchange, group, wide) == pytest.approx(0.5 * 8e9 / 20e9)
+    assert collective_seconds(exchange, group, replace(wide, nics=4)) == pytest.approx(0.5 * 8e9 / 10e9)
+    assert collective_seconds(exchange, Group(8, 8), wide) == pytest.approx(7 / 8 * 8e9 / 100e9)
 
 
 def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> None:
@@ -95,7 +126,7 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
 def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
     shape, plan = Shape(32, 4096, 32, 32, 14336, 131072, 4096, True, False), PLAN._replace(micro_size=1, sequence=True)
     work = layer_work(shape, NANOTRON, plan).forward
-    inside, crossing = (plan._replace(data=1, pipeline=stages).layout.groups(8) for stages in (1, 2))
+    inside, crossing = (groups_of(plan._replace(data=1, pipeline=stages).layout, 8) for stages in (1, 2))
     held = phase_seconds(work, crossing, A100).compute - work.launches * A100.launch_us * 1e-6
     assert held == pytest.approx(4 * 7 * NANOTRON.contended_us * 1e-6)
     assert phase_seconds(work, inside, A100).compute < phase_seconds(work, crossing, A100).compute
@@ -115,7 +146,7 @@ def test_layers_take_as_long_as_was_published() -> None:
     # Korthikanti et al. 2022, table 4: a layer of the 22B model, milliseconds
     def milliseconds(sequence: bool, recompute: str) -> tuple[float, float]:
         plan = PLAN._replace(sequence=sequence, recompute=recompute)  # type: ignore[arg-type]
-        times = module_time(layer_work(GPT_22B, MEGATRON_2022, plan), plan.layout.groups(8), A100)
+        times = module_time(layer_work(GPT_22B, MEGATRON_2022, plan), groups_of(plan.layout, 8), A100)
         return 1e3 * sum(times.forward), 1e3 * (sum(times.backward_input) + sum(times.backward_weight))
 
     assert milliseconds(False, "none") == pytest.approx((7.7, 11.9), rel=0.1)
@@ -180,7 +211,7 @@ def test_terms_add_up_and_more_links_help() -> None:
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
     work = layer_work(GPT_22B, MEGATRON_2022, PLAN).forward
-    groups = PLAN.layout.groups(8)
+    groups = groups_of(PLAN.layout, 8)
     slow = replace(A100, launch_us=100.0)
     starting = work.launches * 100e-6
     computing = phase_seconds(work, groups, replace(slow, launch_us=0.0)).compute

@@ -82,6 +82,24 @@ def test_ranks_share_long_sequences() -> None:
     assert {plan.context for plan in enumerate_plans(short, Counter())} == {1}
 
 
+def test_experts_are_tried_on_all_ranks_that_can_share_them() -> None:
+    """Divisors of the experts and of the ranks, with experts that tensor ranks cut and with whole ones."""
+    where = space(8, *SMALL, "model.experts=12")
+    plans = list(enumerate_plans(where, Counter()))
+    assert not [plan for plan in plans if problem_of(where, plan)]
+    shared = {(plan.tensor, plan.pipeline, plan.expert, plan.expert_tensor) for plan in plans}
+    assert {one for one in shared if one[:2] == (2, 1)} == {(2, 1, expert, 0) for expert in (1, 2, 4)} | {
+        (2, 1, expert, 1) for expert in (1, 2, 4)
+    }
+    assert {one[2:] for one in shared if one[:2] == (1, 2)} == {(1, 0), (2, 0), (4, 0)}
+    assert {one[2:] for one in shared if one[:2] == (8, 1)} == {(1, 0), (1, 1), (2, 1), (4, 1)}
+    given = where._replace(fixed={"expert": 2, "expert_tensor": None, "zero_group": 4})
+    assert {(plan.expert, plan.expert_tensor) for plan in enumerate_plans(given, Counter())} == {(2, 0)}
+    refused = Counter[str]()
+    assert not list(enumerate_plans(where._replace(fixed={"expert": 5}), refused))
+    assert any(reason.startswith("parallel.expert: must divide model.experts = 12") for reason in refused)
+
+
 def test_no_bound_is_above_the_time_where_collectives_were_timed() -> None:
     """On links that are slow up to some size, above which more bytes take hardly longer."""
     where = space(8, *SMALL)

@@ -147,7 +147,7 @@ def test_bytes_on_a_ring() -> None:
     """An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism alone costs nothing in forward."""
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     module = ModuleWork(Work(collectives=tuple(Collective(kind, "tensor", 800, 2) for kind in kinds)), Work(), Work())
-    sent = sent_by(module, 4)
+    sent = sent_by(module, Layout(tensor=4))
     assert [sent["forward", kind, "wire"] for kind in kinds] == [2400, 1200, 1200]
 
 

@@ -1,0 +1,180 @@
+"""From what dry runs report of the chunks of a small model to what each kind of module does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from operator import add
+from typing import Any, cast
+
+from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
+
+Report = Mapping[str, Any]
+"""What matters here of `RankReport`: `phases` and `update`."""
+Modules = dict[str, ModuleWork]
+"""`layer`; `embedding` and `head`, all that the first and the last chunk have besides layers (in some models the last
+layer is special); `inner`, what other chunks have."""
+_AXES: Mapping[str, Axis] = {
+    "gather": "shard",
+    "world": "data",
+    "replicas": "data",
+    "expert_gather": "expert_shard",
+    "expert_replicas": "expert_data",
+}
+"""Axis of a process group -> what it is called here."""
+
+
+def modules_of(second: Report, first: Report) -> Modules:
+    """The modules of a model from its second stage, which has a chunk of one layer and one of two, and from the first,
+    where the chunks are the embedding and a layer, and a layer and the head."""
+    alone, layer = inner(second)
+    chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
+    ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
+    saved = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
+    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, saved)))
+    return {"layer": layer, **ends}
+
+
+def recomputed(second: Report, plain: ModuleWork) -> ModuleWork:
+    """A layer that is computed again, as it is besides the same layer when all is kept."""
+    _, layer = inner(second)
+    recompute = _minus(layer.backward_input, plain.backward_input)
+    return replace(layer, backward_input=plain.backward_input, recompute=recompute)
+
+
+def inner(second: Report) -> tuple[ModuleWork, ModuleWork]:
+    """A chunk of one layer between the first and the last, and what each further layer adds."""
+    alone, two = (_module(second["phases"][chunk]) for chunk in "12")
+    return alone, replace(_less(two, alone), working=alone.working)
+
+
+def on_more_ranks(module: ModuleWork, times: int) -> ModuleWork:
+    """The module where so many times as many ranks share the experts: each computes as many rows, of fewer experts with
+    more rows each.
+
+    What else depends on the number of a rank's experts are masks of rows by experts, next to nothing beside the rows,
+    and gradients of their matrices that are there for a moment: it works with less memory than is said here.
+    """
+
+    def shared(work: Work) -> Work:
+        matmuls = tuple(_of_fewer(one, times) if one.grouped else one for one in work.matmuls)
+        return replace(work, matmuls=matmuls)
+
+    if times == 1:
+        return module
+    works = (module.forward, module.backward_input, module.backward_weight, module.recompute)
+    forward, back, weight, recompute = map(shared, works)
+    return replace(module, forward=forward, backward_input=back, backward_weight=weight, recompute=recompute)
+
+
+def _of_fewer(product: Matmul, times: int) -> Matmul:
+    batch, along = product.batch // times, product.grouped
+    if along == "rows":
+        return product._replace(batch=batch, rows=product.rows * times)
+    return product._replace(batch=batch, depth=product.depth * times)
+
+
+def _module(phases: Mapping[str, Any]) -> ModuleWork:
+    """All that a chunk does."""
+    forward, back, weight = (phases[kind] for kind in "FIW")
+    saved = forward["end"] - forward["start"]
+    return ModuleWork(
+        _work(forward),
+        _work(back),
+        _work(weight),
+        saved_bytes=saved,
+        deferred_bytes=saved + back["end"] - back["start"],
+        working=(forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]),
+    )
+
+
+def _less(whole: ModuleWork, part: ModuleWork) -> ModuleWork:
+    """What is besides a part; it works with as much memory."""
+    return ModuleWork(
+        _minus(whole.forward, part.forward),
+        _minus(whole.backward_input, part.backward_input),
+        _minus(whole.backward_weight, part.backward_weight),
+        saved_bytes=whole.saved_bytes - part.saved_bytes,
+        deferred_bytes=whole.deferred_bytes - part.deferred_bytes,
+        working=whole.working,
+    )
+
+
+def _minus(work: Work, other: Work) -> Work:
+    return Work(
+        _joined(work.matmuls, other.matmuls),
+        work.bytes - other.bytes,
+        work.launches - other.launches,
+        _joined(work.collectives, other.collectives),
+        waits=work.waits - other.waits,
+    )
+
+
+def _joined(entries: Iterable[Any], less: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Equal entries as one, with their calls added up; those of `less` are taken off."""
+    calls: Counter[Any] = Counter()
+    for sign, those in ((1, entries), (-1, less)):
+        for entry in those:
+            calls[entry._replace(calls=0)] += sign * entry.calls
+    return tuple(entry._replace(calls=count) for entry, count in calls.items() if count)
+
+
+def _work(phase: Mapping[str, Any]) -> Work:
+    products = [matmul for product in phase["products"] for matmul in _matmuls(product)]
+    collectives = [
+        Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), nbytes / calls, calls, hidden, joined=joined)
+        for axis, kinds in phase["collectives"].items()
+        for kind, one in kinds.items()
+        for hidden, joined, calls, nbytes in _by_exposure(one)
+        if axis != "pipeline" and calls  # those are the schedule's
+    ]
+    moved, launches, waits = phase["memory_bound_bytes"], phase["launches"], phase["host_syncs"]
+    return Work(_joined(products), moved, launches, _joined(collectives), waits=waits)
+
+
+def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, float, int, int]]:
+    """Collectives that a product hides, those that a gradient of weights would hide that is computed later, and the
+    others: `Collective.hidden` and `joined`, calls, bytes."""
+    calls, nbytes = one["calls"], one["bytes"]
+    for hidden, name in ((1.0, "hidden"), (0.0, "postponed")):
+        some, of_these = one.get(f"{name}_calls", 0), one.get(f"{name}_bytes", 0)
+        yield hidden, 1.0, some, of_these
+        calls, nbytes = calls - some, nbytes - of_these
+    yield 0.0, 0.0, calls, nbytes
+
+
+def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
+    """Of a product or of a fused attention kernel, forward or backward."""
+    operator, shapes, calls = product["operator"], product["shapes"], product["calls"]
+    if "attention" in operator:
+        # shapes of the gradient, then of query, key and value; or of the latter
+        (rows, heads, queries, width), (_, _, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
+        count = calls * product["computed"]
+        scores = Matmul(queries, keys, width, rows * heads, count, fused=True)
+        mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
+        # backward: the scores again, the gradients of probabilities, values, queries and keys
+        return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
+    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
+        (rows, depth), other, (groups,) = shapes
+        of_each = math.ceil(rows / groups)
+        if len(other) == 2:  # gradients of matrices: the rows are summed over
+            return [Matmul(depth, other[1], of_each, groups, calls, grouped="depth")]
+        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, calls, grouped="rows")]
+    fp8 = operator == "_scaled_mm"  # its scales follow
+    first, second = shapes[:2] if fp8 else shapes[-2:]
+    batch = first[0] if len(first) == 3 else 1
+    return [Matmul(first[-2], second[-1], first[-1], batch, calls, fp8=fp8)]
+
+
+def at_size(size: int, one: Any, two: Any) -> Any:
+    """What is `one` at 1 and `two` at 2, at `size`: each number lies on a line."""
+    if isinstance(one, (str, bool)):
+        return one
+    if isinstance(one, (int, float)):
+        return one + (size - 1) * (two - one)
+    if isinstance(one, tuple):
+        parts = [at_size(size, *both) for both in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+    return replace(one, **{name: at_size(size, value, getattr(two, name)) for name, value in vars(one).items()})
