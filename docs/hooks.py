@@ -1,0 +1,54 @@
+"""Gathers the pages of the site: those of this folder; the READMEs, which are its first page; CONTRIBUTING and the page
+of benchmarks. Links, which GitHub follows from where a page stands in the repository, become those of the site."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+
+OUTSIDE = {
+    "README.md": "index.md",
+    "README.zh.md": "index.zh.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+"""Pages that do not stand in `docs`, and their places in the site."""
+GATHERED = TemporaryDirectory()
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)#]+")
+LANGUAGES = re.compile(r"^(English \| \[中文\]|\[English\]).*\n", re.MULTILINE)
+"""The line that leads to the other language, for which the site has a menu."""
+
+
+@event_priority(100)  # before the plug-in that sorts pages by language
+def on_config(config: MkDocsConfig) -> None:
+    """Write all pages into one folder, from which the site is built."""
+    root = Path(config.config_file_path).parent
+    folder = Path(GATHERED.name)
+    shutil.copytree(root / "docs", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("hooks.py", "__pycache__"))
+    places = {
+        path.relative_to(root).as_posix(): path.relative_to(root / "docs").as_posix()
+        for path in (root / "docs").rglob("*.*")
+    }
+    places |= OUTSIDE
+    for source, place in places.items():
+        if source.endswith(".md"):
+            text = LANGUAGES.sub("", (root / source).read_text(encoding="utf-8"), count=1)
+            (folder / place).write_text(_turned(text, PurePosixPath(source), places), encoding="utf-8")
+    config.docs_dir = str(folder)
+
+
+def _turned(text: str, source: PurePosixPath, places: dict[str, str]) -> str:
+    """A page with links between places in the site. Links that lead elsewhere stay: a strict build names them."""
+    folder = PurePosixPath(places[str(source)]).parent
+
+    def turned(link: re.Match[str]) -> str:
+        target = os.path.normpath(source.parent / link[0])
+        return os.path.relpath(places[target], folder) if target in places else link[0]
+
+    return LINK.sub(turned, text)

@@ -1,0 +1,160 @@
+"""The commands that the README and the pages of docs show, and the cheap form in which the suite carries each out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser as hydra_parser
+from torch.distributed.run import get_args_parser
+
+from tests.configs import config
+from tests.spawn import repository
+
+PAGES = [
+    repository() / "README.md",
+    *sorted(path for path in (repository() / "docs").glob("*.md") if not path.name.endswith(".zh.md")),
+]
+"""In English."""
+PROGRAMS = ("python", "torchrun", "pip")
+LAYERS, STAGES, MICRO_BATCHES = 2, 2, 2
+
+
+def chinese(page: Path) -> Path:
+    return page.with_name(f"{page.stem}.zh.md")
+
+
+def shown(page: Path) -> Iterator[str]:
+    """The lines of a page that stand in indented or fenced blocks, continued lines joined."""
+    fenced = False
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            yield line.strip()
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command, comments left out. Commands that && joins are several."""
+    lines = [line for line in shown(page) if line.split(" ")[0] in PROGRAMS]
+    return [each for line in lines for each in _apart(shlex.split(line, comments=True))]
+
+
+def _apart(words: list[str]) -> Iterator[list[str]]:
+    while "&&" in words:
+        place = words.index("&&")
+        yield words[:place]
+        words = words[place + 1 :]
+    yield words
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a line starts: `program` (`pretrain`, `tools/plan`) with some arguments, on a number of processes."""
+
+    program: str
+    arguments: list[str]
+    processes: int = 1
+
+    @classmethod
+    def of(cls, words: list[str]) -> Command | None:
+        """None: it starts no file of this project. Exits if torchrun does not know the words."""
+        if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
+            options = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
+            processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
+            return cls(options.training_script.removesuffix(".py"), options.training_script_args, processes)
+        if words[0] == "python" and words[1].endswith(".py"):
+            return cls(words[1].removesuffix(".py"), words[2:])
+        return None
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of a run, without Hydra's own options."""
+        options, others = hydra_parser().parse_known_args(self.arguments)
+        return [*options.overrides, *others]
+
+    @property
+    def trains(self) -> bool:
+        return self.program == "pretrain" and not {"--help", "--cfg"} & set(self.arguments)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a command is carried out at little cost."""
+
+    why: str
+    more: tuple[str, ...] = ()
+    """Words behind its own."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Words in the place of its own."""
+    runs: bool = True
+    """False: its words are only read, by the parser of the program."""
+
+    def words(self, command: Command) -> list[str]:
+        return [*(self.instead.get(word, word) for word in command.arguments), *self.more]
+
+
+def _few(overrides: list[str], processes: int) -> tuple[str, ...]:
+    """Overrides that leave few stages, layers and micro-batches of a run."""
+    run = config(*overrides)
+    parallel = run.parallel
+    replicas = parallel.data or max(1, processes // (parallel.tensor * parallel.pipeline * parallel.context))
+    stages = min(parallel.pipeline, STAGES)
+    chunks = stages * parallel.virtual
+    few = {
+        "model.layers": chunks if chunks > 1 else LAYERS,
+        "parallel.pipeline": stages,
+        "parallel.data": replicas,
+        "batch.global_size": replicas * run.batch.micro_size * max(MICRO_BATCHES, stages),
+    }
+    return tuple(f"{key}={value}" for key, value in few.items())
+
+
+SEARCHED = ("parallel.tensor=8", "parallel.zero=1", "batch.micro_size=1", "memory.recompute=full")
+"""What leaves few layouts to a search."""
+MODEL_OF_FILES = {
+    "pangu_2.6B/": "pangu.ckpt",
+    "model=pangu_2_6b": "model.heads=8",
+    "data.tokenizer={kind: pangu, path: vocab.model}": "data.tokenizer={kind: pangu, path: my/tokenizer.model}",
+}
+TRAINED_STEP = {"runs/quickstart/checkpoints/step-00001850": "runs/quickstart/checkpoints/step-00000020"}
+FORMS: dict[str, Form] = {
+    "tools/train_tokenizer": Form("a small corpus", instead={"40000": "300"}),
+    "tools/preprocess_data": Form("a small corpus", ("--max-bad", "0")),
+    "tools/inspect_data": Form(
+        "nobody has trained on conversations", instead={"runs/chat/data/instructions": "my/corpus"}
+    ),
+    "tools/inspect_checkpoint": Form("the trained model has fewer steps", instead=TRAINED_STEP),
+    "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
+    "tools/validate_planner": Form("as it is"),
+    "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
+    "tools/translate_config": Form("tests/tools/test_translate_config.py has such files", runs=False),
+    "scripts/generate": Form("one process", ("--max-tokens", "4"), {"2": "1"}),
+    "scripts/evaluate": Form(
+        "one process, one question, files without examples", ("--limit", "1"), {"2": "1", "few": "0"}
+    ),
+}
+"""By program; the words of `pretrain` and `tools/plan` depend on what they ask for."""
+
+
+def cheap(command: Command) -> Form:
+    """The form of a command."""
+    if command.program == "pretrain" and "--help" in command.arguments:
+        return Form("explained where it is read", runs=False)
+    if command.program == "pretrain" and not command.trains:
+        return Form("composes, as it is")
+    if command.program == "pretrain":
+        few = _few(command.overrides, command.processes)
+        return Form("a step of few layers without devices", (*few, "dry_run=true"))
+    if command.program == "tools/plan":
+        overrides = [word for word in command.arguments if "=" in word]
+        if "--search" in command.arguments:
+            given = {word.partition("=")[0] for word in overrides}
+            more = tuple(word for word in SEARCHED if word.partition("=")[0] not in given)
+            return Form("few layouts, whose layers nobody counts", more)
+        return Form("few layers", _few(overrides, 1))
+    if "--fit" in command.arguments:
+        return Form("minutes; tests/tools/test_validate_planner.py fits", runs=False)
+    return FORMS.get(command.program, Form("nobody has said how to run it", runs=False))

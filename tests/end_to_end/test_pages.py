@@ -1,0 +1,263 @@
+"""The commands of the README and of the pages of docs are commands that work, in both languages."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+import tomllib
+from contextlib import chdir
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from filelock import FileLock
+
+from pangu.config.help import show_help
+from pangu.config.layout_checks import layout_problems
+from pangu.pipeline.orders import SCHEDULES
+from pangu.training.process import Heartbeat
+from tests.checkpoint.test_formats import given, weights
+from tests.configs import RECIPES, config
+from tests.dryrun.conftest import commands_share_it, process  # noqa: F401
+from tests.end_to_end.commands import SMALL, called, metrics, on_ranks
+from tests.end_to_end.commands import command as python
+from tests.end_to_end.pages import PAGES, Command, cheap, chinese, commands, shown
+from tests.pipeline.pictures import draw_schedule
+from tests.pipeline.test_draw import texts
+from tests.spawn import repository
+
+README, DOCS = PAGES[0], {page.stem: page for page in PAGES[1:]}
+ABRIDGED = {"pangu-200b"}
+"""Pages that are shorter in Chinese; the commands that they show stand in the English ones."""
+ENGLISH_ONLY = {"planner-accuracy", "reference"}
+WITH_PROSE = [page for page in PAGES if page.stem not in ENGLISH_ONLY]
+PREPARING = ("tools/train_tokenizer.py", "tools/preprocess_data.py")
+"""Programs whose commands are carried out once for all pages."""
+EACH = list(dict.fromkeys(tuple(words) for page in PAGES for words in commands(page)))
+
+
+@pytest.mark.parametrize("page", WITH_PROSE, ids=lambda page: page.stem)
+def test_both_languages_show_the_same_commands(page: Path) -> None:
+    english, other = commands(page), commands(chinese(page))
+    if page.stem in ABRIDGED:
+        other += [words for words in english if words not in other]
+    assert sorted(other) == sorted(english)
+
+
+def test_the_two_commands_of_the_contract_stand_there() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert "\n    pip install -e . && torchrun --nproc-per-node=2 pretrain.py +config=quickstart\n" in text
+    assert '\n    pip install -e ".[test]" && pytest\n' in text
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_PROSE if page != README], ids=lambda page: page.stem)
+def test_a_page_leads_to_its_other_language_and_has_a_line_to_it_on_the_first_page(page: Path) -> None:
+    other = chinese(page)
+    assert f"[中文]({other.name})" in page.read_text(encoding="utf-8")
+    assert f"[English]({page.name})" in other.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *map(chinese, WITH_PROSE)], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / link).exists(), link
+
+
+def test_both_warn_of_open_ports() -> None:
+    for page, words in ((DOCS["faults"], "closed network"), (chinese(DOCS["faults"]), "封闭网络")):
+        (warning,) = [text for text in page.read_text(encoding="utf-8").split("\n\n") if words in text]
+        assert "`MASTER_PORT`" in warning
+
+
+def test_every_preset_is_in_the_table() -> None:
+    for page in (DOCS["presets"], chinese(DOCS["presets"])):
+        text = page.read_text(encoding="utf-8")
+        assert all(f"| `{recipe}` |" in text for recipe in RECIPES)
+
+
+def understood(words: list[str]) -> None:
+    """Have a command read by the parser of what it names, and its layout checked. Raises or exits if it is refused."""
+    if words[0] == "pip":
+        extras = re.findall(r"\[(.*)\]", words[-1])
+        known = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert words[:-1] == ["pip", "install", "-e"]
+        assert all(extra in known for each in extras for extra in each.split(","))
+        return
+    command = Command.of(words)
+    if command is None:
+        assert words == ["pytest"] or find_spec(words[2]) is not None  # its arguments are lm-eval's
+    elif command.trains:
+        assert not layout_problems(config(*command.overrides), command.processes)
+    elif command.program == "pretrain":
+        assert "--cfg" in command.arguments or show_help(command.arguments, repository() / "configs")
+    else:
+        import_module(command.program.replace("/", ".")).parse(command.arguments)
+
+
+@pytest.mark.parametrize("words", EACH, ids=" ".join)
+def test_every_command_is_understood(words: tuple[str, ...]) -> None:
+    understood(list(words))
+
+
+@pytest.mark.parametrize(
+    "wrong", ["python tools/plan.py --shard=1", "torchrun --nproc=2 scripts/generate.py --tensor 2"]
+)
+def test_a_command_that_is_not_understood_is_found(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        understood(shlex.split(wrong))
+
+
+def carry_out(words: list[str]) -> None:
+    """The cheap form of a command, in this process and the present folder."""
+    command = Command.of(words)
+    if command is None or not (form := cheap(command)).runs:
+        return
+    done = called(command.program, *form.words(command))
+    assert done.returncode == 0, f"{' '.join(words)} {form.more}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="session")
+def workplace(session_folder: Path, folder: Path) -> Path:
+    """What the commands of pages ask for: the quickstart's run folder, text, and what the page that tells of text of
+    one's own makes of it. Not to be changed."""
+    place = session_folder / "workplace"
+    with FileLock(place.with_suffix(".lock")):
+        if not place.exists():
+            place.mkdir()
+            shutil.copytree(folder, place / "runs/quickstart")
+            shutil.copytree(folder, place / "runs/pangu_2_6b")
+            (place / "runs/quickstart/benchmarks").rename(place / "benchmarks")
+            _write_text(place)
+            with chdir(place):
+                for words in commands(DOCS["getting-started"]):
+                    if words[1] in PREPARING:
+                        carry_out(words)
+            _write_models(place)
+            for name in ("my/web", "my/books"):
+                for path in (place / "my").glob("corpus.*"):
+                    shutil.copy(path, (place / name).with_suffix(path.suffix))
+    return place
+
+
+def _write_text(place: Path) -> None:
+    texts = [f"第{i}篇文档。今天天气很好，我们去公园散步。\nA line of English, number {i}." for i in range(300)]
+    (place / "corpus").mkdir()
+    (place / "corpus/corpus.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    (place / "corpus.txt").write_text("\n\n".join(texts[:3]), encoding="utf-8")
+    (place / "prompts.jsonl").write_text('{"prompt": "def "}\n', encoding="utf-8")
+    (place / "tests/tools").mkdir(parents=True)
+    for path in ("measurements.csv", "tests/tools/unseen.csv"):
+        shutil.copy(repository() / "tests/tools" / Path(path).name, place / path)
+
+
+def _write_models(place: Path) -> None:
+    """Files of other programs."""
+    transformers = pytest.importorskip("transformers")
+    given("mindspore", place, weights())
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 3, "max_position_embeddings": 24}
+    mixtral = transformers.MixtralConfig(**sizes, **heads)
+    transformers.MixtralForCausalLM(mixtral).save_pretrained(place / "Mixtral-8x7B-v0.1")
+
+
+@pytest.mark.usefixtures("formulas", "commands_share_it")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_work(page: Path, workplace: Path, tmp_path: Path) -> None:
+    """One after another; a Chinese page has those of the English one."""
+    if not commands(page):
+        return
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    with chdir(tmp_path):
+        for words in commands(page):
+            if words[1:2] not in ([name] for name in PREPARING):
+                carry_out(words)
+
+
+@pytest.mark.parametrize("name", ["parallelism", "extending"])
+def test_worked_examples_are_right(name: str) -> None:
+    for page in (DOCS[name], chinese(DOCS[name])):
+        with patch.dict(SCHEDULES), chdir(repository()):
+            assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pictures_are_what_is_drawn_today(name: str, tmp_path: Path) -> None:
+    picture = repository() / "docs/pictures" / f"{name}.svg"
+    assert texts(picture) == texts(draw_schedule(name, tmp_path))
+    assert all(
+        f"(pictures/{picture.name})" in page.read_text() for page in (DOCS["parallelism"], chinese(DOCS["parallelism"]))
+    )
+
+
+@pytest.mark.parametrize("page", [DOCS["faults"], chinese(DOCS["faults"])], ids=lambda path: path.name)
+def test_the_heartbeats_that_are_shown_are_of_runs_that_hang(page: Path, tmp_path: Path) -> None:
+    for doing, minutes in (("training", 20), ("ended", 20), ("failed", 20), ("saving", 1)):
+        folder = tmp_path / "runs" / f"{doing}_{minutes}"
+        folder.mkdir(parents=True)
+        with Heartbeat(folder) as heartbeat:
+            heartbeat.beat(3, doing)
+            before = (folder / "heartbeat.json").read_text()
+        if doing not in ("ended", "failed"):
+            (folder / "heartbeat.json").write_text(before)
+        then = time.time() - 60 * minutes
+        os.utime(folder / "heartbeat.json", (then, then))
+    (line,) = [line for line in shown(page) if line.startswith("find ")]
+    output = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert output == "runs/training_20/heartbeat.json\n"
+
+
+def test_own_text_from_tokenizer_to_training(workplace: Path, tmp_path: Path) -> None:
+    """The page's way to train on text of one's own and to go on, on a small scale."""
+    (words,) = [words for words in commands(DOCS["getting-started"]) if "+config=pangu_350m" in words]
+    command = Command.of(words)
+    assert command is not None
+    small = (
+        *(
+            "model=pangu_quickstart",
+            "model.vocab=300",
+            "model.sequence=32",
+            "batch.global_size=8",
+            "validation.every=3",
+        ),
+        *("metrics.wandb=off", f"train.output={tmp_path}/run", "lr_schedule.warmup_steps=1"),
+        *("data.tokenizer={kind:pangu,path:my/tokenizer.model}", "sample.tokens=5", 'sample.prompts=["今天"]'),
+    )
+    with chdir(workplace):
+        for steps in (3, 6):
+            done = called("pretrain", *command.arguments, *small, f"train.steps={steps}")
+            assert done.returncode == 0, done.stderr
+    assert "sampled: '今天" in done.stderr
+    assert "held-out loss" in done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert "(step 3)" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [words for words in EACH if "+config=quickstart" in words], ids=" ".join)
+def test_a_run_of_the_quickstart_trains_on_as_many_processes_as_it_says(
+    words: tuple[str, ...], workplace: Path, tmp_path: Path
+) -> None:
+    command = Command.of(list(words))
+    assert command is not None
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "runs/quickstart/checkpoints")
+    small = [word for word in SMALL if not word.startswith("batch")]
+    with chdir(tmp_path):
+        done = on_ranks(command.processes, "pretrain", *command.arguments, *small, "train.steps=2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material", "mkdocs_static_i18n", "mkdocstrings"):
+        pytest.importorskip(package, reason="the extra docs is not installed")
+    done = python("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for page in ("index.html", "zh/index.html", "parallelism/index.html", "zh/parallelism/index.html"):
+        assert not re.findall(r'(?:src|rel="stylesheet" href)="?https?:', (tmp_path / page).read_text(encoding="utf-8"))

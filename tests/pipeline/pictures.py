@@ -1,0 +1,30 @@
+"""The pictures of schedules that docs/parallelism.md shows.
+
+python -m tests.pipeline.pictures docs/pictures    # draws them
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pangu.pipeline.actions import Durations
+from pangu.pipeline.draw import draw
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import simulate
+
+STAGES, MICRO_BATCHES = 4, 8
+
+
+def draw_schedule(name: str, folder: Path) -> Path:
+    """Draw a schedule with as few chunks as it takes; forward and both parts of backward take equal times."""
+    schedule = make_schedule(name, STAGES, SCHEDULES[name].virtual[0], MICRO_BATCHES)
+    draw(simulate(schedule, Durations()), folder / name, "simulated")
+    (folder / f"{name}.png").unlink()
+    return folder / f"{name}.svg"
+
+
+if __name__ == "__main__":
+    for each in SCHEDULES:
+        draw_schedule(each, Path(sys.argv[1]))
