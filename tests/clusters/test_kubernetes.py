@@ -103,7 +103,9 @@ def test_the_job() -> None:
     assert [rule["values"] for rule in exits] == [[USER_ERROR], [RETRYABLE]]
 
 
-def test_the_pytorch_job() -> None:
+def test_the_pytorch_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")  # as the operator does
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
     (job,) = manifests("pytorchjob.yaml").values()
     pytest.importorskip("jsonschema").validate(job, PYTORCH_JOB)
     for replicas in job["spec"]["pytorchReplicaSpecs"].values():

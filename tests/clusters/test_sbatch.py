@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import config
 from tests.end_to_end.test_readme import parsed
 from tests.spawn import repository
 
@@ -90,12 +89,12 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
     for number, line in enumerate(lines, start=1):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with job(folder, "+config=pangu_2_6b", "data.train=[a b]", ARRAY_TASK_ID=number, status=2) as shell:
+        words = ("+config=pangu_2_6b", "data.train=[a b]")
+        with job(folder, *words, ARRAY_TASK_ID=number, GPUS_ON_NODE=8, status=2) as shell:
             shell.wait(30)
-        words = (folder / "words").read_text().splitlines()
-        assert words[-len(line.split()) - 2 :] == ["+config=pangu_2_6b", "data.train=[a b]", *line.split()]
-        parsed(["python", *words])
-        config(*words[words.index("pretrain.py") + 1 :])
+        command = (folder / "words").read_text().splitlines()
+        assert command[command.index("pretrain.py") + 1 :] == [*words, *line.split()]
+        parsed(["python", *command])
     with job(tmp_path, ARRAY_TASK_ID=len(lines) + 1) as shell:
         _, said = shell.communicate(timeout=30)
         assert shell.returncode == 2
