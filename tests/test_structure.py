@@ -31,9 +31,11 @@ FLOORS = {
     "training": 8,
     "dryrun": 9,
     "translation": 9,
+    "reporting": 3,
 }
-APART = {"translation": 1_600, "library": 1_100}
-"""Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules."""
+APART = {"translation": 1_600, "library": 1_100, "reporting": 720}
+"""Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
+pages about runs."""
 PACKAGE = repository() / "pangu"
 CALLED_BY_OTHERS = {"PanguLM"}
 """What only other programs call: lm-eval's command, by a registered name."""
@@ -161,9 +163,10 @@ def test_the_package_stays_small() -> None:
     during a run; 60 choices of experts without sorting, and in sequences that ranks share; 95 nodes: which rank is
     where, in messages and in a file, what devices, the allocator and NCCL are told, statuses for schedulers;
     460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
-    is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume."""
+    is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume; 50 where a
+    run went on from, for reports."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_415
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_465
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -204,7 +207,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_275, "run": 11_820}
+MOST_LINES = {"trainer": 6_275, "run": 11_840}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what

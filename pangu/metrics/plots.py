@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from pangu.config.errors import writing
 from pangu.config.files import write_atomically
-from pangu.metrics.record import from_json, read_lines
+from pangu.metrics.record import read_records
 
 Series = NDArray[np.float64]
 
@@ -82,9 +84,13 @@ def _draw_rate(axes: Axes, tokens: Series, rate: Series) -> None:
     axes.patch.set_visible(False)
 
 
-def read_columns(metrics_jsonl: Path, names: tuple[str, ...]) -> dict[str, Series]:
-    """Columns of metrics.jsonl by field name; NaN where a line has null or lacks the field. No file counts as empty."""
-    records = [fields for line in read_lines(metrics_jsonl) if (fields := from_json(line)) is not None]
+def read_columns(metrics_jsonl: Path, names: Sequence[str]) -> dict[str, Series]:
+    """Columns of metrics.jsonl. No file counts as empty."""
+    return columns_of(read_records(metrics_jsonl), names)
+
+
+def columns_of(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Series]:
+    """Columns of metrics.jsonl by field name; NaN where a line has null or lacks the field."""
     return {name: np.array([_number(fields.get(name)) for fields in records], np.float64) for name in names}
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from pangu.config.files import open_regular, parse_json
 
-_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding")
+_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_")
 """Beginnings of the fields that a line lacks if there is nothing to say."""
 
 
@@ -43,6 +43,8 @@ class StepRecord:
     """Steps skipped so far because a gradient was not finite."""
     loss_scale: float | None
     """Loss scale of the step; None unless the format is fp16."""
+    continued_from: int | None = None
+    """Step of the checkpoint that the run went on from before this step: it was started again, or went back."""
     data_wait_s: float = 0.0
     """Seconds of the step in which the first rank waited for its micro-batches, which are read one step ahead."""
     padding: float | None = None
@@ -65,8 +67,8 @@ class StepRecord:
     choices that were `dropped`, and the means over layers and sequences of both losses, without their factors."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields; those of padding, validation and benchmarks, the ratios, slow ranks and experts are left out if
-        there are none."""
+        """All fields; those of padding, validation and benchmarks, the ratios, slow ranks, experts and a checkpoint are
+        left out if there are none."""
         return {
             name: value for name, value in asdict(self).items() if value is not None or not name.startswith(_OPTIONAL)
         }
@@ -134,3 +136,8 @@ def read_lines(path: Path) -> list[str]:
         return []
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         return file.read().splitlines()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a metrics.jsonl. Raises as `read_lines`."""
+    return [fields for line in read_lines(path) if (fields := from_json(line)) is not None]

@@ -65,6 +65,8 @@ class Loop:
         """Place in the order of the data, over all replicas: samples consumed, and those left out by rollbacks."""
         self._position: Mapping[str, Any] | None = None
         """That of the data after the last step."""
+        self._continued_from: int | None = None
+        """Step of the checkpoint that the next step goes on from, if no step has been recorded since."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
         self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
@@ -151,7 +153,9 @@ class Loop:
         # asks for is done last, so that the step that was just made is saved.
         if self._goes_back(result, saver):
             return False
-        self.record = replace(self._figures(result, self._step_s, stragglers), **of_data)
+        record = self._figures(result, self._step_s, stragglers)
+        self.record = replace(record, continued_from=self._continued_from, **of_data)
+        self._continued_from = None
         for writer in self._writers:
             writer.write(self.record)
         self._check_replicas()
@@ -320,6 +324,7 @@ class Loop:
         """Go on from where a checkpoint was written."""
         self.samples = checkpoint.get("samples", 0)
         self.sources.train.resume(checkpoint.get("position"))
+        self._continued_from = self.trainer.step if checkpoint else None
         self.spikes.restore(checkpoint.get("watch", {}))
 
     def _check_replicas(self) -> None:

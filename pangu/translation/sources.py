@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import yaml
 
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import parse_json
+from pangu.config.flat import flatten
 from pangu.translation import deepspeed, huggingface, megatron, mindformers, torchtitan
 from pangu.translation.launch_script import after_program, read_command, read_flags
-from pangu.translation.table import Translation, flatten, load_table
+from pangu.translation.table import Translation, load_table
 
 MOST_BYTES = 16 * 2**20
 """Of a file with settings."""
-MOST_SETTINGS = 10_000
-"""In a file, which YAML lets stand for any number by names of what came before."""
 
 
 def translate(source: str, words: Sequence[str]) -> Translation:
@@ -34,9 +32,8 @@ def translate(source: str, words: Sequence[str]) -> Translation:
         values = _parsed(path, *_PARSERS[source])
         if source == "huggingface":
             return _not_empty(huggingface.translate(values, path), path)
-        given, rules = dict(islice(flatten(values), MOST_SETTINGS + 1)), _RULES[source]
-        if len(given) > MOST_SETTINGS:
-            raise UserError(f"{path}: has more than {MOST_SETTINGS:,} settings")
+        with reading(path, ValueError, rule="holds too much"):
+            given, rules = flatten(values), _RULES[source]
     translation = _not_empty(Translation(load_table(source), given), words[0])
     rules(translation)
     return translation

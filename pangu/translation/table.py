@@ -4,7 +4,7 @@ shows."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -223,12 +223,3 @@ def _is_unset(value: Any, mark: str | None) -> bool:
     if isinstance(value, list):
         return any(_is_unset(one, mark) for one in value)
     return isinstance(value, str) and (value == mark or "$" in value or "`" in value)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "", depth: int = 20) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of what nested tables hold; lists are values, and so is what is deeper than `depth`."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value and depth:
-            yield from flatten(value, f"{prefix}{key}.", depth - 1)
-        else:
-            yield f"{prefix}{key}", value

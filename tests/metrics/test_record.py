@@ -55,7 +55,8 @@ def test_what_is_not_a_whole_record_is_none(line: str) -> None:
 def test_trackers_get_every_field_but_the_step_and_nothing_unknown(record: Make) -> None:
     nested = {"trust_ratios": {"w": 0.25}, "slow_ranks": {3: 1.75}, "evaluation": {"c3/accuracy": 50.5}}
     nested |= {"experts": {"load": 1.5}, "validation_sources": {"web": {"loss": 2.5, "perplexity": 12.25}}}
-    full = record(loss_scale=65536.0, padding=0.125, validation_loss=2.0, validation_perplexity=7.4, **nested)
+    plain_figures = {"padding": 0.125, "continued_from": 119, "validation_loss": 2.0, "validation_perplexity": 7.4}
+    full = record(loss_scale=65536.0, **plain_figures, **nested)
     plain = [value for name, value in full.as_dict().items() if name not in ("step", *nested) and value is not None]
     assert sorted(tracked(full).values()) == sorted([*plain, 0.25, 1.5, 1.75, 50.5, 2.5, 12.25])
     assert (tracked(full)["trust_ratio/w"], tracked(full)["slow_rank/3"]) == (0.25, 1.75)

@@ -259,7 +259,7 @@ CASES: dict[str, tuple[str, str | None, str]] = {
         "mindformers",
         "a: &a {x: 1, y: 2}\n"
         + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 30)).replace("*a0", "*a"),
-        "has more than 10,000 settings",
+        "more than 10,000 settings",
     ),
 }
 

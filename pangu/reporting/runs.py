@@ -1,0 +1,261 @@
+"""Run folders as others read them: figures of every step, configuration, summary and heartbeat. Nothing in them is
+trusted: numbers are taken for numbers only if they are some, and no link is followed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pangu.config.errors import UserError, reading, shown
+from pangu.config.files import open_regular, read_json, refuse_links
+from pangu.config.flat import flatten
+from pangu.metrics.plots import Series, columns_of, smooth
+from pangu.metrics.record import read_records
+from pangu.metrics.text import compact, duration
+
+MOST_RUNS = 100
+"""In a report."""
+MOST_CONFIG_BYTES = 2**20
+DEPTH = 3
+"""Folders within one that holds a sweep."""
+SILENT_SECONDS = 120.0
+"""Without a heartbeat, after which a run that has not ended counts as silent."""
+_NUMBERS = (
+    *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"),
+    *("peak_memory_gib", "skipped", "loss_scale", "data_wait_s", "validation_loss", "continued_from"),
+)
+"""Fields of metrics.jsonl that are drawn or counted."""
+_EXPERTS = ("load", "least_load", "dropped", "balance_loss", "z_loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder tells."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    """Values by dotted key."""
+    records: Sequence[Mapping[str, Any]]
+    """Lines of metrics.jsonl."""
+    summary: Mapping[str, Any]
+    """Empty until the run is complete."""
+    heartbeat: Mapping[str, Any]
+    silent_s: float
+    """Since the heartbeat was written."""
+    stacks: int
+    """Files that tell where ranks were stuck."""
+
+    @cached_property
+    def columns(self) -> dict[str, Series]:
+        """Figures of all steps by name, NaN where there is none; those of experts as `experts/load`."""
+        experts = [part if isinstance(part := record.get("experts"), dict) else {} for record in self.records]
+        of_experts = columns_of(experts, _EXPERTS)
+        columns = columns_of(self.records, _NUMBERS) | {f"experts/{name}": of_experts[name] for name in _EXPERTS}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            columns["data_wait"] = columns["data_wait_s"] / columns["step_time_s"]
+        return columns
+
+    @property
+    def state(self) -> str:
+        """What the run does now, or how it ended."""
+        doing = self.heartbeat.get("doing")
+        if self.summary or doing == "failed":
+            return "complete" if self.summary and doing != "failed" else "failed"
+        if doing == "ended":
+            return "stopped"
+        if not isinstance(doing, str):
+            return "unknown"
+        return doing if self.silent_s < SILENT_SECONDS else f"silent for {duration(self.silent_s)}"
+
+    @property
+    def layout(self) -> str:
+        """Degrees of parallelism other than 1, and ZeRO's stage."""
+        degrees = [
+            f"{name} {value}"
+            for name in ("tensor", "pipeline", "data", "context", "expert", "virtual")
+            if isinstance(value := self.config.get(f"parallel.{name}"), int) and value > 1
+        ]
+        if self.config.get("parallel.pipeline") not in (None, 1):
+            degrees.append(str(self.config.get("parallel.schedule")))
+        degrees += ["sequence"] if self.config.get("parallel.sequence") is True else []
+        zero = self.config.get("parallel.zero")
+        return ", ".join([*degrees, f"ZeRO {zero}"] if zero else degrees or ["one replica"])
+
+    def last(self, name: str) -> float:
+        """The newest finite figure of a column; NaN without any."""
+        finite = self.columns[name][np.isfinite(self.columns[name])]
+        return float(finite[-1]) if len(finite) else math.nan
+
+    def median(self, name: str) -> float:
+        """Of all steps but the first ten, which warm up, where there are more."""
+        values = self.columns[name]
+        values = values[10:] if len(values) > 20 else values
+        finite = values[np.isfinite(values)]
+        return float(np.median(finite)) if len(finite) else math.nan
+
+    @property
+    def final_loss(self) -> float:
+        """Training loss, smoothed over a fiftieth of the run."""
+        losses = smooth(self.columns["loss"]) if len(self.records) else np.empty(0)
+        finite = losses[np.isfinite(losses)]
+        return float(finite[-1]) if len(finite) else math.nan
+
+    def events(self) -> Iterator[tuple[int, str]]:
+        """Steps at which something went wrong or the run was started again, and what."""
+        before = 0.0
+        for step, skipped, place, record in zip(
+            self.columns["step"], self.columns["skipped"], self.columns["continued_from"], self.records, strict=True
+        ):
+            if math.isfinite(place):
+                yield int(step), f"goes on from the checkpoint of step {place:.0f}"
+            if skipped > before:
+                yield int(step), "skipped: the gradient was not finite"
+            before = max(before, skipped if math.isfinite(skipped) else 0.0)
+            slow = record.get("slow_ranks")
+            if isinstance(slow, dict) and slow:
+                ranks = ", ".join(f"{shown(rank)} ({shown(factor)[:4]}x)" for rank, factor in list(slow.items())[:5])
+                yield int(step), f"slow ranks: {ranks}"
+        if self.state == "failed" or self.state.startswith("silent"):
+            yield int(number(self.heartbeat.get("step")) or 0), f"the run {self.state}"
+        if self.stacks:
+            yield (
+                int(self.last("step") if len(self.records) else 0),
+                f"stacks/ holds {self.stacks} traces of stuck ranks",
+            )
+
+
+def number(value: object) -> float | None:
+    """A finite number as it is; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 2**63 and math.isfinite(value) else None
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Run folders among these, and in those that are none, e.g. a sweep's. Raises UserError if one holds none."""
+    folders: list[Path] = []
+    for path in paths:
+        with reading(path):
+            inside = [path] if is_run(path) else sorted(_below(path, DEPTH), key=_natural)
+        if not inside:
+            raise UserError(f"{path}: is no run folder, with metrics.jsonl and config.yaml, and holds none")
+        folders += [folder for folder in inside if folder not in folders]
+    if len(folders) > MOST_RUNS:
+        raise UserError(f"{len(folders)} runs are too many for one page; {MOST_RUNS} are possible")
+    return folders
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    for inner in folder.iterdir():
+        if inner.is_symlink() or not inner.is_dir():
+            continue
+        if is_run(inner):
+            yield inner
+        elif depth > 1:
+            yield from _below(inner, depth - 1)
+
+
+def _natural(path: Path) -> tuple[Path, float, str]:
+    """Order of a sweep's folders: 2 comes before 10."""
+    return path.parent, float(path.name) if path.name.isdecimal() and len(path.name) < 9 else math.inf, path.name
+
+
+def open_run(folder: Path, name: str) -> Run:
+    """Read a run folder. Raises UserError for files that cannot be read."""
+    names = ("config.yaml", "metrics.jsonl", "summary.json", "heartbeat.json", "stacks")
+    refuse_links(folder / file for file in names)
+    metrics, stacks = folder / "metrics.jsonl", folder / "stacks"
+    with reading(metrics):
+        records = read_records(metrics)
+    with reading(folder):
+        beat = folder / "heartbeat.json"
+        silent_s = time.time() - beat.stat().st_mtime if beat.exists() else 0.0
+        traces = sum(1 for _ in stacks.iterdir()) if stacks.is_dir() else 0
+    return Run(
+        name,
+        folder,
+        _config(folder),
+        records,
+        _object(folder, "summary"),
+        _object(folder, "heartbeat"),
+        silent_s,
+        traces,
+    )
+
+
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return {}
+    value = read_json(path, shared=True)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is no JSON object")
+    return value
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    with reading(path, ValueError, yaml.YAMLError, RecursionError, rule="is no configuration"):
+        with open_regular(path, "rb") as file:
+            content = file.read(MOST_CONFIG_BYTES + 1)
+        if len(content) > MOST_CONFIG_BYTES:
+            raise ValueError("more than 1 MiB")
+        values = yaml.safe_load(content)
+        if not isinstance(values, dict):
+            raise ValueError("no keys and values")
+        return flatten(values)
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Keys of the configuration that are not the same in all runs: the values of each, `-` where a run has none."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = {key: [shown(run.config[key]) if key in run.config else "-" for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if key != "train.output" and len(set(values)) > 1}
+
+
+def figures(run: Run) -> dict[str, tuple[str, float]]:
+    """The end of a run: name, text and, for comparing, a number that is better where it is smaller (NaN: none)."""
+    loss, held_out, rate = run.final_loss, run.last("validation_loss"), run.median("tokens_per_s")
+    steps = run.config.get("train.steps")
+    parameters = number(run.summary.get("parameters"))
+    done = f"{run.last('step'):,.0f}" if len(run.records) else "0"
+    restarts = int(np.isfinite(run.columns["continued_from"]).sum())
+    mfu, memory, wait = run.median("mfu"), run.last("peak_memory_gib"), run.median("data_wait")
+    return {
+        "state": (run.state, math.nan),
+        "step": (f"{done} / {steps:,}" if isinstance(steps, int) else done, math.nan),
+        "tokens": (_text(run.last("tokens"), compact), math.nan),
+        "weights": ("-" if parameters is None else compact(parameters), math.nan),
+        "layout": (run.layout, math.nan),
+        "loss": (_text(loss, "{:.4f}".format), loss),
+        "validation": (_text(held_out, "{:.4f}".format), held_out),
+        "perplexity": (_text(held_out, lambda value: f"{math.exp(min(value, 700)):.4g}"), math.nan),
+        "tokens/s": (_text(rate, compact), -rate),
+        "TFLOP/s a device": (_text(run.median("tflops_per_device"), "{:.4g}".format), math.nan),
+        "MFU": (_text(mfu, "{:.1%}".format), -mfu),
+        "memory": (_text(memory, "{:.2f} GiB".format), memory),
+        "data wait": (_text(wait, "{:.1%}".format), math.nan),
+        "skipped": (_text(run.last("skipped"), "{:.0f}".format), math.nan),
+        "restarts": (str(restarts), math.nan),
+        "time": (_text(float(np.nansum(run.columns["step_time_s"])), duration), math.nan),
+    }
+
+
+def _text(value: float, form: Any) -> str:
+    return form(value) if math.isfinite(value) and abs(value) < 1e30 else "-"
