@@ -156,6 +156,8 @@ def cheap(command: Command) -> Form:
             more = tuple(word for word in SEARCHED if word.partition("=")[0] not in given)
             return Form("few layouts, whose layers nobody counts", more)
         return Form("few layers", _few(overrides, 1))
+    if command.program.startswith("examples/"):
+        return Form("tests/as_library carries it out", runs=False)
     if "--fit" in command.arguments:
         return Form("minutes; tests/tools/test_validate_planner.py fits", runs=False)
     return FORMS.get(command.program, Form("nobody has said how to run it", runs=False))

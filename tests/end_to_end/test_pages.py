@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 from filelock import FileLock
 
+import pangu
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
 from pangu.pipeline.orders import SCHEDULES
@@ -97,6 +98,9 @@ def understood(words: list[str]) -> None:
         assert not layout_problems(config(*command.overrides), command.processes)
     elif command.program == "pretrain":
         assert "--cfg" in command.arguments or show_help(command.arguments, repository() / "configs")
+    elif command.program.startswith("examples/"):
+        assert not command.arguments
+        assert (repository() / f"{command.program}.py").is_file()
     else:
         import_module(command.program.replace("/", ".")).parse(command.arguments)
 
@@ -261,3 +265,9 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     assert done.returncode == 0, done.stderr
     for page in ("index.html", "zh/index.html", "parallelism/index.html", "zh/parallelism/index.html"):
         assert not re.findall(r'(?:src|rel="stylesheet" href)="?https?:', (tmp_path / page).read_text(encoding="utf-8"))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = DOCS["reference"].read_text(encoding="utf-8")
+    homes = {name: pangu._HOMES[name] for name in pangu.__all__ if not name.startswith("_")}
+    assert [f"{home}.{name}" for name, home in homes.items() if f"::: {home}.{name}\n" not in text] == []

@@ -18,8 +18,9 @@ STAGES, MICRO_BATCHES = 4, 8
 
 
 def draw_schedule(name: str, folder: Path) -> Path:
-    """Draw a schedule with as few chunks as it takes; forward and both parts of backward take equal times."""
-    schedule = make_schedule(name, STAGES, SCHEDULES[name].virtual[0], MICRO_BATCHES)
+    """Draw a schedule, with two chunks if it takes several; forward and both parts of backward take equal times."""
+    least, most = SCHEDULES[name].virtual
+    schedule = make_schedule(name, STAGES, least if most is not None else 2, MICRO_BATCHES)
     draw(simulate(schedule, Durations()), folder / name, "simulated")
     (folder / f"{name}.png").unlink()
     return folder / f"{name}.svg"
