@@ -16,6 +16,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "README.zh.md": "index.zh.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 """Pages that do not stand in `docs`, and their places in the site."""
@@ -36,19 +37,24 @@ def on_config(config: MkDocsConfig) -> None:
         for path in (root / "docs").rglob("*.*")
     }
     places |= OUTSIDE
-    for source, place in places.items():
+    for source, place in list(places.items()):
         if source.endswith(".md"):
             text = LANGUAGES.sub("", (root / source).read_text(encoding="utf-8"), count=1)
-            (folder / place).write_text(_turned(text, PurePosixPath(source), places), encoding="utf-8")
+            (folder / place).write_text(_turned(text, PurePosixPath(source), places, root), encoding="utf-8")
     config.docs_dir = str(folder)
 
 
-def _turned(text: str, source: PurePosixPath, places: dict[str, str]) -> str:
-    """A page with links between places in the site. Links that lead elsewhere stay: a strict build names them."""
+def _turned(text: str, source: PurePosixPath, places: dict[str, str], root: Path) -> str:
+    """A page with links between places in the site. A file that is no page comes into the site with the link; links to
+    nothing stay: a strict build names them."""
     folder = PurePosixPath(places[str(source)]).parent
 
     def turned(link: re.Match[str]) -> str:
         target = os.path.normpath(source.parent / link[0])
+        if target not in places and (root / target).is_file():
+            (Path(GATHERED.name) / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / target, Path(GATHERED.name) / target)
+            places[target] = target
         return os.path.relpath(places[target], folder) if target in places else link[0]
 
     return LINK.sub(turned, text)
