@@ -131,7 +131,6 @@ FORMS: dict[str, Form] = {
     "tools/validate_planner": Form("as it is"),
     "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
     "tools/translate_config": Form("tests/tools/test_translate_config.py has such files", runs=False),
-    "tools/report": Form("tests/tools/test_report.py has such runs", runs=False),
     "tools/report": Form("tests/tools/test_report.py has such run folders", runs=False),
     "scripts/generate": Form("one process", ("--max-tokens", "4"), {"2": "1"}),
     "scripts/evaluate": Form(
