@@ -110,7 +110,7 @@ def _indexed(folder: Path) -> None:
 
 
 def _packing(folder: Path) -> Packing:
-    return Packing(str(folder / "tokens"), 4, "best_fit", None)
+    return Packing(str(folder / "whole_documents"), 4, "best_fit", None)
 
 
 def _packed(folder: Path) -> None:
@@ -196,9 +196,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_config(folder / "run", config())
     weights = random_weights(pangu_shapes(2, 8, 20, 8), dtype=torch.float32)
     foreign.write_slices(folder / "mindspore", weights, 2, 2)
-    with IndexedWriter(folder / "tokens", 100) as writer:
-        for length in (3, 0, 5):
-            writer.add(range(length))
+    for name in ("tokens", "whole_documents"):
+        with IndexedWriter(folder / name, 100) as writer:
+            for length in (3, 0, 5):
+                writer.add(range(length))
     write_packing(_packing(folder))
     texts = [path.read_text(encoding="utf-8") for path in library_files("bisect.py", "textwrap.py", "heapq.py")]
     (folder / "exact.model").write_bytes(train_sentencepiece(texts, 400, "bpe"))

@@ -29,13 +29,13 @@ log = logging.getLogger("pangu")
 
 INTERLUDE = "interlude"
 """A span that is no part of the step."""
-PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "loading", "logging")
+PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "update", "expert", "loading", "logging")
 """What a step's time is spent on: the terms of a forecast, of which those of communication are waiting for the messages
 themselves and `bubble` is waiting for a rank that has not come yet; waiting for batches; all that surrounds a step."""
 WORDS = ("update", "loading", "logging", INTERLUDE)
 """What spans are for that are no action and wait for no collective."""
 TERM_OF = {
-    **dict.fromkeys(("context", "expert"), "tensor"),
+    "context": "tensor",
     "ends": "pipeline",
     **dict.fromkeys(("replicas", "shard", "gather", "copies"), "data"),
     **dict.fromkeys(EXPERT_GROUPS[1:], "data"),

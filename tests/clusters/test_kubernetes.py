@@ -9,7 +9,7 @@ import yaml
 
 from pangu.config.exit_status import RETRYABLE, USER_ERROR
 from tests.configs import config
-from tests.end_to_end.test_readme import parsed
+from tests.end_to_end.test_pages import understood
 from tests.spawn import repository
 
 FOLDER = repository() / "scripts" / "kubernetes"
@@ -76,7 +76,7 @@ def validated(manifest: dict[str, Any]) -> None:
 def run_of(container: dict[str, Any]) -> list[str]:
     """The words of its command, all of which are understood."""
     words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["command"] + container["args"]]
-    parsed(words)
+    understood(words)
     overrides = words[words.index("pretrain.py") + 1 :]
     assert config(*overrides).train.stop_status == RETRYABLE
     return words

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_readme import parsed
+from tests.end_to_end.test_pages import understood
 from tests.spawn import repository
 
 SCRIPT = "scripts/slurm/pretrain.sbatch"
@@ -94,7 +94,7 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
             shell.wait(30)
         command = (folder / "words").read_text().splitlines()
         assert command[command.index("pretrain.py") + 1 :] == [*words, *line.split()]
-        parsed(["python", *command])
+        understood(["python", *command])
     with job(tmp_path, ARRAY_TASK_ID=len(lines) + 1) as shell:
         _, said = shell.communicate(timeout=30)
         assert shell.returncode == 2
