@@ -338,7 +338,7 @@ def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
             by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],
-                "host_syncs": sum(amount for key, amount in counts.items() if key[0] == "host_sync"),
+                "host_syncs": sum(amount for key, amount in counts.items() if key[0] in ("host_sync", "blocking_copy")),
                 "products": _products(counts),
                 "collectives": _collectives(counts, _OF_PHASES),
                 **audit.spans[action]._asdict(),

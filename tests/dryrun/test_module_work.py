@@ -128,7 +128,8 @@ def test_a_layer_of_experts_is_what_formulas_say(piece: Piece) -> None:
 
 
 def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
-    """Products and collectives exactly; the rest but for masks of rows by experts, of which this layer has many."""
+    """Products and collectives exactly; the rest but for masks of rows by experts, of which this layer has many, and
+    for gradients of weights, of which few ranks have more to add up."""
     experts = ("model.experts=8", "model.expert_ffn=256", "model.shared_experts=1", "model.biases=false")
     config = choose_layout(values("", *SHAPE, *experts), 1).config
     piece = Piece(2, True, chunks=2, expert=8, expert_tensor=1)
@@ -140,7 +141,10 @@ def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
         assert sorted(one.collectives) == sorted(other.collectives)
         assert one.waits == other.waits
         assert one.launches == pytest.approx(other.launches, rel=0.03)
-        assert one.bytes == pytest.approx(other.bytes, rel=0.03)
+        if part == "backward_weight":
+            assert one.bytes >= other.bytes
+        else:
+            assert one.bytes == pytest.approx(other.bytes, rel=0.03)
     assert told.forward.waits == 1
     assert told.saved_bytes == pytest.approx(carried_out.saved_bytes, rel=0.03)
     assert told.working_bytes >= carried_out.working_bytes

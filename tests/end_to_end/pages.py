@@ -100,7 +100,9 @@ def _few(overrides: list[str], processes: int) -> tuple[str, ...]:
     """Overrides that leave few stages, layers and micro-batches of a run."""
     run = config(*overrides)
     parallel = run.parallel
-    replicas = parallel.data or max(parallel.expert, processes // (parallel.tensor * parallel.pipeline * parallel.context))
+    replicas = parallel.data or max(
+        parallel.expert, processes // (parallel.tensor * parallel.pipeline * parallel.context)
+    )
     stages = min(parallel.pipeline, STAGES)
     chunks = stages * parallel.virtual
     few = {

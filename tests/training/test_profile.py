@@ -66,6 +66,7 @@ def test_every_moment_is_a_part_of_the_step() -> None:
         "bubble": 2 + 0.5 + 0.75,
         "data": 0.5 + 0.5,
         "update": 2.25 + 0.25,
+        "expert": 0.0,
         "loading": 1,
         "logging": 1 + 3 - 1,
     }
