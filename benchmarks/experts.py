@@ -80,9 +80,11 @@ class MegatronExperts(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+        from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.spec_utils import build_module
 
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+        vars(moe_utils).setdefault("te_general_gemm", None)  # without Transformer Engine it forgets to name it
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config = megatron_config(
