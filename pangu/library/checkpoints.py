@@ -41,12 +41,13 @@ def save(
     at, steps = mesh.at, 0.0
     shards = [shard for shard in sharded.parameters.shards if counts(shard.placement, mesh.layout, at)]
     slices = [(f"weight/{name}", part) for shard in shards for name, part in rectangles_of(shard, shard.main)]
-    for shard in shards if optimizer is not None else ():
-        state = optimizer.state.get(shard.main, {}) if optimizer is not None else {}
-        steps = max(steps, float(state.get("step", 0.0)))
-        for kind, values in state.items():
-            if isinstance(values, Tensor) and values.shape == shard.main.shape:
-                slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
+    if optimizer is not None:
+        for shard in shards:
+            state = optimizer.state.get(shard.main, {})
+            steps = max(steps, float(state.get("step", 0.0)))
+            for kind, values in state.items():
+                if isinstance(values, Tensor) and values.shape == shard.main.shape:
+                    slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
     agree(mesh, lambda: _require_exact(sharded), runs_here=True)
     if mesh.replica == 0 and at.tensor == 0:
         for name, buffer in _buffers(sharded):

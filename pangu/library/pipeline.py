@@ -106,8 +106,8 @@ class Pipeline:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
         except NumbersError as error:
             raise UserError(str(error)) from error
-        own = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
-        self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in own})
+        here = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
+        self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in here})
         """This rank's chunks by their number."""
         self._mesh, self._last = mesh, len(chunks) - 1
         self._known: dict[str, dict[int, Made]] = {}
@@ -118,15 +118,15 @@ class Pipeline:
             self.modules,
             mesh,
             storage_of(self.modules, mesh, **storage),
-            {chunk: str(chunk) for chunk in own},
+            {chunk: str(chunk) for chunk in here},
             reduces=self.schedule.reduce_each,
-            turns=self._last in own,
+            turns=self._last in here,
         )
         """Its `lamb`, `adamw` and `step`, and what `save` and `load` take; names of parameters begin with the number of
         their chunk."""
         unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
         hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
-        parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in own}
+        parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in here}
         self._chunks = _Chunks(self.modules, {})
         fields: dict[str, Any] = {"dtype": torch.float32, "region": TensorRegion.of(mesh), "store": store}
         self._runner = Runner.on(mesh, self._chunks, parts, self.schedule, hooks=hooks, **fields)

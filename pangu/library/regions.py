@@ -217,15 +217,12 @@ class RegionHooks:
             self._guard.__exit__(None, None, None)
             self._guard = None
         outputs = [x for x in tensors_in(output) if x.requires_grad] if torch.is_grad_enabled() else []
-        # what is computed again in backward is in use anyhow
-        stays = (
-            {name: name}
-            if outputs and name in self._turns
-            else {}
-            if self._in_backward or name in self._chunks
-            else None
-        )
-        self._end(name, stays)
+        following: dict[str, str] | None = None
+        if outputs and name in self._turns:
+            following = {name: name}
+        elif self._in_backward or name in self._chunks:  # what is computed again in backward is in use anyhow
+            following = {}
+        self._end(name, following)
         if name not in self._regions.lookups:
             for x in outputs:
                 x.register_hook(use.open)

@@ -309,9 +309,9 @@ def _require_agreement(model: nn.Module, table: PlacementTable, mesh: Mesh) -> N
         return
     at, values = mesh.at, {**dict(model.named_parameters()), **dict(model.named_buffers())}
     cut = {placement.name for placement in table if placement.cut_dim is not None}
-    own = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
+    digests_here = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
     holders: dict[tuple[int, int, str], tuple[int, str]] = {}
-    for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, own), mesh.group("world"))):
+    for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, digests_here), mesh.group("world"))):
         names = ", ".join(digests)
         for name, (tensor, digest) in {"": (0, names), **digests}.items():
             first, expected = holders.setdefault((stage, tensor, name), (rank, digest))

@@ -63,7 +63,7 @@ def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
     folders = find_runs(paths)
     names = _names(folders)
     runs = [open_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-    colours = {run.name: _colour(number) for number, run in enumerate(runs)}
+    colours = {run.name: _colour(place) for place, run in enumerate(runs)}
     legend = "".join(f"<span>{_swatch(colours[run.name])}{escape(run.name)}</span>" for run in runs)
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     parts = [

@@ -19,8 +19,8 @@ MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
 """Groups that every run sends in which has them."""
-TOLD = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", *ALLOCATOR)
-"""Beginnings of the names of what the start of a run tells."""
+SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", *ALLOCATOR)
+"""Beginnings of the names of variables that the start of a run shows."""
 RECORDED_COLLECTIVES = 2000
 """The last ones of each process: some steps' worth, a few hundred KiB."""
 
@@ -57,7 +57,7 @@ def describe_environment(given: Mapping[str, str], environment: Mapping[str, str
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={environment[name]}" for name in sorted(names))
 
-    told = {name for name in environment if name.startswith(TOLD)}
-    defaults = {name for name in told if given.get(name) in (None, GROWING)}
-    parts = (("default", defaults), ("yours", told - defaults))
+    variables = {name for name in environment if name.startswith(SHOWN)}
+    defaults = {name for name in variables if given.get(name) in (None, GROWING)}
+    parts = (("default", defaults), ("yours", variables - defaults))
     return "; ".join(f"{whose}: {listed(names)}" for whose, names in parts if names) or "nothing is set"
