@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from pangu.config.errors import UserError, reading, shown
 
@@ -47,27 +47,50 @@ _SUMS = {
     ast.Mod: operator.mod,
 }
 
+_OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+"""Words that begin and end what is carried out under a condition, or several times."""
+
 Variables = dict[str, list[str]]
 
 
-def read_command(text: str, where: object, given: Mapping[str, str]) -> list[str]:
-    """The words behind pretrain_gpt.py in a script. `given`: variables that have these values whatever the script says.
+class Command(NamedTuple):
+    """What a script starts."""
+
+    words: list[str]
+    """Behind pretrain_gpt.py."""
+    conditional: dict[str, str]
+    """Variables that it sets under a condition, with the last value: conditions are not looked at."""
+
+
+def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
+    """The command with pretrain_gpt.py in a script. `given`: variables that have these values whatever the script says.
     Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
     variables: Variables = {name: [value] for name, value in given.items()}
+    commands: list[list[str]] = []
+    conditional: dict[str, str] = {}
+    depth = 0
     with reading(where, ValueError, rule="cannot be followed"):
-        commands = [command for words in _statements(text) for command in _commands(words, variables, given) if command]
-    if not commands:
+        for words in _statements(text):
+            depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
+            commands += _commands(words, variables, given, conditional if depth > 0 else {})
+    if not any(commands):
         raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it")
-    return max(commands, key=len)
+    return Command(max(commands, key=len), conditional)
 
 
-def _commands(words: list[str], variables: Variables, given: Mapping[str, str]) -> Iterator[list[str]]:
-    """Carry out the assignments of a statement; what stands behind pretrain_gpt.py in their values, and in the rest."""
+def _commands(
+    words: list[str], variables: Variables, given: Mapping[str, str], assignments: dict[str, str]
+) -> Iterator[list[str]]:
+    """Carry out the assignments of a statement and note them; what stands behind pretrain_gpt.py in their values, and
+    in the rest."""
     while words and words[0] in _BEFORE:
         words = words[1:]
     while words and (assigned := _ASSIGNMENT.match(words[0])):
         count = _assign(words, assigned, variables, given)
-        yield after_program([part for value in variables[assigned[1]] for part in value.split()])
+        value = " ".join(variables[assigned[1]])
+        if assigned[1] not in given:
+            assignments[assigned[1]] = value
+        yield after_program(value.split())
         words = words[count:]
     yield after_program([field for word in words if word != "(" for field in expand(word, variables)])
 

@@ -18,6 +18,7 @@ _TOKENIZERS = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "huggingface",
+    "SFTTokenizer": "huggingface",
     "PretrainedFromHF": "huggingface",
 }
 
@@ -124,6 +125,9 @@ def _experts(source: Translation) -> None:
         else:
             source.set("model.shared_experts", shared // each, "moe-shared-expert-intermediate-size")
     _expert_layers(source)
+    if source.flag("moe-use-upcycling"):
+        source.set("checkpoint.upcycle", True, "moe-use-upcycling")
+        source.needs("checkpoint.init_from", "the dense model's checkpoint, as tools/convert_checkpoint.py writes it")
     if capacity := source.number("moe-expert-capacity-factor"):
         source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
     source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
@@ -222,7 +226,7 @@ def _layout(source: Translation) -> None:
     elif share not in (None, tensor):
         source.lacks("expert-tensor-parallel-size", "value")
     if (source.count("context-parallel-size") or 1) > 1:
-        ways = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses"}
+        ways = {"p2p": "ring", "allgather": "gather", "all_gather": "gather", "a2a": "ulysses"}
         source.choose("parallel.context_kind", "cp-comm-type", ways)
     if source.said(["zero-stage"]):
         source.set("parallel.zero", source.integer("zero-stage"), "zero-stage")
@@ -292,9 +296,14 @@ def _schedule(source: Translation) -> None:
     shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}
     source.choose("lr_schedule", "lr-decay-style", shapes)
     shape = source.overrides.get("lr_schedule", ("constant", ()))[0]
-    end = source.integer("lr-decay-iters") or source.divide(source.integer("lr-decay-samples")) or steps
+
+    def in_steps(name: str) -> int | None:
+        count = source.integer(name)
+        return None if count is None or size is None else round(count / size)
+
+    end = source.integer("lr-decay-iters") or in_steps("lr-decay-samples") or steps
     fraction = source.number("lr-warmup-fraction")
-    warm = source.integer("lr-warmup-iters") or source.divide(source.integer("lr-warmup-samples")) or 0
+    warm = source.integer("lr-warmup-iters") or in_steps("lr-warmup-samples") or 0
     if fraction is not None and end is not None:
         warm = round(fraction * end)
     names = ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
@@ -305,24 +314,31 @@ def _schedule(source: Translation) -> None:
             source.lacks("lr-wsd-decay-style", "value")
         if decay is not None:
             source.lacks("lr-decay-iters", "value")
-        decay = source.integer("lr-wsd-decay-iters") or source.divide(source.integer("lr-wsd-decay-samples"))
+        decay = source.integer("lr-wsd-decay-iters") or in_steps("lr-wsd-decay-samples")
     if shape != "constant":
         source.set("lr_schedule.decay_steps", decay, "lr-decay-iters", "lr-decay-samples", "lr-wsd-decay-iters")
         source.set("lr_schedule.min_lr", source.number("min-lr"), "min-lr")
 
 
 def _data(source: Translation) -> None:
-    held_out = _prefixes(source, "valid-data-path")[0]
+    held_out = source.blend("valid-data-path")[0]
     if source.flag("mock-data"):
         source.set("data", "synthetic", "mock-data")
         source.overrides.pop("data.tokenizer", None)
     else:
         name = "train-data-path" if source.said(["train-data-path"]) else "data-path"
-        prefixes, weights = _prefixes(source, name)
+        prefixes, weights = source.blend(name)
+        files = "prefixes of indexed files, e.g. [/data/web]"
+        if source.flag("sft"):
+            files = "files of conversations, e.g. [chat.jsonl]"
+            source.set("data", "instructions", "sft")
+            source.needs("data.template", "e.g. chatml, or the path of a Jinja template")
+            if "data.tokenizer" not in source.overrides:
+                source.needs("data.tokenizer", "e.g. {kind:huggingface,path:FOLDER}")
         if prefixes:
             source.set("data.train", prefixes, name)
         else:
-            source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
+            source.needs("data.train", files)
         if weights:
             source.set("data.weights", weights, name)
         _packing(source)
@@ -342,13 +358,3 @@ def _packing(source: Translation) -> None:
             source.set(f"data.packing.{key}", True, name)
     if any(map(source.flag, resets)) and source.overrides["data"][0] == "indexed":
         source.needs("data.packing.eod", "the tokenizer's id that ends a document")
-
-
-def _prefixes(source: Translation, name: str) -> tuple[list[str], list[float]]:
-    """Paths of a blend, `0.7 A 0.3 B`, and their weights, which may be left out."""
-    words = source.words(name)
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        return words, []
-    return (words[1::2], weights) if len(words) % 2 == 0 else (words, [])

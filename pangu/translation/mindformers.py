@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pangu.translation.table import Translation
 
 _MODEL = "model.model_config."
+_LOADER = "train_dataset.data_loader."
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -57,17 +58,46 @@ def _layers(source: Translation) -> None:
         source.set("model.kv_heads", heads, f"{_MODEL}n_kv_heads")
 
 
+_EXPERTS = {
+    "num_experts_chosen": "experts_per_token",
+    "moe_intermediate_size": "expert_ffn",
+    "shared_expert_num": "shared_experts",
+    "first_k_dense_replace": "dense_layers",
+}
+"""Whole numbers of moe_config that are keys of the model."""
+_ROUTER = {
+    "capacity_factor": "expert_capacity",
+    "aux_loss_factor": "router.balance_weight",
+    "z_loss_factor": "router.z_loss",
+    "routed_scaling_factor": "router.scale",
+}
+"""Numbers."""
+
+
 def _experts(source: Translation) -> None:
-    experts = source.integer("moe_config.expert_num")
-    if experts is None or experts < 2:
+    if (source.integer("moe_config.expert_num") or 1) < 2:
         return
-    source.set("model.experts", experts, "moe_config.expert_num")
-    source.set(
-        "model.experts_per_token", source.integer("moe_config.num_experts_chosen"), "moe_config.num_experts_chosen"
-    )
-    for name, key in (("capacity_factor", "expert_capacity"), ("aux_loss_factor", "router.balance_weight")):
+    source.set("model.experts", source.integer("moe_config.expert_num"), "moe_config.expert_num")
+    for name, key in _EXPERTS.items():
+        if (count := source.integer(f"moe_config.{name}")) is not None:
+            source.set(f"model.{key}", count, f"moe_config.{name}")
+    for name, key in _ROUTER.items():
         if (value := source.number(f"moe_config.{name}")) is not None:
             source.set(f"model.{key}", float(value), f"moe_config.{name}")
+    if source.value("moe_config.norm_topk_prob") is False:
+        source.set("model.router.normalised", False, "moe_config.norm_topk_prob")
+    if source.flag("moe_config.use_gating_sigmoid"):
+        source.set("model.router.score", "sigmoid", "moe_config.use_gating_sigmoid")
+    groups = source.integer("moe_config.n_group")
+    if groups is not None and groups > 1:
+        source.set("model.router.selection", "group_limited", "moe_config.n_group")
+        source.set("model.router.groups", groups, "moe_config.n_group")
+        source.set("model.router.groups_per_token", source.integer("moe_config.topk_group"), "moe_config.topk_group")
+    if source.flag("moe_config.balance_via_topk_bias"):
+        source.overrides.pop("model.router.balance_weight", None)
+        source.set("model.router.balance", "bias", "moe_config.balance_via_topk_bias")
+        if (rate := source.number("moe_config.topk_bias_update_rate")) is not None:
+            source.set("model.router.bias_rate", float(rate), "moe_config.topk_bias_update_rate")
 
 
 def _batch(source: Translation) -> None:
@@ -101,6 +131,11 @@ def _layout(source: Translation) -> None:
     if virtual is not None and virtual > 1 and stages is not None and stages > 1:
         source.set("parallel.virtual", virtual, name)
         source.set("parallel.schedule", "interleaved", name)
+    if (source.count("parallel_config.context_parallel") or 1) > 1:
+        ways = {"colossalai_cp": "gather", "ulysses_cp": "ulysses"}
+        source.choose("parallel.context_kind", "parallel_config.context_parallel_algo", ways)
+        if source.flag(f"{_MODEL}use_ring_attention"):
+            source.set("parallel.context_kind", "ring", f"{_MODEL}use_ring_attention")
     recomputed = source.value("recompute_config.recompute")
     if isinstance(recomputed, list):
         source.lacks("recompute_config.recompute", "value")
@@ -176,12 +211,26 @@ def _data(source: Translation) -> None:
     pangu = source.overrides["model"][0] == "pangu_2_6b"
     source.set("data", "indexed_pangu" if pangu else "indexed")
     source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
+    if source.text(f"{_LOADER}type") == "BlendedMegatronDatasetDataLoader":
+        prefixes, weights = source.blend(f"{_LOADER}config.data_path")
+        if prefixes:
+            source.open.pop("data.train")
+            source.set("data.train", prefixes, f"{_LOADER}config.data_path")
+        if weights:
+            source.set("data.weights", weights, f"{_LOADER}config.data_path")
+    elif source.said([f"{_LOADER}type"]):
+        source.lacks(f"{_LOADER}type", "other_files")
     source.set("validation.every", 0)
-    resets = source.flag("train_dataset.eos_reset")
-    if resets != pangu:
-        for key in ("reset_mask", "reset_positions"):
-            source.set(f"data.packing.{key}", resets, "train_dataset.eos_reset")
-        if resets:
+    for name in ("eod", "pad"):
+        number = source.integer(f"{_LOADER}config.{name}")
+        if number is not None and number >= 0:
+            source.set(f"data.packing.{name}", number, f"{_LOADER}config.{name}")
+    of_both = source.flag("train_dataset.eos_reset")
+    for key, name in (("reset_mask", "reset_attention_mask"), ("reset_positions", "reset_position_ids")):
+        resets = of_both or source.flag(f"{_LOADER}config.{name}")
+        if resets != pangu:
+            source.set(f"data.packing.{key}", resets, "train_dataset.eos_reset", f"{_LOADER}config.{name}")
+        if resets and not pangu and "data.packing.eod" not in source.overrides:
             source.needs("data.packing.eod", "the tokenizer's id that ends a document")
 
 

@@ -45,6 +45,9 @@ def describe(source: Translation, checked: Checked) -> str:
     values = {source.shown(name): shown(value) for name, value in source.given.items()}
     lines += _section("to be given", source.open)
     lines += _section("not told there", {f"{source.shown(name)}": shown(value) for name, value in source.unset.items()})
+    lines += _section(
+        "set under a condition there, the last one taken", {name: shown(v) for name, v in source.conditional.items()}
+    )
     lines += _section("no counterpart", {_named(source, name): why for name, why in absent.items()})
     lines += _section(
         "not known, and left out", {source.shown(name): values[source.shown(name)] for name in source.unknown}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ MOST_BYTES = 16 * 2**20
 
 def translate(source: str, words: Sequence[str]) -> Translation:
     """The settings that the words of a command line hold or name, as ours. Raises UserError."""
+    conditional: Mapping[str, str] = {}
     if source == "megatron":
-        given = _megatron(words)
+        given, conditional = _megatron(words)
         rules: Callable[[Translation], None] = megatron.translate
     else:
         if len(words) != 1:
@@ -35,6 +36,7 @@ def translate(source: str, words: Sequence[str]) -> Translation:
         with reading(path, ValueError, rule="holds too much"):
             given, rules = flatten(values), _RULES[source]
     translation = _not_empty(Translation(load_table(source), given), words[0])
+    translation.conditional = conditional
     rules(translation)
     return translation
 
@@ -45,19 +47,21 @@ def _not_empty(translation: Translation, where: object) -> Translation:
     return translation
 
 
-def _megatron(words: Sequence[str]) -> dict[str, Any]:
-    """Options: those of the command line, or of a script, whose variables NAME=VALUE may follow."""
+def _megatron(words: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Options: those of the command line, or of a script, whose variables NAME=VALUE may follow; and the variables that
+    the script sets under a condition."""
     if not words:
         raise UserError("--from megatron needs the options of pretrain_gpt.py, or the path of a launch script")
     if words[0].startswith("--"):
-        return read_flags(words)
-    if command := after_program(words):
-        return read_flags(command)
+        return read_flags(words), {}
+    if behind := after_program(words):
+        return read_flags(behind), {}
     path = Path(words[0])
     variables = dict(word.partition("=")[::2] for word in words[1:])
     if wrong := next((word for word in words[1:] if "=" not in word), None):
         raise UserError(f"{shown(wrong)}: behind a launch script stand values of its variables, NAME=VALUE")
-    return read_flags(read_command(_text(path), path, variables))
+    command = read_command(_text(path), path, variables)
+    return read_flags(command.words), command.conditional
 
 
 def _text(path: Path) -> str:

@@ -95,6 +95,8 @@ class Translation:
         """Settings whose value is not told: variables that nobody has set, `auto`."""
         self.open: dict[str, str] = {}
         """What the user has to say himself, and why."""
+        self.conditional: Mapping[str, str] = {}
+        """Variables that a script sets under a condition, with the value that was taken."""
         self.differences: list[str] = list(table.always)
         """Names of texts."""
         known = {**(table.defaults or {}), **self.given}
@@ -206,17 +208,21 @@ class Translation:
             if isinstance(value, str) and re.match(r"[-+]?[\d.]", value):  # YAML 1.1 reads `1e-8` as a text
                 with suppress(ValueError):
                     value = float(value)
-            if value is not None and not (value is False and key == "parallel.sequence"):
+            if value is not None:
                 self.set(key, value, name)
 
     def said(self, names: Sequence[str]) -> bool:
         """Whether one of these settings is given, rather than a default of the program."""
         return any(name in self.given for name in names)
 
-    def divide(self, samples: float | None) -> int | None:
-        """Steps that so many samples are with the global batch. Raises UserError."""
-        size = self.count("global-batch-size")
-        return None if samples is None or size is None else round(samples / size)
+    def blend(self, name: str) -> tuple[list[str], list[float]]:
+        """Paths of a blend, `0.7 A 0.3 B`, and their weights, which may be left out."""
+        words = self.words(name)
+        try:
+            weights = [float(word) for word in words[::2]]
+        except ValueError:
+            return words, []
+        return (words[1::2], weights) if len(words) % 2 == 0 else (words, [])
 
 
 def _is_unset(value: Any, mark: str | None) -> bool:

@@ -13,26 +13,28 @@ _SCHEDULES = {
 }
 
 
+_DATA_SETS = {
+    "c4": ("hf:{}:en:train", "allenai/c4"),
+    "c4_validation": ("hf:{}:en:validation", "allenai/c4"),
+    "c4_test": ("{}", "tests/assets/c4_test"),
+}
+"""What torchtitan reads under a name, as a source of data=stream, and the path where none is given."""
+
+
 def translate(source: Translation) -> None:
     """Fill in the overrides. Raises UserError for values of the wrong type."""
     source.set_direct()
-    for rule in (_model, _batch, _layout, _precision, _memory, _schedule, _checkpoint):
+    for rule in (_model, _batch, _layout, _precision, _memory, _schedule, _checkpoint, _data):
         rule(source)
     source.choose("optimizer", "optimizer.name", {"AdamW": "adam"})
     source.set(
         "optimizer.betas", [source.number("optimizer.beta1"), source.number("optimizer.beta2")], "optimizer.beta1"
     )
     source.set("optimizer.clip", source.number("training.max_norm") or None, "training.max_norm")
-    source.set("data", "indexed")
-    source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
     if source.flag("metrics.enable_wandb"):
         source.set("metrics.wandb", "auto", "metrics.enable_wandb")
     if source.flag("profiling.enable_profiling"):
         source.set("profile", True, "profiling.enable_profiling")
-    source.set("validation.every", 0, "validation.enable")
-    if source.flag("validation.enable"):
-        source.set("validation.every", source.integer("validation.freq") or 10, "validation.freq")
-        source.needs("data.validation", "prefixes of held-out files")
 
 
 def _model(source: Translation) -> None:
@@ -154,3 +156,45 @@ def _checkpoint(source: Translation) -> None:
     source.set("checkpoint.keep", source.integer("checkpoint.keep_latest_k"), "checkpoint.keep_latest_k")
     modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
     source.choose("checkpoint.asynchronous", "checkpoint.async_mode", modes)
+
+
+def _data(source: Translation) -> None:
+    text = _stream(source, "training")
+    source.set("data", "indexed" if text is None else "stream", "training.dataset")
+    if text is None:
+        source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
+    else:
+        source.set("data.train", [text], "training.dataset", "training.dataset_path")
+        source.set("data.shuffle", 0, "training.dataset")
+        source.differs("in_order")
+        _tokenizer(source)
+    source.set("validation.every", 0, "validation.enable")
+    if source.flag("validation.enable"):
+        source.set("validation.every", source.integer("validation.freq") or 10, "validation.freq")
+        held_out = None if text is None else _stream(source, "validation")
+        if held_out is None:
+            source.needs("data.validation", "held-out data, as data.train")
+        else:
+            source.set("data.validation", [held_out], "validation.dataset", "validation.dataset_path")
+
+
+def _stream(source: Translation, group: str) -> str | None:
+    """A data set of torchtitan as a source of text; None where none is named that it knows."""
+    name = (source.text(f"{group}.dataset") or "").lower()
+    if name not in _DATA_SETS:
+        if name:
+            source.lacks(f"{group}.dataset", "value")
+        return None
+    form, path = _DATA_SETS[name]
+    return form.format(source.text(f"{group}.dataset_path") or path)
+
+
+def _tokenizer(source: Translation) -> None:
+    folder, file = source.text("model.hf_assets_path"), source.text("model.tokenizer_path")
+    path = folder if folder is not None else file
+    if path is None or (path.endswith(".model") and source.text("model.name") != "llama2"):
+        # Llama 3's own file is tiktoken's with an encoding that only its code has
+        source.needs("data.tokenizer", "e.g. {kind:huggingface,path:FOLDER}")
+    else:
+        kind = "sentencepiece" if path.endswith(".model") else "huggingface"
+        source.set("data.tokenizer", {"kind": kind, "path": path}, "model.hf_assets_path", "model.tokenizer_path")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pangu.config.build import keys_of
+from pangu.config.data import StreamData, TokenizerConfig
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters
 from pangu.optim.lr_schedule import learning_rate
@@ -59,7 +60,7 @@ PUBLISHED = {
     "bloom_176b.sh": (176_247_271_424 - 2 * 14336, ()),
     "llama2_7b.sh": (6_738_415_616, ()),
     "llama2_7b.json": (6_738_415_616, ()),
-    "llama2_7b.toml": (6_738_415_616, ("batch.global_size=64",)),
+    "llama2_7b.toml": (6_738_415_616, ("batch.global_size=64", "data.tokenizer=null")),
     "llama3_8b.toml": (8_030_261_248, ()),
     "pangu_13b.yaml": (12_800_870_400, ("train.steps=1000",)),
 }
@@ -176,6 +177,77 @@ def test_torchtitan() -> None:
     )
 
 
+def test_text_that_torchtitan_streams(tmp_path: Path) -> None:
+    """C4, from the hub or a copy, in its order."""
+    done = translate("torchtitan", LAUNCHES / "llama2_7b.toml")
+    assert {"data=stream", "data.train=['hf:allenai/c4:en:train']", "data.shuffle=0"} < set(overrides(done))
+    assert "data.tokenizer: e.g. {kind:huggingface" in section(done, "to be given")
+    assert "torchtitan begins each with" in section(done, "different in effect")
+    text = (LAUNCHES / "llama2_7b.toml").read_text().replace("[model]", '[model]\nhf_assets_path = "/m/llama"')
+    text = text.replace('dataset = "c4"', 'dataset = "c4"\ndataset_path = "/data/c4"')
+    (tmp_path / "train.toml").write_text(text + '[validation]\nenable = true\ndataset = "c4_validation"\n')
+    data = built(translate("torchtitan", tmp_path / "train.toml"), "batch.global_size=64").data
+    assert isinstance(data, StreamData)
+    assert (data.train, data.validation) == (("hf:/data/c4:en:train",), ("hf:allenai/c4:en:validation",))
+    assert data.tokenizer == TokenizerConfig("huggingface", "/m/llama")
+
+
+MOE_YAML = """
+runner_config: {batch_size: 1}
+parallel_config: {data_parallel: 4, context_parallel: 2, context_parallel_algo: ulysses_cp, expert_parallel: 4}
+moe_config: {expert_num: 16, num_experts_chosen: 4, moe_intermediate_size: 64, shared_expert_num: 1, n_group: 4,
+  topk_group: 2, first_k_dense_replace: 1, norm_topk_prob: false, routed_scaling_factor: 2.5, use_gating_sigmoid: true,
+  aux_loss_factor: 0.05, balance_via_topk_bias: true, topk_bias_update_rate: 0.0001, use_shared_expert_gating: true}
+train_dataset:
+  data_loader:
+    type: BlendedMegatronDatasetDataLoader
+    config: {seed: 1, eod: 7, pad: -1, reset_attention_mask: true, reset_position_ids: true,
+      data_path: ['0.3', /d/a, '0.7', /d/b]}
+model:
+  model_config: {type: LlamaConfig, num_layers: 4, hidden_size: 64, num_heads: 4, seq_length: 64, vocab_size: 99}
+lr_schedule: {type: cosine, learning_rate: 1e-3, total_steps: 10}
+"""
+
+
+def test_experts_sequences_and_blends_of_mindformers(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(MOE_YAML)
+    done = translate("mindformers", tmp_path / "run.yaml")
+    translated = built(done)
+    model, router = translated.model, translated.model.router
+    assert (model.experts, model.experts_per_token, model.expert_ffn, model.shared_experts) == (16, 4, 64, 1)
+    assert (model.dense_layers, router.score, router.normalised, router.scale) == (1, "sigmoid", False, 2.5)
+    assert (router.selection, router.groups, router.groups_per_token) == ("group_limited", 4, 2)
+    assert (router.balance, router.bias_rate) == ("bias", 0.0001)
+    assert (translated.parallel.context, translated.parallel.context_kind) == (2, "ulysses")
+    assert translated.data == config("data=indexed", *MOE_DATA).data
+    assert "use_shared_expert_gating: a router that is not there" in section(done, "no counterpart")
+    assert "not known" not in done.stdout
+
+
+MOE_DATA = (
+    "data.train=[/d/a,/d/b]",
+    "data.weights=[0.3,0.7]",
+    "data.packing.eod=7",
+    "data.packing.reset_mask=true",
+    "data.packing.reset_positions=true",
+)
+
+
+def test_conversations_and_dense_models_to_begin_with_of_megatron() -> None:
+    words = "--sft --tokenizer-type SFTTokenizer --tokenizer-model /m --sft-tokenizer-prompt-format nemotron-nano-v2"
+    words += " --num-experts 4 --moe-use-upcycling --context-parallel-size 2 --cp-comm-type allgather"
+    done = translate("megatron", *GPT, *words.split())
+    given = ("data.template=chatml", "checkpoint.init_from=/dense")
+    translated = built(done, *given)
+    assert translated.data == config("data=instructions", *given[:1], "data.train=[/data/web]", SFT_TOKENIZER).data
+    assert (translated.checkpoint.upcycle, translated.parallel.context_kind) == (True, "gather")
+    assert "data.template names how a conversation becomes text" in section(done, "no counterpart")
+    assert "checkpoint.init_from: the dense model's" in section(done, "to be given")
+
+
+SFT_TOKENIZER = "data.tokenizer={kind:huggingface,path:/m}"
+
+
 def test_mindformers() -> None:
     done = translate("mindformers", LAUNCHES / "pangu_13b.yaml")
     translated = built(done, "train.steps=1000", "data.train=[/data/web]")
@@ -286,7 +358,8 @@ def test_what_a_shell_would_do() -> None:
         -5 1_000 --six $G `date` \\
         "$(echo "a b")" --seven a;echo --eight
     """
-    words = read_command(script, "script", {"G": "given"})
+    words, conditional = read_command(script, "script", {"G": "given"})
+    assert conditional == {"A": '--one two  words $B --three=3 x"y default9'}
     assert words == [
         "--one",
         "two  words",
@@ -305,6 +378,19 @@ def test_what_a_shell_would_do() -> None:
         "a",
     ]
     assert read_flags(words)["four"] == [-5, 1000]
+
+
+def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
+    """They are not looked at."""
+    lines = ("case $SIZE in", "small) TP=2 ;;", "*) TP=4 ;;", "esac", "PP=1")
+    command = shlex.join(["python", "pretrain_gpt.py", *GPT]) + " --tensor-model-parallel-size $TP"
+    (tmp_path / "run.sh").write_text("\n".join([*lines, command]))
+    done = translate("megatron", tmp_path / "run.sh")
+    assert section(done, "set under a condition there, the last one taken") == "#   TP: 4\n"
+    assert built(done).parallel.tensor == 4
+    done = translate("megatron", tmp_path / "run.sh", "TP=2")
+    assert "set under a condition" not in done.stdout
+    assert built(done).parallel.tensor == 2
 
 
 @pytest.mark.parametrize(
