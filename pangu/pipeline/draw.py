@@ -32,19 +32,22 @@ LOOKS = {
 """Name, strength of the micro-batch's colour, and hatch of each kind of computation."""
 OTHER = "other work"
 GAPS: dict[str | None, tuple[str, str, str]] = {
-    Kind.RECV_ACTIVATION: ("waiting for an activation", "white", "...."),
+    Kind.RECV_ACTIVATION: ("waiting for an activation", "white", "----"),
     Kind.RECV_GRADIENT: ("waiting for a gradient", "white", "xxxx"),
     OTHER: (OTHER, "0.65", ""),
     None: ("no work left", "0.9", ""),
 }
 """Name, colour and hatch of the times in which a stage does not compute, by the message that it waits for. Other work
-is that on parameters and sends in a measured step, and the time between actions."""
+is that on parameters and sends in a measured step, and the time between actions. Hatches are of lines: an SVG spells
+each dot of one of dots."""
 MARKERS = {"^": ("sent to a stage above", 0.82), "v": ("sent to a stage below", 0.93)}
 """Marks of messages, which point to the receiving stage: their meaning, and their height in a stage's row."""
 PALETTE = [to_rgb(colour) for colour in colormaps["tab10"].colors]  # type: ignore[attr-defined]
 INCHES_PER_ACTION = 0.17
 """Room for three digits at FONT_SIZE."""
 FONT_SIZE = 5
+SVG: dict[Any, Any] = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "hatch.linewidth": 0.4}
+"""Texts stay texts, and each names one font rather than all that may stand in for it."""
 TOP, BOTTOM = 0.04, 0.74
 """Edges of the boxes in a stage's row, which is 1 high."""
 
@@ -81,7 +84,7 @@ def draw(timeline: Timeline, stem: Path, says: str, measured: bool = False) -> N
     axes.spines[:].set_visible(False)
     _draw_legend(figure, timeline, gaps)
     for suffix in ("svg", "png"):
-        with rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.4}):
+        with rc_context(SVG):
             write_figure(figure, stem.parent / f"{stem.name}.{suffix}")
 
 
