@@ -12,11 +12,12 @@ ARG PYTHON=python:3.12-slim
 # what stands in the repository; both images install it
 FROM scratch AS source
 WORKDIR /workspace
-COPY pyproject.toml README.md LICENSE pretrain.py ./
+COPY pyproject.toml setup.py README.md LICENSE pretrain.py ./
 COPY pangu ./pangu
 COPY configs ./configs
 COPY tools ./tools
 COPY scripts ./scripts
+COPY benchmarks/results/planner_fit.json ./benchmarks/results/
 
 # kernels that need nvcc, which the image itself does without
 FROM ${CUDA}-devel AS kernels

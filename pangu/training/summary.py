@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pangu
 from pangu.config.data import StdlibData
 from pangu.config.errors import UserError, writing
 from pangu.config.files import read_json_object, write_atomically
@@ -124,17 +125,28 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     """Commands that continue from here, made from the one that was given, and what each does."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     start = ["torchrun", f"--nproc-per-node={world}"] if world > 1 else ["python"]
-    same = shlex.join([*start, "pretrain.py", *(word for word in sys.argv[1:] if not word.startswith("train.steps="))])
+    words = [word for word in sys.argv[1:] if not word.startswith("train.steps=")]
+    same = shlex.join([*start, *_program("pretrain.py"), *words])
     output = config.train.output
     commands = [(f"{same} train.steps={2 * config.train.steps}", "goes on for as long again")]
     if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
         lamb = shlex.join(["optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}"])
         commands.append((f"{same} {lamb}", "the same with LAMB"))
     if config.sample.prompts and config.checkpoint.every:
-        write = shlex.join(["python", "scripts/generate.py", output, "--prompt", config.sample.prompts[0]])
+        program = _program("scripts/generate.py")
+        write = shlex.join(["python", *program, output, "--prompt", config.sample.prompts[0]])
         commands.append((write, "continues a text"))
     if config.metrics.tensorboard:
         commands.append((shlex.join(["tensorboard", "--logdir", f"{output}/tensorboard"]), "curves in the browser"))
-    commands.append(("python pretrain.py +config=pangu_13b dry_run=true", "what a large preset asks for"))
-    commands.append(("python pretrain.py --help", "all groups and keys"))
+    pretrain = shlex.join(["python", *_program("pretrain.py")])
+    commands.append((f"{pretrain} +config=pangu_13b dry_run=true", "what a large preset asks for"))
+    commands.append((f"{pretrain} --help", "all groups and keys"))
     return commands
+
+
+def _program(path: str) -> list[str]:
+    """A program of this project as it is started from here: a file beside the one that was started, or a module."""
+    script = Path(sys.argv[0])
+    if script.resolve().parent == Path(pangu.__file__).resolve().parent:  # python -m pangu.pretrain
+        return ["-m", f"pangu.{path.removesuffix('.py').replace('/', '.')}"]
+    return [str(script.parent / path)]

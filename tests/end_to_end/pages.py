@@ -64,9 +64,13 @@ class Command:
         if words[0] == "torchrun" or words[:2] == ["python", "scripts/launch.py"]:
             options = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 2 :])
             processes = int(options.nproc_per_node) * int(options.nnodes.split(":")[0])
-            return cls(options.training_script.removesuffix(".py"), options.training_script_args, processes)
+            script = options.training_script
+            program = _of_module(script) if options.module else script.removesuffix(".py")
+            return cls(program, options.training_script_args, processes)
         if words[0] == "python" and words[1].endswith(".py"):
             return cls(words[1].removesuffix(".py"), words[2:])
+        if words[:2] == ["python", "-m"] and words[2].startswith(("pangu.pretrain", "pangu.tools.", "pangu.scripts.")):
+            return cls(_of_module(words[2]), words[3:])
         return None
 
     @property
@@ -78,6 +82,11 @@ class Command:
     @property
     def trains(self) -> bool:
         return self.program == "pretrain" and not {"--help", "--cfg"} & set(self.arguments)
+
+
+def _of_module(name: str) -> str:
+    """The program that an installed package has under a name: `tools/plan` for `pangu.tools.plan`."""
+    return name.removeprefix("pangu.").replace(".", "/")
 
 
 @dataclass(frozen=True)
