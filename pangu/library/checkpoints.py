@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pangu.checkpoint.reading import load_weights, read_tensor
 from pangu.checkpoint.together import write_together
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, reading
 from pangu.library.sharded_model import ShardedModel
 from pangu.zero.norms import counts
 
@@ -27,7 +28,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint, at once or not at all; one of that name is replaced. All ranks call it.
+    """Write a checkpoint, at once or not at all; one in that place is replaced, and nothing else is. All ranks call it.
 
     Args:
         path: a folder that all ranks see.
@@ -35,9 +36,10 @@ def save(
         optimizer: what it keeps of each element, such as moments, and its number of steps; None: nothing.
         facts: of JSON, for `load` to return, e.g. the number of steps.
 
-    Raises UserError on all ranks if the disk refuses, or a buffer has values that are not finite or not exact in fp64.
+    Raises UserError on all ranks if the disk refuses, the place holds anything else, `facts` are no JSON, or a buffer
+    has values that are not finite or not exact in fp64.
     """
-    mesh = sharded.mesh
+    mesh, path = sharded.mesh, Path(path)
     at, steps = mesh.at, 0.0
     shards = [shard for shard in sharded.parameters.shards if counts(shard.placement, mesh.layout, at)]
     slices = [(f"weight/{name}", part) for shard in shards for name, part in rectangles_of(shard, shard.main)]
@@ -48,13 +50,13 @@ def save(
             for kind, values in state.items():
                 if isinstance(values, Tensor) and values.shape == shard.main.shape:
                     slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
-    agree(mesh, lambda: _require_exact(sharded), runs_here=True)
+    agree(mesh, lambda: _require_savable(sharded, path, facts), runs_here=True)
     if mesh.replica == 0 and at.tensor == 0:
         for name, buffer in _buffers(sharded):
             slices.append((f"buffer/{name}", _slice(buffer.to(_stored(buffer)))))
     (steps,) = largest_of([steps], mesh)
     stored = {"optimizer_steps": None if optimizer is None else int(steps), "facts": dict(facts or {})}
-    write_together(mesh, Path(path), slices, stored)
+    write_together(mesh, path, slices, stored)
 
 
 def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -119,7 +121,14 @@ def _slice(tensor: Tensor) -> Slice:
     return Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def _require_exact(sharded: ShardedModel) -> None:
+def _require_savable(sharded: ShardedModel, path: Path, facts: Mapping[str, Any] | None) -> None:
+    with reading(path):
+        if path.exists() and not (path / "index.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"{path}: is there and is no checkpoint, so it is not replaced; another name works")
+    try:
+        json.dumps(dict(facts or {}))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"facts: must be a mapping of JSON values ({error})") from error
     for name, buffer in _buffers(sharded):
         stored = buffer.to(_stored(buffer))
         if buffer.is_complex() or not stored.isfinite().all() or not (stored.to(buffer.dtype) == buffer).all():

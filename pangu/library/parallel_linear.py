@@ -20,7 +20,7 @@ def column_parallel(linear: nn.Linear, mesh: Mesh) -> ColumnParallelLinear:
     """This rank's outputs of a linear layer (Shoeybi et al. 2019, section 3), with its values.
 
     The layer takes [sequence (/ ranks with sequence parallelism), ..., inputs] and returns [sequence, ..., outputs /
-    ranks]; `row_parallel` takes that. Raises UserError unless the ranks divide the outputs.
+    ranks]; `row_parallel` takes that. Raises UserError unless it is an nn.Linear and the ranks divide the outputs.
     """
     return _shared(linear, mesh, ColumnParallelLinear)
 
@@ -30,7 +30,8 @@ def row_parallel(linear: nn.Linear, mesh: Mesh) -> RowParallelLinear:
     added up, then the bias.
 
     The layer takes [sequence, ..., inputs / ranks] and returns [sequence (/ ranks with sequence parallelism:
-    Korthikanti et al. 2022, section 4.2), ..., outputs]. Raises UserError unless the ranks divide the inputs.
+    Korthikanti et al. 2022, section 4.2), ..., outputs]. Raises UserError unless it is an
+    nn.Linear and the ranks divide the inputs.
     """
     return _shared(linear, mesh, RowParallelLinear)
 
@@ -45,6 +46,8 @@ def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def _shared(linear: nn.Linear, mesh: Mesh, kind: type[L]) -> L:
+    if not isinstance(linear, nn.Linear):
+        raise UserError(f"{type(linear).__name__}: only the matrix of an nn.Linear can be shared")
     dim = 0 if kind is ColumnParallelLinear else 1
     region, shape = TensorRegion.of(mesh), tuple(linear.weight.shape)
     if shape[dim] % region.size:

@@ -101,6 +101,8 @@ class Pipeline:
         virtual, rest = divmod(len(chunks), stages)
         if rest or not virtual:
             raise UserError(f"{len(chunks)} chunks: must be a multiple of the {stages} stages")
+        if any(isinstance(chunk, nn.Module) for chunk in chunks):
+            raise UserError("chunks: must be functions that make modules, not modules; `lambda: Stage()` works")
         each = mesh.layout.zero >= 2 and mesh.layout.shards > 1
         try:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)

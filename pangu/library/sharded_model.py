@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.collectives.reduce import all_reduce, gather_objects
+from pangu.config.build import build
 from pangu.config.errors import UserError
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import usual_bucket_mib
@@ -74,6 +75,7 @@ class ShardedModel:
                 module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
         self._reduces_each, self._syncs, self._reduced, self._is_whole = each, True, False, False
         self._scheduled = reduces is not None
+        self._known_optimizer: torch.optim.Optimizer | None = None
         unsharder = self.parameters.unsharder if self.parameters.unshards else None
         begins, ends = self._begin_backward, self._end_backward
         if self._scheduled:
@@ -98,9 +100,11 @@ class ShardedModel:
         """LAMB (You et al. 2020, Algorithm 2) with a trust ratio of every parameter, wherever its shards are. `lr`,
         `betas`, `eps`, `weight_decay`: η, β, ε, λ. `eps_inside_root`: Algorithm 1 of the first version.
         `exclude_vectors`: neither decay nor ratio for parameters of one dimension. `max_ratio`: the largest ratio.
-        `moments`: their format between steps; fp32 is that of the main parameters."""
-        numbers = (lr, betas, eps, eps_inside_root, weight_decay, exclude_vectors, max_ratio)
-        return self._optimizer(LambConfig("lamb", *numbers, moments, clip=None))
+        `moments`: their format between steps; fp32 is that of the main parameters. Raises UserError for numbers that
+        cannot be."""
+        values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
+        only = {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
+        return self._optimizer(build(LambConfig, {"name": "lamb", "clip": None, **values, **only}))
 
     def adamw(
         self,
@@ -113,7 +117,8 @@ class ShardedModel:
     ) -> torch.optim.Optimizer:
         """AdamW (Loshchilov & Hutter 2019, Algorithm 2), without decay for parameters of one dimension; arguments as
         those of `lamb`."""
-        return self._optimizer(AdamConfig("adam", lr, betas, eps, weight_decay, moments, clip=None))
+        values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
+        return self._optimizer(build(AdamConfig, {"name": "adam", "clip": None, **values}))
 
     def _optimizer(self, config: AdamConfig | LambConfig) -> torch.optim.Optimizer:
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
@@ -155,8 +160,12 @@ class ShardedModel:
         call it. `optimizer`: that of `lamb` or `adamw`, or another one of `main_parameters`. `clip`: the largest norm
         of the gradient of all parameters together (Pascanu et al. 2013, Algorithm 1). `loss`: this rank's, to be
         averaged. A step whose norm is not finite is skipped. The host waits for nothing, unless the optimizer is
-        neither one of these two nor a fused one of torch."""
+        neither one of these two nor a fused one of torch. Raises UserError for an optimizer of other tensors, and for a
+        `clip` that is not above 0."""
         parameters, layout = self.parameters, self.mesh.layout
+        self._require_own(optimizer)
+        if clip is not None and not clip > 0:
+            raise UserError(f"clip = {clip}: must be above 0; None does not clip")
         if not (self._reduced or self._reduces_each or self._scheduled):
             self._reduce()
         parameters.gradients.finish()
@@ -182,6 +191,18 @@ class ShardedModel:
         parameters.gradients.start_step()
         self._reduced = False
         return Update(norm, total)
+
+    def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of anything but main parameters would change nothing."""
+        if optimizer is self._known_optimizer:
+            return
+        own = set(self.main_parameters())
+        if any(tensor not in own for group in optimizer.param_groups for tensor in group["params"]):
+            raise UserError(
+                "step: the optimizer has other tensors than this model's main parameters; `sharded.lamb(...)`, "
+                "`sharded.adamw(...)` or one of `sharded.main_parameters()` works"
+            )
+        self._known_optimizer = optimizer
 
     def _begin_backward(self) -> None:
         if self._reduced and not self._reduces_each:
@@ -270,8 +291,11 @@ def storage_of(
     if dtype is None and len(formats) > 1:
         listed = ", ".join(f"{name} is {kind}" for kind, name in formats.items())
         raise UserError(f"parameters of several formats: {listed}; dtype=torch.bfloat16, or another one, holds for all")
-    if unknown := set(offload) - {"optimizer", "parameters"}:
-        raise UserError(f"offload = {sorted(unknown)}: 'optimizer' and 'parameters' work")
+    if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
+        raise UserError(f"offload = {sorted(unknown)}: 'optimizer' and 'parameters' work, in a list")
+    for name, kind in (("dtype", dtype), ("message", message)):
+        if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise UserError(f"{name} = {kind}: must be a floating format; torch.bfloat16 works")
     layout = mesh.layout
     mib = usual_bucket_mib(layout.zero, layout.replicas) if bucket_mib is None else bucket_mib
     return Storage(dtype or next(iter(formats), torch.float32), 2**20 * mib, None, tuple(offload), overlap, message)

@@ -19,6 +19,7 @@ from pangu.library.regions import regions_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from tests.spawn import repository
 from tests.threads import Ranks
 
 CLIP, STEPS = 0.1, 3
@@ -394,9 +395,62 @@ def activations(rank: int) -> None:
     pangu.shard(model_of(), mesh(), offload=["activations"])  # type: ignore[list-item]
 
 
+def one(rank: int) -> ShardedModel:
+    torch.manual_seed(0)
+    return pangu.shard(nn.Linear(8, 8), mesh())
+
+
+def of_parameters(rank: int) -> None:
+    sharded = one(rank)
+    sharded.step(torch.optim.SGD(sharded.model.parameters(), lr=0.1))
+
+
+def of_another(rank: int) -> None:
+    one(rank).step(one(rank).lamb(lr=0.1))
+
+
+def no_clip(rank: int) -> None:
+    sharded = one(rank)
+    sharded.step(sharded.lamb(lr=0.1), clip=0.0)
+
+
+def rates(rank: int) -> None:
+    one(rank).lamb(lr=-1, betas=(2, 0.9))
+
+
+def adam_formats(rank: int) -> None:
+    one(rank).adamw(lr=0.1, moments="fp8")  # type: ignore[arg-type]
+
+
+def message(rank: int) -> None:
+    pangu.shard(nn.Linear(2, 2), mesh(), message=torch.int8)
+
+
+def no_list(rank: int) -> None:
+    pangu.shard(nn.Linear(2, 2), mesh(), offload="optimizer")  # type: ignore[arg-type]
+
+
+def over_files(rank: int) -> None:
+    pangu.save(repository() / "docs", one(rank))
+
+
+def no_json(rank: int) -> None:
+    pangu.save(repository() / "build" / "none", one(rank), facts={"steps": object()} if rank == 0 else None)
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
+        (of_parameters, "step: the optimizer has other tensors than this model's main parameters"),
+        (of_another, "step: the optimizer has other tensors than this model's main parameters"),
+        (no_clip, "clip = 0.0: must be above 0; None does not clip"),
+        (rates, "lr = -1.0: must be above 0"),
+        (rates, "betas[0] = 2.0: must be at least 0 and below 1"),
+        (adam_formats, "moments = 'fp8': must be fp32 or bf16"),
+        (message, "message = torch.int8: must be a floating format"),
+        (no_list, "offload = ['optimizer']: 'optimizer' and 'parameters' work, in a list"),
+        (over_files, "docs: is there and is no checkpoint, so it is not replaced"),
+        (no_json, "facts: must be a mapping of JSON values (Object of type object is not JSON serializable)"),
         (differ, "shift: its first values differ between ranks 0 and 1; build the module alike"),
         (differ_in_kind, "parameters and buffers differ between ranks 0 and 1"),
         (outside, "words.weight is used outside of the forward of its region, where it is sharded; regions="),
@@ -409,7 +463,7 @@ def activations(rank: int) -> None:
         (formats, "several formats: 0.weight is torch.float32, 1.weight is torch.bfloat16; dtype="),
         (no_region, "regions: 'layers' is no submodule of Foreign; its children are words, blocks, unused, head"),
         (nested, "regions: blocks.0.conv lies inside blocks.0"),
-        (activations, "offload = ['activations']: 'optimizer' and 'parameters' work"),
+        (activations, "offload = ['activations']: 'optimizer' and 'parameters' work, in a list"),
     ],
 )
 def test_mistakes_get_one_message(ranks: Ranks, action: Callable[[int], None], message: str) -> None:
