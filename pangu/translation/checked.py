@@ -30,8 +30,8 @@ class Checked:
     """KEY=VALUE, groups first."""
     parameters: int | None
     """Weights of the model; None where its shape, or its vocabulary, has to be given yet."""
-    devices: int
-    """That hold one copy of the model or share its sequences: a run has a multiple of them."""
+    processes: str
+    """How many the run has, in words."""
 
 
 def check(source: Translation, configs: Path) -> Checked:
@@ -57,9 +57,12 @@ def check(source: Translation, configs: Path) -> Checked:
     problems += layout_problems(config, world=1)
     if wrong := [_renamed(problem, source) for problem in problems if problem.value != "(missing)"]:
         raise ConfigError(wrong)
-    is_whole = not any(key.startswith("model") for key in source.open)
+    is_whole = "model" in source.overrides and not any(key.startswith("model") for key in source.open)
     missing = any(problem.value == "(missing)" and problem.key.startswith("parallel.") for problem in problems)
-    return Checked(words, num_parameters(config.model) if is_whole else None, 1 if missing else one_copy(config))
+    count = 1 if missing else one_copy(config)
+    data = None if missing else config.parallel.data
+    processes = f"a multiple of {count}" if data is None else str(count * data)
+    return Checked(words, num_parameters(config.model) if is_whole else None, processes)
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

@@ -29,6 +29,8 @@ def _batch(source: Translation) -> None:
     if size is not None:
         source.set("batch.global_size", size, "train_batch_size")
         source.absent.pop("gradient_accumulation_steps", None)
+        if micro is None:
+            source.needs("batch.micro_size", "train_batch_size / (gradient_accumulation_steps x replicas)")
     elif micro is not None or source.said(["gradient_accumulation_steps"]):
         why = "train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas"
         source.needs("batch.global_size", why)
@@ -39,6 +41,8 @@ def _precision(source: Translation) -> None:
         source.set("precision", "bf16", "bf16.enabled")
     elif source.flag("fp16.enabled"):
         source.set("precision", "fp16", "fp16.enabled")
+        if not source.said(["fp16.hysteresis"]):  # it is 2 then
+            source.differs("hysteresis")
         if source.number("fp16.loss_scale"):
             source.lacks("fp16.loss_scale", "value")
         power = min(source.integer("fp16.initial_scale_power") or 0, 127)
@@ -61,9 +65,11 @@ def _optimizer(source: Translation) -> None:
     source.set("optimizer", "adam" if kind in _ADAM else "lamb", "optimizer.type")
     if source.value("optimizer.params.adam_w_mode") is False:
         source.lacks("optimizer.params.adam_w_mode", "l2")
-    for key in ("lr", "betas", "eps", "weight_decay"):
-        if (value := source.value(f"optimizer.params.{key}")) is not None:
+    for key in ("lr", "eps", "weight_decay"):
+        if (value := source.number(f"optimizer.params.{key}")) is not None:
             source.set(f"optimizer.{key}", value, f"optimizer.params.{key}")
+    if (betas := source.value("optimizer.params.betas")) is not None:
+        source.set("optimizer.betas", betas, "optimizer.params.betas")
     if kind in _LAMB:
         source.set(
             "optimizer.max_ratio", source.number("optimizer.params.max_coeff") or 10.0, "optimizer.params.max_coeff"

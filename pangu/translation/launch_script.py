@@ -70,9 +70,9 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     conditional: dict[str, str] = {}
     depth = 0
     with reading(where, ValueError, rule="cannot be followed"):
-        for words in _statements(text):
+        for words, mark in _statements(text):
             depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
-            commands += _commands(words, variables, given, conditional if depth > 0 else {})
+            commands += _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else {})
     if not any(commands):
         raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it")
     return Command(max(commands, key=len), conditional)
@@ -101,13 +101,14 @@ def after_program(words: Sequence[str]) -> list[str]:
     return [word.strip("'\"") for word in words[places[0] + 1 :]] if places else []
 
 
-def _statements(text: str) -> Iterator[list[str]]:
-    """Words of each command, still quoted; those of an array stand between `(` and `)`."""
+def _statements(text: str) -> Iterator[tuple[list[str], str]]:
+    """Words of each command, still quoted, and the mark before it (`&` is also that of `&&`); those of an array stand
+    between `(` and `)`."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
     text = _HERE.sub(lambda match: match[3].rstrip("\n"), text)
     words: list[str] = []
-    inside = False
+    inside, mark = False, "\n"
     for token in _TOKEN.finditer(text):
         if token.lastgroup == "wrong":
             line = text.count("\n", 0, token.start()) + 1
@@ -122,10 +123,10 @@ def _statements(text: str) -> Iterator[list[str]]:
             words.append(")")
         elif token.lastgroup == "mark" and not inside:
             if words:
-                yield words
-            words = []
+                yield words, mark
+            words, mark = [], token[0]
     if words:
-        yield words
+        yield words, mark
 
 
 def _assign(words: Sequence[str], assigned: re.Match[str], variables: Variables, given: Mapping[str, str]) -> int:

@@ -269,6 +269,8 @@ def _precision(source: Translation) -> None:
         names = {"initial": "initial-loss-scale", "growth_interval": "loss-scale-window", "minimum": "min-loss-scale"}
         for key, name in names.items():
             source.set(f"precision.loss_scale.{key}", source.number(name), name)
+        if not source.said(["hysteresis"]):  # it is 2 then
+            source.differs("hysteresis")
         if not source.flag("accumulate-allreduce-grads-in-fp32"):
             source.differs("reduce_fp32")
     else:

@@ -75,7 +75,7 @@ _ROUTER = {
 
 
 def _experts(source: Translation) -> None:
-    if (source.integer("moe_config.expert_num") or 1) < 2:
+    if (source.count("moe_config.expert_num") or 1) < 2:
         return
     source.set("model.experts", source.integer("moe_config.expert_num"), "moe_config.expert_num")
     for name, key in _EXPERTS.items():

@@ -38,9 +38,9 @@ def describe(source: Translation, checked: Checked) -> str:
     """Overrides, to be pasted behind `pretrain.py`, and as comments of a shell all else that a user should know."""
     lines = [" \\\n".join(shlex.quote(word) for word in checked.words)]
     if checked.parameters is not None:
-        lines.append(f"# {checked.parameters:,} parameters; processes: a multiple of {checked.devices}")
+        lines.append(f"# {checked.parameters:,} parameters; processes: {checked.processes}")
     else:
-        lines.append(f"# processes: a multiple of {checked.devices}")
+        lines.append(f"# processes: {checked.processes}")
     absent = {name: text.en for name, text in source.absent.items()}
     values = {source.shown(name): shown(value) for name, value in source.given.items()}
     lines += _section("to be given", source.open)

@@ -73,7 +73,7 @@ def _text(path: Path) -> str:
     if len(content) > MOST_BYTES:
         raise UserError(f"{path}: has more than {MOST_BYTES // 2**20} MiB, which no file of settings has")
     with reading(path, UnicodeDecodeError, rule="is not UTF-8"):
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def _parsed(path: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
