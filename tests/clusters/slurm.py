@@ -85,6 +85,10 @@ class Slurm:
         )
         return submitted.stdout.strip()
 
+    def tasks(self, array: str) -> list[str]:
+        """States of the jobs of an array that are there or have ended a little while ago."""
+        return self.run("squeue", "--noheader", "--states=all", "--array", f"--jobs={array}", "--format=%T").split()
+
     def end_jobs(self) -> None:
         """Kill what is left of them: without the daemons nobody would."""
         self.run("scancel", "--full", "--signal=KILL", "--user=root")

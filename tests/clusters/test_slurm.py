@@ -10,7 +10,7 @@ import pytest
 
 from pangu.data.stdlib import StdlibPaths
 from tests.clusters.slurm import is_here, slurm, wait_until
-from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, metrics
+from tests.end_to_end.commands import SAME_ATTENTION, SAME_PRODUCTS, SMALL, metrics
 
 STEPS = 600
 """Of the quickstart: more than a minute, within which Slurm looks at limits twice."""
@@ -59,3 +59,21 @@ def test_quickstart_continues_bit_for_bit_when_its_job_is_queued_again(prepared:
     assert [(row["rank"], row["local_rank"]) for row in rows] == [(0, 0), (1, 0)]
     logs = cluster.folder / "broken" / "start-0"
     assert all(list(logs.glob(f"{node}/*/attempt_0/0/stderr.log")) for node in ("node0", "node1"))
+
+
+def test_an_array_makes_a_run_of_each_line(tmp_path: Path) -> None:
+    """With the layout that the line says; a task without a line ends with status 2."""
+    lines = {"zero": "parallel.zero=3", "tensor": "parallel.tensor=2"}
+    overrides = tmp_path / "layouts.txt"
+    overrides.write_text("".join(f"{words} train.output={tmp_path / name}\n" for name, words in lines.items()))
+    words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=3")
+    with slurm(tmp_path / "slurm") as cluster:
+        array = cluster.submit("array", *words, options=("--array=1-3",), OVERRIDES=str(overrides))
+        wait_until(lambda: set(cluster.tasks(array)) <= {"COMPLETED", "FAILED"}, 600)
+        said = (cluster.folder / "array.out").read_text()
+        print(said)
+        assert sorted(cluster.tasks(array)) == ["COMPLETED", "COMPLETED", "FAILED"], said
+    assert f"error: {overrides} has no line 3 (--array)" in said
+    assert [len(metrics(tmp_path / name)) for name in lines] == [3, 3]
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in lines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
