@@ -89,3 +89,12 @@ def test_smoothing_passes_over_gaps() -> None:
     smoothed = smooth(values)
     assert math.isnan(smoothed[7])
     np.testing.assert_allclose(np.delete(smoothed, 7), 2.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 250, 1001])
+def test_smoothing_is_the_mean_of_neighbours(count: int) -> None:
+    """A huge value is in the means of its neighbours, and in no others."""
+    values, half = np.random.default_rng(0).normal(5, 1, count), max(1, count // 100)
+    values[count // 2] = 1e300
+    means = [values[max(0, n - half) : n + half + 1].mean() for n in range(count)]
+    np.testing.assert_allclose(smooth(values), means, rtol=1e-12)
