@@ -22,7 +22,7 @@ from pangu.metrics.record import to_json
 from pangu.reporting.charts import Line, thin, ticks
 from pangu.reporting.page import COLOURS
 from tests.configs import config
-from tests.end_to_end.commands import SMALL, called, metrics, pretrain
+from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
 from tools.report import REFRESH_SECONDS, make_server
 
@@ -240,17 +240,24 @@ def test_serving_to_this_machine_only(runs: list[Path]) -> None:
         server.shutdown()
 
 
-def test_a_run_that_was_started_twice(tmp_path: Path) -> None:
-    """What a real run leaves, with the place at which it was continued."""
+def test_a_sweep_that_was_started_twice(tmp_path: Path) -> None:
+    """What Hydra's sweep leaves: runs that the same words with more steps continue."""
     words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "checkpoint.every=2", "train.device=cpu")
+    words += (
+        f"train.output={tmp_path}/sweep/${{optimizer.lr}}",
+        "optimizer.lr=1e-3,2e-3",
+        f"hydra.sweep.dir={tmp_path}",
+    )
     for steps in (2, 4):
-        done = pretrain(tmp_path / "run", *words, f"train.steps={steps}")
+        done = called("pretrain", "--multirun", *words, f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
-    assert [line.get("continued_from") for line in metrics(tmp_path / "run")] == [None, None, 2, None]
-    _, page = report(tmp_path / "run", "--output", tmp_path / "r.html")
-    figures = dict(zip(page.row("run"), page.rows[1][1:], strict=True))
-    assert (figures["state"], figures["step"], figures["restarts"]) == ("complete", "4 / 4", "1")
-    assert ["run", "3", "goes on from the checkpoint of step 2"] in page.rows
+    _, page = report(tmp_path / "sweep", "--output", tmp_path / "r.html")
+    for name in ("0.001", "0.002"):
+        assert [line.get("continued_from") for line in metrics(tmp_path / "sweep" / name)] == [None, None, 2, None]
+        figures = dict(zip(page.row("run"), page.row(name), strict=True))
+        assert (figures["state"], figures["step"], figures["restarts"]) == ("complete", "4 / 4", "1")
+        assert [name, "3", "goes on from the checkpoint of step 2"] in page.rows
+    assert ["run", "optimizer.lr"] in page.rows
 
 
 def test_round_numbers_and_few_points() -> None:
