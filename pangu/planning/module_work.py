@@ -156,7 +156,10 @@ class ModuleCounts:
             one, two, three = self._counted(counted)
             modules = one if size == 1 else {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
             times = piece.expert // counted.expert
-            self._modules[piece, size] = {kind: on_more_ranks(one, times) for kind, one in modules.items()}
+            self._modules[piece, size] = {
+                kind: on_more_ranks(module, at_size(-1, two[kind], three[kind]), times)
+                for kind, module in modules.items()
+            }
         return self._modules[piece, size]
 
     def _counted_for(self, piece: Piece) -> Piece:
