@@ -194,7 +194,8 @@ class Program:
                 gather = self._sharded("all_gather", weights._replace(numbers=numbers), system.number_bytes, calls)
                 # from the host comes this rank's shard
                 fetched = gather.bytes / sharding.size * ("parameters" in plan.offload)
-                module = replace(module, **{phase: _sending(getattr(module, phase), gather, fetched)})
+                sends: dict[str, Any] = {phase: _sending(getattr(module, phase), gather, fetched)}
+                module = replace(module, **sends)
             if plan.schedule not in REDUCES_EACH:
                 continue
             if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
