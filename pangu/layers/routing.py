@@ -56,31 +56,39 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
     return weights * router.scale
 
 
-def room_of(factor: float, length: int, count: int, experts: int) -> int:
-    """Tokens of a sequence of so many that one expert computes at most, if each chooses `count` experts."""
+def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:
+    """Tokens of a sequence of so many, or of sequences [batch, 1], that one expert computes at most, if each chooses
+    `count` experts."""
+    if isinstance(length, Tensor):
+        return (factor * length.double() * count / experts).ceil()
     return math.ceil(factor * length * count / experts)
 
 
-def within_room(chosen: Tensor, room: int, before: Tensor | None = None) -> Tensor:
-    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` of an
-    expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in the tokens before each of as many
-    chunks of a longer sequence that `chosen` consists of."""
+def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None) -> Tensor:
+    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` (or as many
+    as that says, [batch, 1]) of an expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in
+    the tokens before each of as many chunks of a longer sequence that `chosen` consists of."""
     if before is None:
         return chosen & (chosen.cumsum(0, dtype=torch.int32) <= room)
     places = chosen.unflatten(0, (len(before), -1)).cumsum(1, dtype=torch.int32) + before[:, None]
     return chosen & (places <= room).flatten(0, 1)
 
 
-def balance_loss(scores: Tensor, shares: Tensor, length: int) -> Tensor:
+def balance_loss(scores: Tensor, shares: Tensor, length: int, part: Tensor | None = None) -> Tensor:
     """Sum over sequences of number of experts x sum over experts of share of choices x mean score, which is 1 if all
     are alike. scores: [tokens, batch, experts], of each token with the sum 1, of sequences of so many tokens, whose
-    parts add up; shares: [batch or 1, experts]."""
+    parts add up; shares: [batch or 1, experts]; part: [tokens, batch], of its sequence that each token is, where they
+    are not as long as that."""
+    if part is not None:
+        scores, length = scores * part[..., None], 1
     return scores.shape[-1] / length * (scores.sum(0) * shares).sum()
 
 
-def z_loss(logits: Tensor, length: int) -> Tensor:
-    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]."""
-    return logits.logsumexp(-1).square().sum() / length
+def z_loss(logits: Tensor, length: int, part: Tensor | None = None) -> Tensor:
+    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]; length and
+    part as in `balance_loss`."""
+    losses = logits.logsumexp(-1).square()
+    return losses.sum() / length if part is None else (losses * part).sum()
 
 
 def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
