@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -43,13 +44,25 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends: a parent that was killed cannot say so, and its workers would wait for
-    work for ever."""
+    """End this process when its parent ends, which cannot say so if it is killed, or ends it, and at no other signal:
+    Ctrl-C and what schedulers send go to all processes of a job, and the parent answers them."""
     parent = parent_process()
     assert parent is not None
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
     def wait() -> None:
         parent.join()
         os._exit(1)
 
-    Thread(target=wait, name="parent", daemon=True).start()
+    def obey() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(1)
+
+    tasks = [wait]
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the threads that begin from here on, too
+        tasks.append(obey)
+    for task in tasks:
+        Thread(target=task, daemon=True).start()
