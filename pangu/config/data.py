@@ -27,7 +27,7 @@ class PackingConfig:
     """`concat`: all documents in a row, cut every `model.sequence` tokens; `best_fit`: whole documents together in
     samples, so that they are nearly full (Ding et al. 2024), a document being cut only if it is longer than a sample;
     `single`: one document in a sample. What is left of a sample is padding, which neither counts nor is attended to.
-    The last two begin each document behind `eod`, which predicts its first token."""
+    The last two begin each document behind `eod`, which predicts its first token; data=stream has only `concat`."""
     index: Filename | None = None
     """Folder of the indexes that say which documents share a sample, which are made once; null: beside the tokens."""
 
