@@ -168,7 +168,7 @@ def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progre
     wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
     folder = Path(data.folder) / _FOLDER
     manifest = _manifest(folder)
-    if manifest is None or manifest["recipe"] != wanted:
+    if manifest is None or manifest["recipe"] != wanted or [*manifest["counts"]] != [*inputs]:
         fitting_tokenizer(recipe.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -273,7 +273,11 @@ def test_tokens_are_made_once_and_anew_for_another_recipe(tmp_path: Path, monkey
     lines_file(tmp_path / "a.jsonl", [{"prompt": "a", "response": "bc"}])
     prepare(changed, MODEL, show_progress=False)
     numbers.append(made.stat().st_mtime_ns)
-    assert [one == other for one, other in pairwise(numbers)] == [True, False, True, False, False]
+    manifest = made.with_name("manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "counts": {}}))
+    prepare(changed, MODEL, show_progress=False)
+    numbers.append(made.stat().st_mtime_ns)
+    assert [one == other for one, other in pairwise(numbers)] == [True, False, True, False, False, False]
 
 
 def test_several_files_are_weighted_and_validated_by_themselves(tmp_path: Path) -> None:
