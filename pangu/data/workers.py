@@ -27,8 +27,10 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
     if workers == 1:
         yield from map(function, items)
         return
-    # Forking is unsafe beside the threads of progress bars and tokenizers.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+    with _signals_wait():  # this starts the tracker of semaphores
+        # Forking is unsafe beside the threads of progress bars and tokenizers.
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    with pool:
         pending: deque[Future[Result]] = deque()
         try:
             for item in items:
