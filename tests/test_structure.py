@@ -164,9 +164,10 @@ def test_the_package_stays_small() -> None:
     where, in messages and in a file, what devices, the allocator and NCCL are told, statuses for schedulers;
     460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
     is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume; 50 where a
-    run went on from, for reports; 30 padding that experts pass by, 30 arrays of JSON in parts."""
+    run went on from, for reports; 30 padding that experts pass by, 30 arrays of JSON in parts, 20
+    workers that outlive the signals of schedulers."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_540
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_550
 
 
 @pytest.mark.parametrize("folder", APART)
