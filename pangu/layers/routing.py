@@ -22,8 +22,8 @@ def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
     if router.selection == "group_limited":
         assert router.groups_per_token is not None
         grouped = scores.unflatten(-1, (groups, -1))
-        liked = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
-        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, liked, True)
+        best_groups = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
+        allowed = chosen_by(best_groups, groups)
         scores = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
     return _best(scores, count)
 
@@ -37,15 +37,11 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.cat(experts, -1)
 
 
-def chosen_by(experts: Tensor, number: int) -> Tensor:
-    """bool [..., number]: whether a token chose each of so many experts; experts: [..., count]."""
+def chosen_by(experts: Tensor, number: int, admitted: Tensor | None = None) -> Tensor:
+    """bool [..., number]: whether a token chose each of so many experts, which has room for it; experts: [..., count];
+    `admitted`: bool, as these; None: all have."""
     mask = torch.zeros(*experts.shape[:-1], number, dtype=torch.bool, device=experts.device)
-    return mask.scatter_(-1, experts, True)
-
-
-def _admitted_by(experts: Tensor, admitted: Tensor, number: int) -> Tensor:
-    """As `chosen_by`, of the choices that an expert has room for."""
-    return torch.zeros(len(experts), number, dtype=torch.bool, device=experts.device).scatter_(1, experts, admitted)
+    return mask.scatter_(-1, experts, True) if admitted is None else mask.scatter_(-1, experts, admitted)
 
 
 def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
@@ -118,7 +114,7 @@ class Dispatch:
     @classmethod
     def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
         """experts: [tokens, count], each another of `number`; admitted: bool [tokens, count], None: all."""
-        chosen = chosen_by(experts, number) if admitted is None else _admitted_by(experts, admitted, number)
+        chosen = chosen_by(experts, number, admitted)
         places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
         counts = chosen.sum(0, dtype=torch.int32)
         ends = counts.cumsum(0, dtype=torch.int32)

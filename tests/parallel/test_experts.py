@@ -120,7 +120,7 @@ def test_replicas_that_share_experts_draw_texts_together(ranks: Ranks) -> None:
     assert ranks.run(2, texts, Layout(data=2, expert=2)) == [one, one]
 
 
-def told(rank: int, world: int) -> int:
+def exchanged_counts(rank: int, world: int) -> int:
     """How often the ranks that share sequences tell each other their choices in a step."""
     words = ("batch.micro_size=1", "batch.global_size=2", "model.expert_capacity=1", "memory.recompute=full")
     trainer, batches = small_trainer(Layout(context=2), *MODEL, *words)
@@ -137,7 +137,7 @@ def told(rank: int, world: int) -> int:
 
 def test_a_recompute_tells_nobody_its_choices_again(ranks: Ranks) -> None:
     """Four layers have experts; two micro-batches."""
-    assert ranks.run(2, told) == [8, 8]
+    assert ranks.run(2, exchanged_counts) == [8, 8]
 
 
 def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:
