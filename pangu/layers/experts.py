@@ -63,21 +63,20 @@ class Routes:
 
 def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[tokens, width] -> [rows, width], expert by expert."""
-    return conjugate(x, dispatch, _copy_rows, _sum_rows)
+    return conjugate(x, dispatch, _copies, _sums)
 
 
 def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[rows, width] -> [tokens, width], the sum over the rows of a token."""
-    return conjugate(x, dispatch, _sum_rows, _copy_rows)
+    return conjugate(x, dispatch, _sums, _copies)
 
 
-def _copy_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    return x.index_select(0, dispatch.tokens)
+def _copies(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return dispatch.copies(x)
 
 
-def _sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """One order of addition, whatever device: a scatter has none."""
-    return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
+def _sums(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return dispatch.sums(x)
 
 
 def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -199,16 +198,16 @@ class GroupedLinear(nn.Module):
         self.store = build.store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
-    def forward(self, x: Tensor, dispatch: Dispatch, times: Tensor | None = None) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]; `times` [rows]: factor of the bias."""
-        out = grouped_matmul(x, self.weight, dispatch.ends, self.store)
-        if self.bias is None:
-            return out
-        members = dispatch.members(x.dtype)
-        if times is not None:
-            members = members * times[:, None]
-        # a product has one order of addition in backward
-        return out + members @ self.bias.view(len(dispatch.ends), -1)
+    def forward(self, x: Tensor, dispatch: Dispatch, copies: bool, members: Tensor | None) -> Tensor:
+        """[rows, inputs], or with `copies` [tokens, inputs] -> [rows, outputs]; `members` [rows, experts]: what the
+        bias of each expert is multiplied by, if there are biases."""
+        added = None
+        if self.bias is not None and members is not None:
+            # a product has one order of addition in backward
+            added = members @ self.bias.view(len(dispatch.ends), -1)
+        # last: a recompute ends where the last tensor is saved, and so before this product
+        out = grouped_matmul(x, self.weight, dispatch, self.store, copies)
+        return out if added is None else out + added
 
 
 class Experts(nn.Module):
@@ -224,14 +223,16 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
-        # a row is a copy of its token, of which one is kept
-        inner = checkpointed(lambda x: self.up(permute(x, dispatch), dispatch), tokens)
-        return checkpointed(self._down, inner, weights, dispatch, on=self.recompute)
+        members = None if self.up.bias is None else dispatch.members(tokens.dtype)
+        inner = self.up(tokens, dispatch, True, members)
+        return checkpointed(self._down, inner, weights, dispatch, members, on=self.recompute)
 
-    def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch, members: Tensor | None) -> Tensor:
         # a product is linear: what is narrower is multiplied, and the output needs not be kept for the weights
         activated = self.activation(inner) * weights[:, None]
-        return self.down(activated, dispatch, weights if self.adds_bias else torch.zeros_like(weights))
+        if members is not None:
+            members = members * (weights if self.adds_bias else torch.zeros_like(weights))[:, None]
+        return self.down(activated, dispatch, False, members)
 
 
 class MixtureOfExperts(nn.Module):

@@ -110,6 +110,8 @@ class Dispatch:
     """int64 [tokens, count], the row of each choice."""
     ends: Tensor
     """int32 [experts], the row behind each expert's last."""
+    spare: bool = True
+    """Whether there may be rows behind the last end."""
 
     @classmethod
     def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
@@ -124,12 +126,22 @@ class Dispatch:
             rows = torch.where(admitted, rows, last)
         rows = rows.long()
         numbers = torch.arange(rows.numel(), device=rows.device)
-        return cls(torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers), rows, ends)
+        order = torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers)
+        return cls(order, rows, ends, admitted is not None)
 
     @property
     def tokens(self) -> Tensor:
         """int64 [rows], the token of each row."""
         return self.order // self.rows.shape[1]
+
+    def copies(self, x: Tensor) -> Tensor:
+        """[tokens, width] -> [rows, width], expert by expert."""
+        return x.index_select(0, self.tokens)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [tokens, width], over the rows of each token; the transpose of `copies`."""
+        # one order of addition, whatever device: a scatter has none
+        return x.index_select(0, self.rows.flatten()).view(*self.rows.shape, x.shape[-1]).sum(1)
 
     def members(self, dtype: torch.dtype) -> Tensor:
         """[rows, experts], 1 where a row is an expert's."""

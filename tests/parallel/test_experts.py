@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from pangu.collectives.context import ContextRegion
 from pangu.evaluation.generation import Sampling, generate_shared
@@ -138,6 +139,16 @@ def exchanged_counts(rank: int, world: int) -> int:
 def test_a_recompute_tells_nobody_its_choices_again(ranks: Ranks) -> None:
     """Four layers have experts; two micro-batches."""
     assert ranks.run(2, exchanged_counts) == [8, 8]
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_a_product_whose_value_is_not_needed_again_is_not_computed_again(recompute: str, times: int) -> None:
+    """Into an expert and out of it, in forward and backward, with biases. Four layers have experts of 12 columns; 256
+    choices of 24 numbers."""
+    trainer, batches = small_trainer(Layout(), *MODEL, f"memory.recompute={recompute}")
+    with FlopCounterMode(display=False) as counter:
+        trainer.train_step(batches)
+    assert counter.get_flop_counts()["Global"][torch.ops.pangu.grouped_product] == 4 * times * 2 * 256 * 24 * 12
 
 
 def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:
