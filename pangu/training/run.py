@@ -237,8 +237,10 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
 
 def _stop(loop: Loop, signals: StopSignals) -> None:
     """The end of a run that was told to stop early."""
-    saved = f"{loop.checkpoint} is written" if loop.checkpoint else "nothing is written (checkpoint.every = 0)"
-    log.info("stopped after step %d (%s): %s; the same command continues", loop.trainer.step, loop.stopped, saved)
+    saved = "nothing is written (checkpoint.every = 0); the same command begins where this one did"
+    if loop.checkpoint:
+        saved = f"{loop.checkpoint} is written; the same command continues"
+    log.info("stopped after step %d (%s): %s", loop.trainer.step, loop.stopped, saved)
     if loop.trainer.mesh.is_first:
         from pangu.training.summary import draw_pictures
 
