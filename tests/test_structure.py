@@ -165,9 +165,10 @@ def test_the_package_stays_small() -> None:
     460 whole documents in samples, 670 conversations to fine-tune on; 800 text that
     is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume; 50 where a
     run went on from, for reports; 30 padding that experts pass by, 30 arrays of JSON in parts, 20
-    workers that outlive the signals of schedulers."""
+    workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
+    none."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_550
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_580
 
 
 @pytest.mark.parametrize("folder", APART)
