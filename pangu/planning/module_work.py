@@ -195,10 +195,10 @@ class ModuleCounts:
 
 
 def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
-    """Dry runs of all jobs together, which may take a minute and so is told."""
+    """Dry runs of all jobs together, which may take minutes and so is told."""
     everything = [job for those in jobs.values() for job in those]
     log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
-    done = iter(run_jobs(everything))
+    done = run_jobs(everything)
     for piece, those in jobs.items():
         yield piece, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
 
