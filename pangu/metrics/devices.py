@@ -7,9 +7,11 @@ import re
 import resource
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+from pangu.config.errors import UserError
 
 Compute = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -88,9 +90,22 @@ def peak_tflops(name: str, compute: Compute) -> float | None:
     return None
 
 
+def require_format(compute: Compute, device: torch.device) -> None:
+    """Raise UserError if a device has no products in a compute format."""
+    if device.type == "cpu":
+        return
+    module: Any = torch.get_device_module(device)
+    has_bf16 = getattr(module, "is_bf16_supported", lambda: True)()
+    lacks = device.type == "npu" if compute == "fp64" else compute == "bf16" and not has_bf16
+    if lacks:
+        works = "fp32 and fp16 work" if not has_bf16 else "fp32, bf16 and fp16 work"
+        raise UserError(f"precision = {compute}: {device_name(device)} has no products in {compute}; {works}")
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory (GiB) used so far: allocated tensors on an accelerator, the resident set of this process on CPU."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device) / 2**30
+        # torch.accelerator asks an allocator of a kind that torch_npu's became with 2.13
+        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -20,6 +20,7 @@ from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.layers.kernel_choice import attention_kernels
+from pangu.metrics.devices import require_format
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
@@ -65,6 +66,7 @@ def run(values: Mapping[str, Any]) -> int:
     if config.dry_run:
         return 0
     device = choose_device(config.train.device, launch)
+    require_format(config.precision.compute, device)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     if config.precision.matmul == "fp8":
         from pangu.layers.fp8 import require_fp8
@@ -75,11 +77,11 @@ def run(values: Mapping[str, Any]) -> int:
 
         raise_open_files(launch.world)
     output = Path(config.train.output)
-    if device.type == "cuda":
-        from pangu.topology.nccl import describe_environment, record_collectives
+    if device.type != "cpu":
+        from pangu.topology.backends import backend_of, describe_environment, record_collectives
 
         given = dict(os.environ)
-        if launch.world > 1:
+        if launch.world > 1 and backend_of(device) == "nccl":
             record_collectives(output)
         log.info("%-12s %s", "environment", describe_environment(given))
     with ExitStack() as stack:

@@ -46,6 +46,15 @@ def test_a_process_that_ends_has_the_last_word_each_time_it_is_asked(worker: Wor
             worker.report({}, 3)
 
 
+@pytest.mark.parametrize(
+    "worker", ['read job; echo "{\\"peak\\": $TORCH_DEVICE_BACKEND_AUTOLOAD}"; exec sleep 100'], indirect=True
+)
+def test_a_process_loads_no_plug_in_of_a_device(worker: Worker) -> None:
+    """Whose own device would stand beside the fake one."""
+    assert worker.report({}, 0)["peak"] == 0
+    worker.end()
+
+
 @pytest.mark.parametrize("worker", ["kill -9 $$"], indirect=True)
 def test_a_process_that_is_killed(worker: Worker) -> None:
     with pytest.raises(UserError, match="its process ended with status -9"):
