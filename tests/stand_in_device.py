@@ -58,6 +58,13 @@ class NpuTensor(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.raw.untyped_storage()
 
+    # torch makes tensors of lists where it calls no device in Python
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(_without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_without_lists(index), value)
+
     def tolist(self) -> Any:
         return self.raw.tolist()
 
@@ -101,6 +108,12 @@ def _carry_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return wrappers[id(value)] if id(value) in wrappers else NpuTensor(value)
 
     return tree_map(wrapped, result) if stays else result
+
+
+def _without_lists(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    return torch.tensor(index, device=DEVICE) if isinstance(index, list) else index
 
 
 def _held(value: Any) -> Any:

@@ -90,7 +90,7 @@ def peak_tflops(name: str, compute: Compute) -> float | None:
     return None
 
 
-def require_format(compute: Compute, device: torch.device) -> None:
+def require_format(compute: str, device: torch.device) -> None:
     """Raise UserError if a device has no products in a compute format."""
     if device.type == "cpu":
         return

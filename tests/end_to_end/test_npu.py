@@ -22,14 +22,14 @@ SYNTHETIC = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", S
 WORDS = (
     *(*SYNTHETIC, "model.layers=4", "model.dropout=0.1", "batch.micro_size=1", "optimizer.lr=0.001"),
     *("lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=9", "checkpoint.every=2", "checkpoint.keep=0"),
+    "train.steps=4",
 )
-STEPS = 4
 LAYOUTS = {
-    "alone": (1, "memory.recompute=selective", "memory.offload=[activations]"),
-    "tensor": (2, "parallel.tensor=2", "parallel.sequence=true"),
-    "pipeline": (2, "parallel.pipeline=2", "parallel.schedule=zb_h1", "memory.offload=[optimizer]"),
-    "zero": (2, "parallel.zero=3"),
+    "tensor": ("parallel.tensor=2", "parallel.sequence=true", "memory.recompute=selective"),
+    "pipeline": ("parallel.pipeline=2", "parallel.schedule=zb_h1", "memory.offload=[optimizer]"),
+    "zero": ("parallel.zero=3", "memory.offload=[activations]"),
 }
+"""Of two processes."""
 
 
 def _on_devices(visible: str | None, name: str, *words: str) -> None:
@@ -52,15 +52,12 @@ def trained(output: Path, world: int, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Optimizer -> the steps of a run on the CPU."""
-    runs = {}
-    for name in ("adam", "lamb"):
-        output, words = tmp_path_factory.mktemp(name), (f"optimizer={name}", f"train.steps={STEPS}", SAME_PRODUCTS)
-        done = pretrain(output, *WORDS, *words, "train.device=cpu")
-        assert done.returncode == 0, done.stderr
-        runs[name] = metrics(output)
-    return runs
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The steps of a run on the CPU."""
+    output = tmp_path_factory.mktemp("cpu")
+    done = pretrain(output, *WORDS, SAME_PRODUCTS, "train.device=cpu")
+    assert done.returncode == 0, done.stderr
+    return metrics(output)
 
 
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
@@ -68,71 +65,63 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], to
     assert [step["step"] for step in found] == [step["step"] for step in expected]
     for mine, theirs in zip(found, expected, strict=True):
         for name in ("loss", "grad_norm", "lr", "skipped"):
-            assert mine[name] == pytest.approx(theirs[name], rel=tolerance), (mine["step"], name)
+            assert mine[name] == (theirs[name] and pytest.approx(theirs[name], rel=tolerance)), (mine["step"], name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "optimizer"), [("alone", "lamb"), ("tensor", "lamb"), ("pipeline", "adam"), ("zero", "adam")]
-)
-def test_layouts_give_the_losses_of_a_cpu(
-    layout: str, optimizer: str, on_cpu: dict[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    """With gradients that are clipped, and a checkpoint that a run on npu and one on a CPU continue from."""
-    (world, *words), output = LAYOUTS[layout], tmp_path / "run"
-    steps = trained(output, world, *words, f"optimizer={optimizer}", f"train.steps={STEPS}", SAME_PRODUCTS)
-    assert_alike(steps, on_cpu[optimizer])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_give_the_losses_of_a_cpu(layout: str, on_cpu: list[dict[str, Any]], tmp_path: Path) -> None:
+    """With gradients that are clipped, and a checkpoint from which a CPU goes on."""
+    output = tmp_path / "run"
+    steps = trained(output, 2, *LAYOUTS[layout], SAME_PRODUCTS)
+    assert_alike(steps, on_cpu)
     assert max(step["grad_norm"] for step in steps) > 1
     nodes = json.loads((output / "nodes.json").read_text())
-    assert [node["device"] for node in nodes] == [f"npu:0, {stand_in_device.NAME}"] * world
+    assert [node["device"] for node in nodes] == [f"npu:0, {stand_in_device.NAME}"] * 2
     if layout == "zero":
-        checkpoint = f"checkpoint.resume={output}/checkpoints/step-00000002"
-        again, other = tmp_path / "again", tmp_path / "on cpu"
-        more = (f"optimizer={optimizer}", f"train.steps={STEPS}", SAME_PRODUCTS, checkpoint)
-        assert_alike(trained(again, world, *words, *more), steps[2:], 0)
-        first, second = (
-            json.loads(next(path.glob("checkpoints/*4/index.json")).read_text()) for path in (output, again)
-        )
-        assert first["files"] == second["files"]
-        done = pretrain(other, *WORDS, *more, "train.device=cpu")
+        words = (SAME_PRODUCTS, "train.device=cpu", f"checkpoint.resume={output}/checkpoints/step-00000002")
+        done = pretrain(tmp_path / "on cpu", *WORDS, *words)
         assert done.returncode == 0, done.stderr
-        assert_alike(metrics(other), steps[2:])
+        assert_alike(metrics(tmp_path / "on cpu"), steps[2:])
 
 
-def test_steps_that_overflow_are_skipped(tmp_path: Path) -> None:
+def test_steps_that_overflow_are_skipped_and_a_resumed_run_repeats_every_bit(tmp_path: Path) -> None:
     """As on a CPU: torch_npu's fused AdamW would make them, with gradients that nobody divides by the loss scale."""
-    words = ("precision=fp16", "precision.loss_scale.initial=1048576", f"train.steps={STEPS}", "checkpoint.every=0")
-    steps = trained(tmp_path / "npu", 1, *words)
-    done = pretrain(tmp_path / "cpu", *WORDS, *words, "train.device=cpu")
+    words, npu = ("precision=fp16", "precision.loss_scale.initial=1048576"), tmp_path / "npu"
+    steps = trained(npu, 1, *words)
+    done = pretrain(tmp_path / "cpu", *WORDS, *words, "train.device=cpu", "checkpoint.every=0")
     assert done.returncode == 0, done.stderr
     assert_alike(steps, metrics(tmp_path / "cpu"), 5e-3)  # ten roundings in fp16
-    assert 0 < steps[-1]["skipped"] < STEPS
+    assert 0 < steps[-1]["skipped"] < len(steps)
     assert steps[-1]["mfu"] > 0  # of the peak that the device is known for by its name
+    again = tmp_path / "again"
+    assert_alike(trained(again, 1, *words, f"checkpoint.resume={npu}/checkpoints/step-00000002"), steps[2:], 0)
+    first, second = (json.loads(next(path.glob("checkpoints/*4/index.json")).read_text()) for path in (npu, again))
+    assert first["files"] == second["files"]
 
 
 def test_a_trained_model_says_the_same(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (folder, "--prompt", "def ", "--prompt", "import", "--max-tokens", "6", "--temperature", "0", "--device")
     assert generate([*map(str, asked), "cpu"]) == 0
-    done = on_npu(2, "scripts/generate", *asked, "npu", "--tensor", "2")
+    done = on_npu(1, "scripts/generate", *asked, "npu")
     assert done.returncode == 0, done.stderr
     assert done.stdout == capsys.readouterr().out
-    figures = []
-    for device in ("cpu", "npu"):
-        words = (folder, "--data", folder / "benchmarks", "--task", "lambada", "--limit", "2", "--device", device)
-        words += ("--output", tmp_path / f"{device}.json")
-        done = called("scripts/evaluate", *words) if device == "cpu" else on_npu(1, "scripts/evaluate", *words)
-        assert done.returncode == 0, done.stderr
-        figures.append(json.loads((tmp_path / f"{device}.json").read_text())["results"][0]["measures"])
-    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+    words, output = ("--data", folder / "benchmarks", "--task", "lambada", "--limit", "2"), tmp_path / "npu.json"
+    done = on_npu(2, "scripts/evaluate", folder, *words, "--device", "npu", "--tensor", "2", "--output", output)
+    assert done.returncode == 0, done.stderr
+    done = called("scripts/evaluate", folder, *words, "--device", "cpu", "--output", tmp_path / "cpu.json")
+    assert done.returncode == 0, done.stderr
+    npu, cpu = (json.loads((tmp_path / f"{name}.json").read_text())["results"][0] for name in ("npu", "cpu"))
+    assert npu["measures"] == pytest.approx(cpu["measures"], rel=1e-5)
 
 
 REFUSED = {
     "precision=bf16": "precision = bf16: Ascend910B3 has no products in bf16; fp32 and fp16 work",
     "precision=fp64": "precision = fp64: Ascend910B3 has no products in fp64; fp32 and fp16 work",
     "precision=fp8": "precision = bf16: Ascend910B3 has no products in bf16",
-    "model.attention=flash": "model.attention = flash: trains on cuda only, and this run's device is npu",
+    "model.attention=flex model.heads=2": "model.attention = flex: trains on cuda only, and this run's device is npu",
     "compile=true": "compile = true: torch has no Triton for npu here; compile=false works",
     "train.device=cuda": "train.device = cuda: this machine has no cuda device; train.device=cpu or npu works",
-    "train.device=xpu": "train.device = xpu: must be one of auto, cpu, cuda, npu",
+    "train.device=xpu": "train.device = 'xpu': must be auto, cpu, cuda or npu",
 }
 
 
@@ -141,9 +130,10 @@ def _refusals(folder: str) -> None:
     stand_in_device.install()
     stand_in_device.Module.is_bf16_supported = lambda self: False  # type: ignore[method-assign]
     said = {}
-    for word in REFUSED:
-        done = called("pretrain", *SYNTHETIC, "train.device=npu", word, f"train.output={folder}/run", "train.steps=1")
-        said[word] = done.returncode, done.stderr
+    for words in REFUSED:
+        output = ("train.steps=1", f"train.output={folder}/run")
+        done = called("pretrain", *SYNTHETIC, "train.device=npu", *output, *words.split())
+        said[words] = done.returncode, done.stderr
     Path(folder, "said.json").write_text(json.dumps(said))
 
 
@@ -159,20 +149,27 @@ def test_what_the_device_cannot_do_is_one_message(tmp_path: Path) -> None:
 def test_two_ranks_on_one_device_are_named(tmp_path: Path) -> None:
     """Which each of them sees as its first, and which has no uuid."""
     done = on_npu(2, "pretrain", *SYNTHETIC, f"train.output={tmp_path}/run", visible="5")
-    assert done.returncode == 2
+    assert 2 in done.statuses  # the other one may lose the first one's store before it has spoken
     assert "have one device" in done.stderr
     assert "npu 5): each process needs its own" in done.stderr
-    assert "ASCEND_RT_VISIBLE_DEVICES" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "show each process another one (ASCEND_RT_VISIBLE_DEVICES)" in done.stderr
 
 
-def _tests_of_an_accelerator() -> None:
-    words = ["-p", "tests.stand_in_device", "-p", "no:cacheprovider", "-n", "0", "-k", "not dry_run"]
+def _tests_of_an_accelerator(chosen: str) -> None:
+    words = ["-p", "tests.stand_in_device", "-p", "no:cacheprovider", "-n", "0", "-k", f"not dry_run and ({chosen})"]
     names = ("test_training.py", "test_initial.py", "test_dropout.py", "test_loss.py")
     raise SystemExit(pytest.main([*words, *(str(repository() / "tests" / "gpu" / name) for name in names)]))
 
 
-def test_the_tests_of_an_accelerator_pass_on_it() -> None:
-    done = run_ranks(1, _tests_of_an_accelerator)
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("(fp32 and lamb and full and activations) or bands or mask_is or losses or rows", 8),
+        pytest.param("test_", 22, marks=pytest.mark.long),
+    ],
+    ids=["some", "all"],
+)
+def test_the_tests_of_an_accelerator_pass_on_it(chosen: str, count: int) -> None:
+    done = run_ranks(1, _tests_of_an_accelerator, chosen)
     assert done.returncode == 0, done.stdout
-    assert "22 passed" in done.stdout
+    assert f"{count} passed" in done.stdout
