@@ -7,11 +7,9 @@ import re
 import resource
 import sys
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-
-from pangu.config.errors import UserError
 
 Compute = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -88,18 +86,6 @@ def peak_tflops(name: str, compute: Compute) -> float | None:
         if re.search(pattern, name, re.IGNORECASE):
             return getattr(peak, compute)
     return None
-
-
-def require_format(compute: str, device: torch.device) -> None:
-    """Raise UserError if a device has no products in a compute format."""
-    if device.type == "cpu":
-        return
-    module: Any = torch.get_device_module(device)
-    has_bf16 = getattr(module, "is_bf16_supported", lambda: True)()
-    lacks = device.type == "npu" if compute == "fp64" else compute == "bf16" and not has_bf16
-    if lacks:
-        works = "fp32 and fp16 work" if not has_bf16 else "fp32, bf16 and fp16 work"
-        raise UserError(f"precision = {compute}: {device_name(device)} has no products in {compute}; {works}")
 
 
 def peak_memory_gib(device: torch.device) -> float:

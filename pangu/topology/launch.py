@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -65,26 +63,15 @@ def load_torch(requested: object) -> None:
     does that by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0. Raises UserError if either cannot be imported."""
     try:
         import torch
+    except RuntimeError as error:
+        from pangu.topology.accelerator import not_imported
 
-        wanted = requested == "npu" or (requested == "auto" and not torch.accelerator.is_available())
-        if not wanted or hasattr(torch, "npu"):
-            return
-        if find_spec(PLUG_IN) is not None:
-            import_module(PLUG_IN)
-            return
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = " ".join(f"{error} {'' if error.__cause__ is None else f'({error.__cause__})'}".split())
-        raise UserError(
-            f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); that of an Ascend, "
-            f"{PLUG_IN}, needs what `source set_env.sh` of Huawei's CANN sets; TORCH_DEVICE_BACKEND_AUTOLOAD=0 and "
-            "train.device=cpu or cuda work without it"
-        ) from error
-    if requested == "npu":
-        release = version("torch").partition("+")[0]
-        raise UserError(
-            f"train.device = npu: needs Ascend's plug-in, which is not installed: pip install {PLUG_IN}=={release}, of "
-            "the same release as torch, and Huawei's CANN; train.device=cpu works"
-        )
+        raise not_imported(requested, error) from error
+    absent = requested == "auto" and not torch.accelerator.is_available() and find_spec(PLUG_IN) is not None
+    if (requested == "npu" or absent) and not hasattr(torch, "npu"):
+        from pangu.topology.accelerator import load_plug_in
+
+        load_plug_in(requested)
 
 
 def choose_device(requested: str, launch: Launch, environment: Mapping[str, str] = os.environ) -> torch.device:
@@ -115,13 +102,6 @@ def choose_device(requested: str, launch: Launch, environment: Mapping[str, str]
     device = torch.device(kind, 0 if shown_alone else launch.local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def number_on_node(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
-    """Of a device of this process among all of its node, as far as the process was told which ones it sees."""
-    shown = next((environment[name] for name in VISIBLE.get(device.type, ()) if name in environment), "")
-    numbers, index = [number.strip() for number in shown.split(",")], device.index or 0
-    return numbers[index] if index < len(numbers) and numbers[index] else str(index)
 
 
 def num_threads(local_world: int) -> int:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from pangu.config.errors import LocalError, LostError
-from pangu.topology.launch import VISIBLE, number_on_node
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
 
@@ -170,6 +169,8 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     """Before groups are made: a backend says it less plainly that two ranks have one device. Raises LocalError."""
     if device.type == "cpu":
         return
+    from pangu.topology.accelerator import VISIBLE, number_on_node
+
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", ""))
     # torch_npu has none before 2.13, and later one of zeros where the driver does not tell

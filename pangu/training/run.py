@@ -20,7 +20,6 @@ from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
 from pangu.layers.kernel_choice import attention_kernels
-from pangu.metrics.devices import require_format
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
@@ -66,7 +65,10 @@ def run(values: Mapping[str, Any]) -> int:
     if config.dry_run:
         return 0
     device = choose_device(config.train.device, launch)
-    require_format(config.precision.compute, device)
+    if device.type != "cpu":
+        from pangu.metrics.formats import require_format
+
+        require_format(config.precision.compute, device)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     if config.precision.matmul == "fp8":
         from pangu.layers.fp8 import require_fp8

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pangu.config.errors import UserError
-from pangu.topology.launch import Launch, choose_allocator, choose_device, number_on_node
+from pangu.topology.accelerator import number_on_node
+from pangu.topology.launch import Launch, choose_allocator, choose_device
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
