@@ -209,7 +209,7 @@ def main() -> None:
         (folder / "english.model").write_bytes(train_sentencepiece(english(1_000_000), 8000, "bpe"))
         model = options.model or str(folder / "chinese.model")
         if not options.model:
-            Path(model).write_bytes(train_sentencepiece(chinese(1_000_000), 8000, "unigram", jieba=True))
+            Path(model).write_bytes(train_sentencepiece(chinese(1_000_000), 12_000, "unigram", jieba=True))
         english_model = str(folder / "english.model")
         for kind, path, texts, large in (
             ("sentencepiece", english_model, english, 16_000_000),

@@ -118,7 +118,7 @@ class StreamData:
     max_bad: Natural
     """Lines of an epoch that may be left out because they hold no document; each is named."""
     workers: Count
-    """Processes that encode for each rank; 1: its loader's thread does."""
+    """Processes that encode for each rank, and for each source if there are `weights`; 1: its loader's thread does."""
     tokenizer: TokenizerConfig | None
     """Turns text into ids; null: for a dry run."""
     packing: PackingConfig
