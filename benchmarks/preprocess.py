@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pangu.config.data import TokenizerConfig
+from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
+from pangu.data.packed_source import PackedSource, Recipe
 from pangu.data.tokenizers import SPACE, load_tokenizer
 from pangu.data.vocabulary import train_sentencepiece
 from tools.preprocess_data import main as preprocess
@@ -99,6 +100,25 @@ def ours(workers: int) -> Callable[[str, str, str, str], None]:
     return run
 
 
+def streamed(workers: int) -> Callable[[str, str, str, str], None]:
+    """`data=stream`: the same text as the samples of an epoch, shuffled and packed."""
+
+    def run(kind: str, model: str, text: str, _: str) -> None:
+        tokenizer = TokenizerConfig(kind, model)  # type: ignore[arg-type]
+        packing = PackingConfig(None, None, reset_mask=False, reset_positions=False)
+        sizes = {"holdout": 0.0, "shuffle": 2_000_000, "max_bad": 0, "workers": workers}
+        texts = {"train": (text,), "validation": (), "weights": None, "text_key": "text"}
+        data = StreamData("stream", tokenizer=tokenizer, packing=packing, **texts, **sizes)  # type: ignore[arg-type]
+        vocab = load_tokenizer(tokenizer).vocab_size
+        source = PackedSource(Recipe((text,), data, False, tokenizer, vocab, 9, 1024, 1, data.shuffle, (0,)))
+        source.begin(None)
+        while not source.epoch:
+            source.take()
+        source.close()
+
+    return run
+
+
 def datasets_map(kind: str, model: str, text: str, output: str) -> None:
     """`datasets.map` over batches, in one process, with the same tokenizer."""
     import datasets
@@ -127,6 +147,8 @@ CONTENDERS: dict[str, Callable[[str, str, str, str], None]] = {
     "plain": plain,
     "pangu": ours(1),
     "pangu, 2 workers": ours(2),
+    "stream": streamed(1),
+    "stream, 2 workers": streamed(2),
     "datasets.map": datasets_map,
     "megatron-core": megatron,
 }
@@ -187,7 +209,7 @@ def main() -> None:
         (folder / "english.model").write_bytes(train_sentencepiece(english(1_000_000), 8000, "bpe"))
         model = options.model or str(folder / "chinese.model")
         if not options.model:
-            Path(model).write_bytes(train_sentencepiece(chinese(1_000_000), 8000, "unigram", jieba=True))
+            Path(model).write_bytes(train_sentencepiece(chinese(1_000_000), 12_000, "unigram", jieba=True))
         english_model = str(folder / "english.model")
         for kind, path, texts, large in (
             ("sentencepiece", english_model, english, 16_000_000),

@@ -20,7 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError, printable, reading, shown
 from pangu.config.exit_status import exit_status
 from pangu.data.batch import Batch, batch_of
-from pangu.data.indexed import IndexedTokens, open_indexed
+from pangu.data.indexed import IndexedTokens, idx_path, open_indexed
 from pangu.data.instructions import open_dataset, read_prepared
 from pangu.data.manifest import find_damage, manifest_path, read_manifest
 from pangu.data.packing import PackedDocuments, Packing, write_packing
@@ -80,7 +80,7 @@ def inspect(options: argparse.Namespace) -> None:
     """Carry out the command. Raises UserError if files cannot be read or are damaged."""
     with ExitStack() as stack:
         options.indexes = stack.enter_context(TemporaryDirectory())
-        folders = [prefix for prefix in options.prefix if Path(prefix).is_dir()]
+        folders = [prefix for prefix in options.prefix if Path(prefix).is_dir() and not idx_path(prefix).exists()]
         if folders:
             _inspect_conversations(options, folders)
         else:

@@ -89,6 +89,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     options = parser.parse_args(arguments)
+    if Path(options.output).name in ("", "..") or options.output.endswith("/"):
+        parser.error(f"--output {options.output!r}: must end in the name that files begin with")
     if options.workers < 1:
         parser.error(f"--workers {options.workers}: must be at least 1")
     if not 0 <= options.holdout < 1:

@@ -32,8 +32,8 @@ class ExpertRegion(ExpertRank):
 def exchange_counts(counts: Tensor, group: AxisGroup | None) -> Tensor:
     """Whole numbers [ranks, ...] for each rank of the group -> those that each has for this one."""
     received = torch.empty_like(counts)
-    equal = [counts.shape[0] // (1 if group is None else group.size)] * (1 if group is None else group.size)
-    start_exchange(received, counts, equal, equal, group).wait()
+    one_each = [1] * len(counts)
+    start_exchange(received, counts, one_each, one_each, group).wait()
     return received
 
 

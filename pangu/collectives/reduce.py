@@ -18,8 +18,19 @@ def all_reduce(tensor: Tensor, group: AxisGroup | None, op: Any = dist.ReduceOp.
     """Reduce `tensor` in place and return it."""
     if group is not None:
         with group.recorder.meeting(group.axis):
-            dist.all_reduce(tensor, op=op, group=group.process_group)
+            if tensor.dtype == torch.float64 and dist.get_backend(group.process_group) == "hccl":
+                _gather_and_reduce(tensor, group, op)
+            else:
+                dist.all_reduce(tensor, op=op, group=group.process_group)
     return tensor
+
+
+def _gather_and_reduce(tensor: Tensor, group: AxisGroup, op: Any) -> None:
+    """`all_reduce` of a few numbers in fp64, which HCCL (Ascend's) gathers but does not reduce: its HcclAllReduce."""
+    each = [torch.empty_like(tensor) for _ in range(group.size)]
+    dist.all_gather(each, tensor, group=group.process_group)
+    together = torch.stack(each)
+    tensor.copy_(together.sum(0) if op == dist.ReduceOp.SUM else together.amax(0))
 
 
 class Handle(Protocol):

@@ -214,11 +214,12 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
     if any(token >= vocab for token in packing.stop):
         yield Problem("data.packing.stop", packing.stop, f"must be ids below model.vocab = {vocab}", "[] works")
     packed = packing.method != "concat"
-    if packed and isinstance(config.data, (SyntheticData, StreamData)):
-        rule = (
-            "random tokens have no documents" if isinstance(config.data, SyntheticData) else "needs all lengths before"
-        )
-        yield Problem("data.packing.method", packing.method, rule, "concat works")
+    if packed and isinstance(config.data, SyntheticData):
+        yield Problem("data.packing.method", packing.method, "random tokens have no documents", "concat works")
+    elif packed and isinstance(config.data, StreamData):
+        rule = "needs the lengths of all documents first, and data=stream reads them as it goes on"
+        works = "concat works, or data=indexed with what tools/preprocess_data.py writes"
+        yield Problem("data.packing.method", packing.method, rule, works)
     elif isinstance(config.data, InstructionsData):
         if not packed:
             rule = "cuts conversations apart"

@@ -27,7 +27,7 @@ class PackingConfig:
     """`concat`: all documents in a row, cut every `model.sequence` tokens; `best_fit`: whole documents together in
     samples, so that they are nearly full (Ding et al. 2024), a document being cut only if it is longer than a sample;
     `single`: one document in a sample. What is left of a sample is padding, which neither counts nor is attended to.
-    The last two begin each document behind `eod`, which predicts its first token."""
+    The last two begin each document behind `eod`, which predicts its first token; data=stream has only `concat`."""
     index: Filename | None = None
     """Folder of the indexes that say which documents share a sample, which are made once; null: beside the tokens."""
 
@@ -118,7 +118,7 @@ class StreamData:
     max_bad: Natural
     """Lines of an epoch that may be left out because they hold no document; each is named."""
     workers: Count
-    """Processes that encode for each rank; 1: its loader's thread does."""
+    """Processes that encode for each rank, and for each source if there are `weights`; 1: its loader's thread does."""
     tokenizer: TokenizerConfig | None
     """Turns text into ids; null: for a dry run."""
     packing: PackingConfig

@@ -70,7 +70,8 @@ def _shared_sequence(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.sequence", True, rule, "false works, or a larger parallel.tensor")
     if parallel.tensor == parallel.expert == 1 and parallel.overlap_chunks > 1:
         rule = "has no communication to hide with parallel.tensor = 1"
-        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, "1 works, or a larger parallel.tensor")
+        larger = "parallel.tensor" if config.model.experts is None else "parallel.tensor or parallel.expert"
+        yield Problem("parallel.overlap_chunks", parallel.overlap_chunks, rule, f"1 works, or a larger {larger}")
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:

@@ -159,8 +159,8 @@ class TrainConfig:
     check_replicas: Natural
     """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
     they differ. 0: no checks."""
-    device: Literal["auto", "cpu", "cuda"]
-    """`auto`: the accelerator if there is one."""
+    device: Literal["auto", "cpu", "cuda", "npu"]
+    """`auto`: the accelerator if there is one. `npu`: Huawei's Ascend, by its plug-in torch_npu."""
     deterministic: bool
     """The same command gives the same bits again on the same devices and libraries; GPUs take longer."""
     frozen: tuple[str, ...]

@@ -41,12 +41,14 @@ class Batch:
     part: ContextRank | None = None
     """Which part of the sequence tokens, labels, weights and positions are, where ranks share it; documents are always
     those of all tokens. None: all of it."""
+    padding: Tensor | None = None
+    """Whether a place of the sequence, or of the part, is behind all documents, bool; None: none is."""
 
     def cut(self, part: ContextRank | None) -> Batch:
         """A part of the sequence; None: all of it."""
         if part is None:
             return self
-        names = ("tokens", "labels", "weights", "positions")
+        names = ("tokens", "labels", "weights", "positions", *(() if self.padding is None else ("padding",)))
         cut: dict[str, Any] = {name: part.cut(getattr(self, name), 1) for name in names}
         return replace(self, **cut, part=part)
 
@@ -77,6 +79,7 @@ class Row:
     """Whether the loss counts there."""
     begins: NDArray[np.bool_]
     """Whether a document begins there, or the padding."""
+    padding: NDArray[np.bool_]
 
     def cut(self, length: int) -> Row:
         """The first tokens."""
@@ -92,8 +95,8 @@ def batch_of(samples: Sequence[Sample], indices: Sequence[int], packing: Packing
     rows = [sample for sample in samples if isinstance(sample, Row)]
     if not rows:
         return make_batch(np.stack([sample for sample in samples if not isinstance(sample, Row)]), indices, packing)
-    parts = (np.stack([getattr(row, field.name) for row in rows]) for field in fields(Row))
-    return _batch(Row(*parts), indices, packing)
+    whole = Row(*(np.stack([getattr(row, field.name) for row in rows]) for field in fields(Row)))
+    return replace(_batch(whole, indices, packing), padding=torch.from_numpy(whole.padding))
 
 
 def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: PackingConfig) -> Batch:
@@ -103,7 +106,8 @@ def make_batch(samples: NDArray[np.int64], indices: Sequence[int], packing: Pack
     labels = np.ascontiguousarray(samples[:, 1:])
     begins = np.ones(tokens.shape, dtype=bool)
     begins[:, 1:] = _equal(tokens[:, :-1], packing.eod)
-    return _batch(Row(tokens, labels, np.ones(tokens.shape, dtype=bool), begins), indices, packing)
+    counted = np.ones(tokens.shape, dtype=bool)
+    return _batch(Row(tokens, labels, counted, begins, padding=~counted), indices, packing)
 
 
 def _batch(rows: Row, indices: Sequence[int], packing: PackingConfig) -> Batch:

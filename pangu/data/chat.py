@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -70,7 +71,7 @@ class ChatTemplate:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters |= {"tojson": _to_json, "round": _rounded}
         environment.globals["raise_exception"] = _refuse
         try:
             with _bounded():
@@ -242,14 +243,23 @@ class _Marked(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, in which numbers stay small: no signal stops Python while it computes one."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "/", "//", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
-            size = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if size > _LARGEST:
-                raise SecurityError("it computes with numbers that are too large")
+            _check_size(left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length())
         return super().call_binop(context, operator, left, right)
+
+
+def _check_size(bits: int) -> None:
+    if bits > _LARGEST:
+        raise SecurityError("it computes with numbers that are too large")
+
+
+def _rounded(value: Any, precision: int = 0, method: str = "common") -> Any:
+    """Jinja's filter, which raises 10 to that power."""
+    _check_size(4 * abs(precision) + (value.bit_length() if isinstance(value, int) else 0))
+    return FILTERS["round"](value, precision, method)
 
 
 def _refuse(message: object) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pangu.config.errors import UserError, shown
+from pangu.config.files import parse_json
 from pangu.data.inputs import Chunk, read_chunks
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
+_NAMED = 100
+"""Bad lines of which `leave_out` warns."""
 
 
 class Document(NamedTuple):
@@ -41,9 +43,19 @@ def read_documents(inputs: Sequence[str], text_key: str) -> Iterator[str]:
             yield document.text
 
 
+def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[str], object]) -> bool:
+    """Leave out the bad line with the number `count`, from 1; the first hundred are named to `warn`. Returns whether
+    it is. Raises UserError, with the words of `limit`, for more than `most`."""
+    if count > most:
+        raise UserError(f"{line}; more than {limit} are not left out")
+    if count <= _NAMED:
+        warn(f"left out: {line}")
+    return count <= _NAMED
+
+
 def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
     """What a chunk holds, without blank documents."""
-    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records, "bad": _unreadable}[chunk.kind]
+    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records, "bad": _in_lines}[chunk.kind]
     for line, text in read(chunk, text_key):
         if isinstance(text, BadLine):
             yield text
@@ -79,7 +91,7 @@ def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
     for stop in (*stops, len(content)):
         part = content[begin:stop]
         try:
-            for text in _paragraphs(part.decode()):
+            for text in _paragraphs(part.decode("utf-8-sig" if line == 1 else "utf-8")):
                 yield line, text
         except UnicodeDecodeError as error:
             place = line + part.count(b"\n", 0, error.start)
@@ -88,17 +100,28 @@ def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
         begin, line = stop, line + part.count(b"\n")
 
 
-def _in_lines(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of a chunk that is not blank; a BadLine for one that is no JSON."""
+    if chunk.kind == "bad":
+        yield chunk.first, BadLine(chunk.source, chunk.first, chunk.content)
+        return
     for line, content in enumerate(chunk.content.split(b"\n"), chunk.first):
-        if not content.strip():
-            continue
-        try:
-            record = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-        except (ValueError, RecursionError) as error:
-            reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"is not JSON ({shown(str(error))})"
-            yield line, BadLine(chunk.source, line, reason)
-            continue
-        yield line, _text_of(record, key, chunk.source, line)
+        if content.strip():
+            yield line, _parsed(content, chunk.source, line)
+
+
+def _parsed(content: bytes, source: str, line: int) -> Any:
+    try:
+        return parse_json(content.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except UnicodeDecodeError:
+        return BadLine(source, line, "is not UTF-8")
+    except ValueError as error:
+        return BadLine(source, line, f"is not JSON ({shown(str(error))})")
+
+
+def _in_lines(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
+    for line, record in json_lines(chunk):
+        yield line, record if isinstance(record, BadLine) else _text_of(record, key, chunk.source, line)
 
 
 def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
@@ -107,6 +130,8 @@ def _text_of(record: Any, key: str, source: str, line: int) -> str | BadLine:
     text = record.get(key)
     if isinstance(text, str):
         return text
+    if key in record:
+        return BadLine(source, line, f"has no text under {key!r}, but {shown(text)}")
     has = shown(sorted(record))
     return BadLine(source, line, f"has no text under {key!r}; it has {has}; see --text-key, or data.text_key")
 
@@ -117,10 +142,6 @@ def _in_records(chunk: Chunk, key: str) -> Iterator[tuple[int, str | BadLine]]:
             yield line, text
         else:
             yield line, BadLine(chunk.source, line, f"has no text under {key!r}, but {shown(text)}")
-
-
-def _unreadable(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
-    yield chunk.first, BadLine(chunk.source, chunk.first, chunk.content)
 
 
 def _values(column: Any) -> list[object]:

@@ -9,10 +9,14 @@ import argparse
 import bz2
 import glob
 import gzip
+import io
+import json
 import lzma
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -31,6 +35,7 @@ _KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}
 _CHUNK = 1 << 20
 """Bytes of text of a chunk, unless one document has more."""
 _MOST_ROWS = 4096
+_ARRAY_BEGIN, _AFTER_VALUE = re.compile(r"\s*\[\s*(?P<end>\]\s*)?"), re.compile(r"\s*(,|(?P<end>\]\s*))\s*")
 _LINE_END, _DOCUMENT_END = re.compile(rb"\n"), re.compile(rb"\n[^\S\n]*\n")
 
 
@@ -95,15 +100,34 @@ def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
     if is_url(pattern):
         with reading(f"{key} {pattern}", Exception, rule="cannot be found"):
             return find_urls(pattern)
+    if not pattern:  # as of a variable of the shell that is not set
+        raise UserError(f"{key}: an empty name")
     path = Path(pattern)
     # pathlib's own glob takes no absolute patterns
     globbed = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
     matches = [path] if path.exists() else [Path(match) for match in globbed]
-    files = [sorted(match.rglob("*")) if match.is_dir() else [match] for match in matches]
-    return [
-        (str(match), [str(file) for file in some if not file.is_dir()])
-        for match, some in zip(matches, files, strict=True)
-    ]
+    with reading(f"{key} {pattern}"):
+        return [(str(match), _files_below(match) if match.is_dir() else [str(match)]) for match in matches]
+
+
+def _files_below(folder: Path) -> list[str]:
+    """In order. Links are followed, and what several of them lead to comes once. Raises OSError if a folder cannot be
+    read."""
+    files: list[Path] = []
+    seen = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        facts = Path(place).stat()
+        if (facts.st_dev, facts.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        folders.sort()
+        files += [Path(place, name) for name in names]
+    return [str(file) for file in sorted(files)]
 
 
 def is_dataset(source: str) -> bool:
@@ -148,7 +172,11 @@ def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
     if suffix in (".parquet", ".arrow"):
         columns = _parquet if suffix == ".parquet" else _arrow
         yield from _record_chunks(source, columns(source, text_key, place.offset), place)
-    elif suffix in _TEXT and not (suffix == ".json" and _is_array(source, packed)):
+    elif suffix == ".json" and _is_array(source, packed):
+        with _open(source, packed) as file:
+            texts = (value.get(text_key, value) if isinstance(value, dict) else value for value in _array(file))
+            yield from _record_chunks(source, _parts(islice(texts, place.offset, None)), place)
+    elif suffix in _TEXT:
         with _open(source, packed) as file:
             if not packed and file.seekable():
                 file.seek(place.offset)
@@ -156,7 +184,7 @@ def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
                 _skip(file, place.offset)
             yield from _text_chunks(source, file, "text" if suffix == ".txt" else "lines", place)
     else:
-        yield from _record_chunks(source, _streamed(source, suffix, text_key, place.offset), place)
+        yield from _record_chunks(source, _parts(_streamed(source, text_key, place.offset)), place)
 
 
 def _open(source: str, packed: str) -> BinaryIO:
@@ -173,9 +201,35 @@ def _open(source: str, packed: str) -> BinaryIO:
 
 
 def _is_array(source: str, packed: str) -> bool:
-    """Whether a JSON file is one array rather than an object in each line."""
+    """Whether a JSON file is one array rather than an object in each line, as a pipe is, which is read once."""
+    if not (is_url(source) or Path(source).is_file()):
+        return False
     with _open(source, packed) as file:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _array(file: BinaryIO) -> Iterator[object]:
+    """The values of a JSON array, of which only a part is in memory. Raises ValueError, RecursionError."""
+    decoder, stream = json.JSONDecoder(), io.TextIOWrapper(file, encoding="utf-8-sig")
+    text, place, number = "", 0, 0
+    while True:
+        before = (_AFTER_VALUE if number else _ARRAY_BEGIN).match(text, place)
+        try:
+            if before and before["end"]:
+                break
+            value, end = decoder.raw_decode(text, before.end() if before else len(text))
+            if end == len(text):
+                raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # or the rest of a number
+        except json.JSONDecodeError as error:
+            more = "" if len(text) - place > LONGEST else stream.read(max(_CHUNK, len(text) - place))
+            if not more:
+                raise ValueError(f"value {number + 1} of its array is not JSON: {error.msg}") from error
+            text, place = text[place:] + more, 0
+            continue
+        yield value
+        place, number = end, number + 1
+    if (text[before.end() :] + stream.read(_CHUNK)).strip():
+        raise ValueError(f"more text follows the {number:,} values of its array")
 
 
 def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "lines"], place: Place) -> Iterator[Chunk]:
@@ -268,7 +322,7 @@ def _parquet(source: str, key: str, skipped: int) -> Iterator[Any]:
                 continue
             rows = _rows(facts.total_byte_size, facts.num_rows)
             for batch in file.iter_batches(rows, [group], [key], use_threads=False):
-                part = batch.column(0)[skipped:]
+                part = batch.column(key)[skipped:]
                 skipped -= len(batch) - len(part)
                 if len(part):
                     yield pyarrow.concat_arrays([part])  # a slice would be sent with all that it is a slice of
@@ -291,7 +345,7 @@ def _arrow(source: str, key: str, skipped: int) -> Iterator[Any]:
             names = stream.schema.names
         _require(source, key, names)
         for batch in batches:
-            column = batch.column(batch.schema.get_field_index(key))
+            column = batch.column(key)
             column.validate(full=True)  # offsets of a damaged file would lead anywhere
             rows = _rows(column.nbytes, len(column))
             for begin in range(min(skipped, len(column)), len(column), rows):
@@ -305,8 +359,8 @@ def _rows(size: int, rows: int) -> int:
     return min(max(_CHUNK * rows // max(size, 1), 1), _MOST_ROWS)
 
 
-def _streamed(source: str, suffix: str, key: str, skipped: int) -> Iterator[list[object]]:
-    """The text of records that the `datasets` library streams."""
+def _streamed(source: str, key: str, skipped: int) -> Iterator[object]:
+    """The text of records that the `datasets` library streams, of its own or of a table, after so many."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -314,13 +368,19 @@ def _streamed(source: str, suffix: str, key: str, skipped: int) -> Iterator[list
         name, configuration, split, *_ = [*source.removeprefix(DATASET).split(":"), "", ""]
         records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
     else:
+        # what stands in a table of text is text: 007, NA and nothing at all
+        options: dict[str, Any] = {"keep_default_na": False, "converters": {key: str}}
         path = glob.escape(source)
-        records = datasets.load_dataset(suffix[1:], data_files=path, split="train", streaming=True)
-    remaining = iter(records.skip(skipped) if skipped else records)
-    size, chunk = 0, []
-    for record in remaining:
+        records = datasets.load_dataset("csv", data_files=path, split="train", streaming=True, **options)
+    for record in records.skip(skipped) if skipped else records:
         _require(source, key, record)
-        text = record[key]
+        yield record[key]
+
+
+def _parts(texts: Iterable[object]) -> Iterator[list[object]]:
+    """The texts of records, as many at once as make a chunk."""
+    size, chunk = 0, []
+    for text in texts:
         chunk.append(text)
         size += len(text) if isinstance(text, str) else 1
         if size >= _CHUNK // 2 or len(chunk) == _MOST_ROWS:

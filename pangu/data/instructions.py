@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
-from pangu.config.errors import UserError, reading, shown, writing
-from pangu.config.files import new_path, parse_json, read_json_object, remove
+from pangu.config.errors import UserError, reading, writing
+from pangu.config.files import new_path, read_json_object, remove
 from pangu.config.model import ModelConfig
 from pangu.data.chat import APART, ChatTemplate, messages_of, read_template
-from pangu.data.documents import BadLine
+from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
@@ -36,8 +36,6 @@ log = logging.getLogger("pangu")
 _FORMAT = 1
 """Version of the recipe; raise it when the files it writes change."""
 _FOLDER = "instructions"
-_NAMED = 100
-"""Bad lines that the log names; all are counted."""
 _LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
 
 
@@ -146,14 +144,12 @@ _encoder = cache(Encoder)  # each process has one
 def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     """What a worker does. Raises UserError for what is too long, if that is refused."""
     encoder, encoded = _encoder(recipe), Encoded()
-    if chunk.kind == "bad":
-        encoded.bad.append(BadLine(chunk.source, chunk.first, chunk.content))
-        return encoded
-    for line, content in enumerate(chunk.content.split(b"\n"), chunk.first):
-        if not content.strip():
+    for line, record in json_lines(chunk):
+        if isinstance(record, BadLine):
+            encoded.bad.append(record)
             continue
         try:
-            encoded.conversations.append(encoder.encode(_parsed(content, line)))
+            encoded.conversations.append(encoder.encode(record))
         except TooLongError as error:
             if recipe.too_long == "refuse":
                 raise UserError(
@@ -165,15 +161,6 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     return encoded
 
 
-def _parsed(content: bytes, line: int) -> Any:
-    try:
-        return parse_json(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError("is not UTF-8") from error
-    except ValueError as error:
-        raise ValueError(f"is not JSON ({shown(str(error))})") from error
-
-
 def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progress: bool) -> None:
     """Encode and pack the conversations, unless the folder has them. Raises UserError if a file cannot be read or has
     more lines without a conversation than are left out, or if the folder cannot be written."""
@@ -181,7 +168,7 @@ def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progre
     wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
     folder = Path(data.folder) / _FOLDER
     manifest = _manifest(folder)
-    if manifest is None or manifest["recipe"] != wanted:
+    if manifest is None or manifest["recipe"] != wanted or [*manifest["counts"]] != [*inputs]:
         fitting_tokenizer(recipe.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -253,16 +240,13 @@ def _write_all(
 
 def _write(prefix: Path, data: InstructionsData, recipe: Recipe, sources: Sequence[str], vocab: int) -> Counts:
     """The tokens of one dataset, and beside them where the loss counts."""
-    counts = Counts()
+    counts, limit = Counts(), f"data.max_bad = {data.max_bad} such lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
         for encoded in parallel_map(partial(encode_chunk, recipe), chunks, data.workers):
             for line in encoded.bad:
                 counts.bad_lines += 1
-                if counts.bad_lines > data.max_bad:
-                    raise UserError(f"{line}; more than data.max_bad = {data.max_bad} such lines are not left out")
-                if counts.bad_lines <= _NAMED:
-                    log.warning("left out: %s", line)
+                leave_out(line, counts.bad_lines, data.max_bad, limit, log.warning)
             for conversation in encoded.conversations:
                 writer.add(conversation.ids)
                 file.write(conversation.counted.tobytes())

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -15,7 +15,16 @@ from pangu.data.batch import Batch, batch_of
 from pangu.data.stream import Stream
 from pangu.topology.copy_stream import CopyStream
 
-_Loaded = tuple[list[Batch], torch.Event | None, dict[str, Any] | None]
+
+class _Loaded(NamedTuple):
+    """What was read for a step."""
+
+    batches: list[Batch]
+    arrival: torch.Event | None
+    """When they are on the device."""
+    position: dict[str, Any] | None
+    """Where the stream is after them."""
+    padding: float | None
 
 
 def step_samples(consumed: int, global_size: int, micro_size: int, rank: int, size: int) -> list[range]:
@@ -57,6 +66,8 @@ class Loader:
         """Seconds that `micro_batches` took the last time: what reading ahead did not hide."""
         self.position: dict[str, Any] | None = None
         """From where the stream goes on after the micro-batches that were returned last; see `Stream.position`."""
+        self.padding: float | None = None
+        """Share of the places of that global batch that hold no token, on the first rank, if documents are packed."""
         self._ahead: tuple[int, Future[_Loaded]] | None = None
 
     def micro_batches(self, consumed: int) -> list[Batch]:
@@ -66,7 +77,7 @@ class Loader:
             self._abandon()
             self._read(consumed)
         assert self._ahead is not None
-        batches, arrival, self.position = self._ahead[1].result()
+        batches, arrival, self.position, self.padding = self._ahead[1].result()
         self._copies.wait(arrival)
         self.waited_s = time.perf_counter() - began
         self._read(consumed + self._sizes[0])
@@ -81,19 +92,25 @@ class Loader:
         """Let computation wait for copies that nobody asked for: it may be given their memory."""
         reading, self._ahead = None if self._ahead is None else self._ahead[1], None
         if reading is not None and not reading.cancel() and reading.exception() is None:
-            self._copies.wait(reading.result()[1])
+            self._copies.wait(reading.result().arrival)
 
     def _read(self, consumed: int) -> None:
         self._ahead = (consumed, self._thread.submit(self._load, consumed))
 
     def _load(self, consumed: int) -> _Loaded:
-        """The micro-batches, when they have arrived, and where the stream is after them."""
         batches = [
             batch_of([self._stream[index] for index in indices], indices, self._packing)
             for indices in step_samples(consumed, *self._sizes)
         ]
         moved = [batch.to(self._device, self._copies.after_computation) for batch in batches]
-        return moved, self._copies.record(), self._stream.position
+        padding = self._padding(consumed, batches[0].tokens.shape[1])
+        return _Loaded(moved, self._copies.record(), self._stream.position, padding)
+
+    def _padding(self, consumed: int, sequence: int) -> float | None:
+        size, _, rank, _ = self._sizes
+        if self._packing.method == "concat" or rank:
+            return None
+        return sum(map(self._stream.padding, range(consumed, consumed + size))) / (size * sequence)
 
     def __enter__(self) -> Self:
         return self

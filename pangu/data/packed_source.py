@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pangu.config.data import StreamData, TokenizerConfig
 from pangu.config.errors import UserError
-from pangu.data.documents import BadLine, documents
+from pangu.data.documents import BadLine, documents, leave_out
 from pangu.data.encoding import encode, held_out
 from pangu.data.inputs import Place, read_chunks
 from pangu.data.order import permuted
@@ -27,8 +27,6 @@ log = logging.getLogger("pangu")
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are encoded at once: few, so that no sample waits for a whole chunk."""
-_NAMED = 100
-"""Bad lines of an epoch that the log names."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, group: _Texts) -> 
 
 
 def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
-    key = recipe.data.text_key
+    key, most = recipe.data.text_key, recipe.data.max_bad
     while True:
         epoch, place, bad = start
         for chunk in read_chunks(_in_order(recipe, epoch), key, place):
@@ -252,7 +250,7 @@ def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
             for document in documents(chunk, key):
                 if isinstance(document, BadLine):
                     bad += 1
-                    _leave_out(document, bad, recipe.data.max_bad)
+                    leave_out(document, bad, most, f"data.max_bad = {most} such lines of an epoch", log.warning)
                 elif held_out(document.text, recipe.data.holdout) == recipe.held_out:
                     texts.append(document.text)
                     size += document.size
@@ -272,10 +270,3 @@ def _in_order(recipe: Recipe, epoch: int) -> list[str]:
     if not recipe.shuffle:
         return list(recipe.inputs)
     return [recipe.inputs[permuted(place, size, *recipe.keys, "inputs", epoch)] for place in range(size)]
-
-
-def _leave_out(line: BadLine, count: int, most: int) -> None:
-    if count > most:
-        raise UserError(f"{line}; more than data.max_bad = {most} such lines of an epoch are not left out")
-    if count <= _NAMED:
-        log.warning("left out: %s", line)

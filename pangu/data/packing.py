@@ -252,9 +252,10 @@ class PackedDocuments:
             begins[place] = True
             place = stop
         begins[place : place + 1] = True
+        padding = np.arange(size) >= place
         check_ids(self.reader.prefix, tokens, self._vocab)
         check_ids(self.reader.prefix, labels, self._vocab)
-        return Row(tokens, labels, counted, begins)
+        return Row(tokens, labels, counted, begins, padding)
 
     def padding(self, number: int) -> int:
         """Tokens of padding in a sample."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.files import remove, write_atomically
-from pangu.data.documents import BadLine, Document, documents
+from pangu.data.documents import BadLine, Document, documents, leave_out
 from pangu.data.encoding import encode, held_out
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.inputs import Chunk, Place, read_chunks
@@ -28,8 +28,7 @@ from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.statistics import length_statistics, plot_lengths
 from pangu.data.workers import parallel_map
 
-_NAMED = 100
-"""Bad lines that the manifest names; it counts all."""
+JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Preprocessing:
     def _begin(self, overwrite: bool) -> dict[str, Any]:
         """Open the journal, and return the state to go on from; {} if there is none."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self._folder / "journal.sqlite")
+        self._journal = Journal(self._folder / JOURNAL)
         state = self._journal.state
         begun = {} if state is None else state["recipe"]
         if begun == self._wanted or (overwrite and state is None):
@@ -187,11 +186,8 @@ class Preprocessing:
     def _count_bad(self, bad: list[BadLine], max_bad: int, warn: Callable[[str], object]) -> None:
         for line in bad:
             self.progress.num_bad += 1
-            if self.progress.num_bad > max_bad:
-                raise UserError(f"{line}; more than --max-bad {max_bad} such lines are not left out")
-            if len(self.progress.bad) < _NAMED:
+            if leave_out(line, self.progress.num_bad, max_bad, f"--max-bad {max_bad} such lines", warn):
                 self.progress.bad.append(str(line))
-                warn(f"left out: {line}")
 
     def _add(self, encoded: Encoded) -> None:
         stays = np.ones(len(encoded.lengths), dtype=bool)
@@ -227,6 +223,8 @@ class Preprocessing:
             write_atomically(manifest_path(writer.prefix), json.dumps(manifest, indent=2, ensure_ascii=False).encode())
             statistics.append(of_pair)
         self._journal.close()
+        # first: a command that finds it takes the files for unfinished
+        (self._folder / JOURNAL).unlink()
         remove(self._folder)
         return statistics
 

@@ -81,8 +81,7 @@ def open_sources(
         return _open_instructions(data, model, seed, tokenizer)
     if isinstance(data, StreamData):
         return _open_stream(data, model, seed, tokenizer, global_size, num_validation)
-    later = [(stage.sample, stage.weights) for stage in data.later_weights]
-    train = _open(data.train, data, model, seed, later)
+    train = _open(data.train, data, model, seed, shuffle=True)
     validation = _open(data.validation, data, model, seed) if data.validation else None
     parts = _short_names(data.validation)
     parts = parts if len(parts) > 1 else {}
@@ -160,26 +159,22 @@ def _as_indexed(data: StdlibData, model: ModelConfig) -> IndexedData:
 
 
 def _open(
-    prefixes: tuple[str, ...],
-    data: IndexedData,
-    model: ModelConfig,
-    seed: int,
-    later: Sequence[tuple[int, Sequence[float]]] | None = None,
+    prefixes: tuple[str, ...], data: IndexedData, model: ModelConfig, seed: int, *, shuffle: bool = False
 ) -> SampleStream:
-    """`later`: of the training data, which is shuffled; None: validation data, in plain order."""
+    """`shuffle`: the training data, with its weights; validation data comes in plain order."""
     readers = [open_indexed(prefix) for prefix in prefixes]
-    weights = data.weights if later is not None else None
-    weights = weights or tuple(float(len(reader.tokens)) for reader in readers)
+    weights = (data.weights if shuffle else None) or tuple(float(len(reader.tokens)) for reader in readers)
+    later = [(stage.sample, stage.weights) for stage in data.later_weights] if shuffle else []
     pairs = list(zip(readers, weights, strict=True))
     packed = []
-    if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
+    if data.packing.method != "concat":
         from pangu.data.packing import PackedDocuments, packings
 
         packed = [
             PackedDocuments(packing, model.vocab, data.packing)
             for packing in packings(prefixes, data.packing, model.sequence)
         ]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, later is not None, later or (), packed)
+    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, later, packed)
 
 
 def _check_exist(prefixes: list[str]) -> None:

@@ -242,9 +242,6 @@ class SyntheticStream(Stream):
         draws = generator(self._seed, "synthetic", index)
         return self._ids[draws.integers(len(self._ids), size=self._sequence + 1)]
 
-    def padding(self, index: int) -> int:
-        return 0
-
 
 def check_ids(prefix: str, tokens: NDArray[np.integer], vocab: int) -> None:
     """Raise UserError for an id outside the vocabulary."""

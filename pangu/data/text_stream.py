@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, zip_longest
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 
@@ -22,9 +22,10 @@ from pangu.config.data import StreamData
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.model import ModelConfig
 from pangu.data.encoding import tokenizer_digest
-from pangu.data.inputs import find_inputs, input_record
+from pangu.data.inputs import find_inputs, input_record, is_dataset
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, Recipe
+from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
 
 
@@ -118,6 +119,9 @@ def check_exist(data: StreamData) -> None:
     for key, patterns in (("data.train", data.train), ("data.validation", data.validation)):
         for source in find_inputs(patterns, key):
             input_record(source)
+            if not (is_url(source) or is_dataset(source) or Path(source).is_file()):
+                rule = "is no regular file, and text is read again in each epoch and process"
+                raise UserError(f"{key} {source}: {rule}; tools/preprocess_data.py reads pipes")
 
 
 def open_text(

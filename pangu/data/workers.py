@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import TypeVar
 
 from pangu.config.errors import UserError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -24,12 +27,15 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
     if workers == 1:
         yield from map(function, items)
         return
-    # Forking is unsafe beside the threads of progress bars and tokenizers.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+    with _signals_wait():  # this starts the tracker of semaphores
+        # Forking is unsafe beside the threads of progress bars and tokenizers.
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    with pool:
         pending: deque[Future[Result]] = deque()
         try:
             for item in items:
-                pending.append(pool.submit(function, item))
+                with _signals_wait():  # the first time, this starts the processes
+                    pending.append(pool.submit(function, item))
                 if len(pending) >= 4 * workers:
                     yield pending.popleft().result()
             while pending:
@@ -42,14 +48,36 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """A process that is started in the block begins without signals; this one gets them at its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _end_with_parent() -> None:
-    """End this process when its parent ends: a parent that was killed cannot say so, and its workers would wait for
-    work for ever."""
+    """End this process when its parent ends, which cannot say so if it is killed, or ends it, and at no other signal:
+    Ctrl-C and what schedulers send go to all processes of a job, and the parent answers them."""
     parent = parent_process()
     assert parent is not None
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})  # of all threads that begin from here on
 
     def wait() -> None:
         parent.join()
         os._exit(1)
 
-    Thread(target=wait, name="parent", daemon=True).start()
+    def obey() -> None:
+        if hasattr(signal, "sigwaitinfo"):
+            while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+                pass
+        else:  # macOS does not say who sent it
+            signal.sigwait({signal.SIGTERM})
+        os._exit(1)
+
+    for task in (wait, obey):
+        Thread(target=task, daemon=True).start()

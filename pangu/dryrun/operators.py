@@ -32,8 +32,9 @@ _NO_KERNEL = {
 """Operators that start none, though their schema does not say that they are views."""
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 _LOOKS_UP = {"embedding", "gather", "index_select", "index"}
-_ADDS_ROWS = {"index_put_", "index_add_"}
 """Of their first argument they read no more than they write."""
+_ADDS_ROWS = {"index_put_", "index_add_"}
+"""Of their first argument they read and write as many rows as are added."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     config, layout, _ = choose_layout(values, 1)
     require_kernels(config)
-    roles = run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")])
+    roles = list(run_jobs([(values, rank) for rank in role_ranks(layout, config.dry_run == "all")]))
     for role in roles:
         role |= _fit(config, role)
     fullest = max(roles, key=lambda role: role["needed_bytes"])

@@ -25,7 +25,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor", type=int, default=1, help="devices that share every matrix, under torchrun (1)")
     parser.add_argument("--pipeline", type=int, default=1, help="devices that share the layers, under torchrun (1)")
     parser.add_argument("--precision", choices=list(DTYPES), help="(that of the run)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto", help="(auto)")
 
 
 def require_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:

@@ -68,6 +68,10 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     source = _exported(path) if (path / "config.json").is_file() else _of_run(path, mesh)
     config = replace(source.model, attention="auto", dropout=0.0, attention_dropout=0.0)
     compute = precision or source.precision
+    if mesh.device.type != "cpu":
+        from pangu.metrics.formats import require_format
+
+        require_format(compute, mesh.device)
     schedule, parts = _stages(config, mesh)
     region = replace(TensorRegion.of(mesh), sequence=False)
     kernels = attention_kernels(config, compute, mesh.device)

@@ -31,6 +31,8 @@ class ExpertBalance:
         """Added to scores where experts are chosen, with `router.balance` = bias."""
         self.scale = torch.zeros(())
         """Gradient of the objective by the sum over sequences of a loss here."""
+        self.sequences = 1.0
+        """In the global batch."""
 
     def to(self, device: torch.device) -> Self:
         self._sums, self.shares, self.bias = (x.to(device) for x in (self._sums, self.shares, self.bias))
@@ -40,10 +42,10 @@ class ExpertBalance:
         """Of a layer in all tensors here."""
         return self.layers.index(layer)
 
-    def start_step(self, scale: Tensor) -> None:
-        """`scale`: loss scale / sequences in the global batch."""
+    def start_step(self, loss_scale: Tensor, sequences: float) -> None:
+        """`sequences`: in the global batch."""
         self._sums.zero_()
-        self.scale = scale
+        self.scale, self.sequences = loss_scale / sequences, sequences
 
     @torch.no_grad()
     def note(self, row: int, loads: Tensor, dropped: Tensor, losses: Tensor) -> None:
@@ -63,8 +65,7 @@ class ExpertBalance:
             step = router.bias_rate * (mean - loads).sign()
             self.bias += torch.where(skipped, torch.zeros_like(step), step).float()
         ratios, choices = loads / mean, loads.sum()
-        sequences = choices / (len(self.layers) * self.config.num_chosen * self.config.sequence)
-        losses = sums[:, experts + 1 :].mean(0) / sequences
+        losses = sums[:, experts + 1 :].mean(0) / self.sequences
         return torch.cat([torch.stack([ratios.max(), ratios.min(), sums[:, experts].sum() / choices]), losses])
 
     def split(self, numbers: list[float]) -> tuple[list[float], dict[str, float]]:

@@ -9,6 +9,7 @@ of every expert's width, so that all ranks choose alike and each adds its part o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,29 +47,36 @@ class Route(NamedTuple):
     """[batch or 1, experts], of the choices that the balance loss is made of."""
     admitted: Tensor | None = None
     """bool, as `experts`; None: all are."""
+    part: Tensor | None = None
+    """[sequence, batch], of its sequence that each token is, where there is padding; None: all are alike."""
 
 
-Routes = dict[nn.Module, Route]
-"""Router -> what it decided."""
+@dataclass(frozen=True)
+class Routes:
+    """What the routers of all layers decide for a micro-batch."""
+
+    padding: Tensor | None = None
+    """bool [sequence, batch], of the tokens of this rank: in training no expert computes these. None: there is none."""
+    decided: dict[nn.Module, Route] = field(default_factory=dict)
+    """By router."""
 
 
 def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[tokens, width] -> [rows, width], expert by expert."""
-    return conjugate(x, dispatch, _copy_rows, _sum_rows)
+    return conjugate(x, dispatch, _copies, _sums)
 
 
 def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[rows, width] -> [tokens, width], the sum over the rows of a token."""
-    return conjugate(x, dispatch, _sum_rows, _copy_rows)
+    return conjugate(x, dispatch, _sums, _copies)
 
 
-def _copy_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    return x.index_select(0, dispatch.tokens)
+def _copies(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return dispatch.copies(x)
 
 
-def _sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """One order of addition, whatever device: a scatter has none."""
-    return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
+def _sums(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return dispatch.sums(x)
 
 
 def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -120,29 +128,29 @@ class Router(nn.Module):
         """The other tensor-parallel ranks see the same tokens."""
 
     def forward(self, x: Tensor, routes: Routes) -> Choices:
-        """Of the tokens of x [sequence, batch, hidden]. `routes` hold what was decided when backward computes this
+        """Of the tokens of x [sequence, batch, hidden]. `routes` has what was decided when backward computes this
         again: a score that is rounded to another number must not choose others, and nothing is sent again."""
         wide = torch.promote_types(x.dtype, torch.float32)
         # without saving x in the wide format too
         logits = checkpointed(lambda x: F.linear(x.to(wide), self.weight.to(wide)), x, on=x.dtype != wide)
         scores = scores_of(logits, self.options)
-        recomputes = self in routes
+        recomputes = self in routes.decided
         if not recomputes:
-            routes[self] = self._route(scores.detach())
-        route = routes[self]
+            routes.decided[self] = self._route(scores.detach(), routes.padding)
+        route = routes.decided[self]
         weights = expert_weights(scores, route.experts, self.options)
         if self.counts and route.loads is not None and route.shares is not None:
-            losses = self._losses(logits, scores, route.shares)
+            losses = self._losses(logits, scores, route.shares, route.part)
             balance, z = losses.unbind()
             loss = self.weight_of_balance * balance + self.options.z_loss * z
             weights = Attach.apply(weights, loss, self.balance.scale)
             if not recomputes:
-                dropped = losses.new_zeros(()) if route.admitted is None else route.admitted.logical_not().sum()
+                dropped = losses.new_zeros(()) if route.admitted is None else route.loads.sum() - route.admitted.sum()
                 self.balance.note(self.row, route.loads, dropped, losses.detach())
         admitted = None if route.admitted is None else route.admitted.flatten(0, 1)
         return Choices(weights.to(x.dtype).flatten(0, 1), route.experts.flatten(0, 1), admitted)
 
-    def _route(self, scores: Tensor) -> Route:
+    def _route(self, scores: Tensor, padding: Tensor | None) -> Route:
         options, capacity = self.options, self.config.expert_capacity
         experts = choose(
             scores + self.balance.bias[self.row] if options.balance == "bias" else scores, options, self.count
@@ -150,16 +158,22 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             return Route(experts)
         chosen = chosen_by(experts, self.experts)
-        shares, admitted = self.balance.shares[self.row, None].to(scores.dtype), None
-        if capacity is not None or options.balance != "global":
-            length = len(chosen) * self.ranks
+        shares, admitted, part = self.balance.shares[self.row, None].to(scores.dtype), None, None
+        if padding is not None:
+            real = padding.logical_not()[..., None]
+            chosen, admitted = chosen & real, real.expand_as(experts)
+        if capacity is not None or options.balance != "global" or padding is not None:
+            length: int | Tensor = len(chosen) * self.ranks
             totals, before = self._of_sequences(chosen)
+            if padding is not None:
+                length = (totals.sum(-1, keepdim=True) // self.count).clamp(min=1)
+                part = (real.to(scores.dtype) / length).squeeze(-1)
             if options.balance != "global":
                 shares = totals.to(scores.dtype) / (length * self.count)
             if capacity is not None:
                 room = room_of(capacity, length, self.count, self.experts)
                 admitted = within_room(chosen, room, before).gather(-1, experts)
-        return Route(experts, chosen.sum((0, 1)), shares, admitted)
+        return Route(experts, chosen.sum((0, 1)), shares, admitted, part)
 
     def _of_sequences(self, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choices of each expert in whole sequences [batch, experts], and before each chunk of them that this rank has
@@ -168,12 +182,12 @@ class Router(nn.Module):
             return chosen.sum(0), None
         return self.context.totals(chosen.unflatten(0, (2, -1)).sum(1, dtype=torch.int32))
 
-    def _losses(self, logits: Tensor, scores: Tensor, shares: Tensor) -> Tensor:
+    def _losses(self, logits: Tensor, scores: Tensor, shares: Tensor, part: Tensor | None) -> Tensor:
         """Balance loss and z-loss [2], sums over the sequences of a micro-batch, this rank's tokens' part of them."""
         length = len(scores) * self.ranks
         if self.options.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        return torch.stack([balance_loss(scores, shares, length), z_loss(logits, length)])
+        return torch.stack([balance_loss(scores, shares, length, part), z_loss(logits, length, part)])
 
 
 class GroupedLinear(nn.Module):
@@ -184,16 +198,16 @@ class GroupedLinear(nn.Module):
         self.store = build.store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
-    def forward(self, x: Tensor, dispatch: Dispatch, times: Tensor | None = None) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]; `times` [rows]: factor of the bias."""
-        out = grouped_matmul(x, self.weight, dispatch.ends, self.store)
-        if self.bias is None:
-            return out
-        members = dispatch.members(x.dtype)
-        if times is not None:
-            members = members * times[:, None]
-        # a product has one order of addition in backward
-        return out + members @ self.bias.view(len(dispatch.ends), -1)
+    def forward(self, x: Tensor, dispatch: Dispatch, copies: bool, members: Tensor | None) -> Tensor:
+        """[rows, inputs], or with `copies` [tokens, inputs] -> [rows, outputs]; `members` [rows, experts]: what the
+        bias of each expert is multiplied by, if there are biases."""
+        added = None
+        if self.bias is not None and members is not None:
+            # a product has one order of addition in backward
+            added = members @ self.bias.view(len(dispatch.ends), -1)
+        # last: a recompute ends where the last tensor is saved, and so before this product
+        out = grouped_matmul(x, self.weight, dispatch, self.store, copies)
+        return out if added is None else out + added
 
 
 class Experts(nn.Module):
@@ -209,14 +223,16 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
-        # a row is a copy of its token, of which one is kept
-        inner = checkpointed(lambda x: self.up(permute(x, dispatch), dispatch), tokens)
-        return checkpointed(self._down, inner, weights, dispatch, on=self.recompute)
+        members = None if self.up.bias is None else dispatch.members(tokens.dtype)
+        inner = self.up(tokens, dispatch, True, members)
+        return checkpointed(self._down, inner, weights, dispatch, members, on=self.recompute)
 
-    def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch, members: Tensor | None) -> Tensor:
         # a product is linear: what is narrower is multiplied, and the output needs not be kept for the weights
         activated = self.activation(inner) * weights[:, None]
-        return self.down(activated, dispatch, weights if self.adds_bias else torch.zeros_like(weights))
+        if members is not None:
+            members = members * (weights if self.adds_bias else torch.zeros_like(weights))[:, None]
+        return self.down(activated, dispatch, False, members)
 
 
 class MixtureOfExperts(nn.Module):

@@ -29,15 +29,15 @@ def fused(
             into the operator, and the auditor of a dry run counts one launch.
         on_cpu: what a CPU runs; None: the function as it stands.
     """
-    compute = torch.compile(function, dynamic=False) if has_triton() else function
-
-    def on_device(*args: Any) -> Tensor | None:
-        return compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))
-
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, on_cpu or function, "CPU")
-    _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _compiled(function) if has_triton() else function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pangu::{name}", result, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.pangu, name).default
     return operator
+
+
+def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    compute = torch.compile(function, dynamic=False)
+    return lambda *args: compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from pangu.layers.tensor_parallel_matmul import ALONE, _Value
 
 if TYPE_CHECKING:
+    from pangu.layers.routing import Dispatch
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALIGNMENT = 16
@@ -33,7 +35,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
     weight = matrices.mT if transposed else matrices
     if _by_kernel(x, matrices):
         out = F.grouped_mm(x, weight, offs=ends)
@@ -41,6 +43,8 @@ def _product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Ten
         out = x.new_empty(x.shape[0], weight.shape[-1])
         for (start, stop), matrix in zip(_spans(ends), weight, strict=True):
             torch.mm(x[start:stop], matrix, out=out[start:stop])
+    if not spare:
+        return out
     # rows of no group are written by nobody
     beyond = torch.arange(x.shape[0], dtype=ends.dtype, device=ends.device) >= ends[-1]
     return out.masked_fill_(beyond[:, None], 0.0)
@@ -52,7 +56,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([grad[start:stop].t() @ x[start:stop] for start, stop in _spans(ends)])
 
 
-def _like_product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _like_product(x: Tensor, matrices: Tensor, ends: Tensor, transposed: bool, spare: bool) -> Tensor:
     return x.new_empty(x.shape[0], matrices.shape[1 if transposed else 2])
 
 
@@ -68,7 +72,7 @@ def _weight_gradient_flops(grad: Any, x: Any, *others: Any, **kwargs: Any) -> in
     return 2 * x[0] * x[1] * grad[1]
 
 
-_LIBRARY.define("grouped_product(Tensor x, Tensor matrices, Tensor ends, bool transposed) -> Tensor")
+_LIBRARY.define("grouped_product(Tensor x, Tensor matrices, Tensor ends, bool transposed, bool spare) -> Tensor")
 _LIBRARY.define("grouped_weight_gradient(Tensor grad, Tensor x, Tensor ends) -> Tensor")
 _LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
 _LIBRARY.impl("grouped_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
@@ -78,46 +82,60 @@ register_flop_formula(torch.ops.pangu.grouped_product)(_product_flops)
 register_flop_formula(torch.ops.pangu.grouped_weight_gradient)(_weight_gradient_flops)
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, store: WeightGradientStore | None) -> Tensor:
+def grouped_matmul(
+    x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, copies: bool = False
+) -> Tensor:
     """x Wᵀ of each group of rows with its own W.
 
-    x [rows, inputs], group by group; weight [groups x outputs, inputs], a leaf whose gradient `store` takes while it is
-    open; ends: int32 [groups], the row behind each group's last -> [rows, outputs], 0 in rows of no group.
+    x [rows, inputs], group by group, or with `copies` [tokens, inputs], of which rows are copies, and which are all
+    that is kept for backward; weight [groups x outputs, inputs], a leaf whose gradient `store` takes while it is open
+    -> [rows, outputs], 0 in rows of no group.
     """
     # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a product whose value is not needed again
-    backward = _Backward.apply(x, weight, ends, store)
-    return _Value.apply(backward, lambda: torch.ops.pangu.grouped_product(x, _matrices(weight, ends), ends, True))
+    rows_of = dispatch.copies if copies else _itself
+    backward = _Backward.apply(x, weight, dispatch, store, copies)
+    return _Value.apply(backward, lambda: _multiply(rows_of(x), weight, dispatch, True))
 
 
-def _matrices(weight: Tensor, ends: Tensor) -> Tensor:
-    """[groups, outputs, inputs]."""
-    return weight.detach().view(ends.shape[0], -1, weight.shape[-1])
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -> Tensor:
+    ends = dispatch.ends
+    matrices = weight.detach().view(len(ends), -1, weight.shape[-1])
+    product: Tensor = torch.ops.pangu.grouped_product(x, matrices, ends, transposed, dispatch.spare)
+    return product
 
 
 class _Backward(Function):
     """Does backward; its output stands for the product in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, store: WeightGradientStore | None) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, copies: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-        ctx.weight, ctx.store = weight, store
-        return x.new_empty(()).expand(x.shape[0], weight.shape[0] // ends.shape[0])
+        ctx.weight, ctx.dispatch, ctx.store, ctx.copies = weight, dispatch, store, copies
+        return x.new_empty(()).expand(len(dispatch.order), weight.shape[0] // len(dispatch.ends))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_x = torch.ops.pangu.grouped_product(grad, _matrices(weight, ends), ends, False)
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
-        gradient = partial(_gradient, grad, ends)
-        if ctx.store is not None and ctx.store.is_open:
+        x, weight = ctx.saved_tensors
+        grad, dispatch = grads[0].contiguous(), ctx.dispatch
+        grad_x = _multiply(grad, weight, dispatch, False)
+        if ctx.copies:
+            grad_x = dispatch.sums(grad_x)
+        gradient = partial(_gradient, grad, dispatch.ends, dispatch.copies if ctx.copies else _itself)
+        of_weight = None
+        if ctx.needs_input_grad[1] and ctx.store is not None and ctx.store.is_open:
             ctx.store.put(ctx.weight, x, ALONE, gradient)
-            return grad_x, None, None, None
-        return grad_x, gradient(x), None, None
+        elif ctx.needs_input_grad[1]:
+            of_weight = gradient(x)
+        return grad_x, of_weight, None, None, None
 
 
-def _gradient(grad: Tensor, ends: Tensor, x: Tensor) -> Tensor:
+def _gradient(grad: Tensor, ends: Tensor, rows_of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Of the weight, from the output's gradient and the input."""
-    return torch.ops.pangu.grouped_weight_gradient(grad, x, ends).flatten(0, 1)
+    return torch.ops.pangu.grouped_weight_gradient(grad, rows_of(x), ends).flatten(0, 1)

@@ -22,8 +22,8 @@ def choose(scores: Tensor, router: RouterConfig, count: int) -> Tensor:
     if router.selection == "group_limited":
         assert router.groups_per_token is not None
         grouped = scores.unflatten(-1, (groups, -1))
-        liked = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
-        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, liked, True)
+        best_groups = _best(grouped.topk(min(2, grouped.shape[-1])).values.sum(-1), router.groups_per_token)
+        allowed = chosen_by(best_groups, groups)
         scores = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
     return _best(scores, count)
 
@@ -37,15 +37,11 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.cat(experts, -1)
 
 
-def chosen_by(experts: Tensor, number: int) -> Tensor:
-    """bool [..., number]: whether a token chose each of so many experts; experts: [..., count]."""
+def chosen_by(experts: Tensor, number: int, admitted: Tensor | None = None) -> Tensor:
+    """bool [..., number]: whether a token chose each of so many experts, which has room for it; experts: [..., count];
+    `admitted`: bool, as these; None: all have."""
     mask = torch.zeros(*experts.shape[:-1], number, dtype=torch.bool, device=experts.device)
-    return mask.scatter_(-1, experts, True)
-
-
-def _admitted_by(experts: Tensor, admitted: Tensor, number: int) -> Tensor:
-    """As `chosen_by`, of the choices that an expert has room for."""
-    return torch.zeros(len(experts), number, dtype=torch.bool, device=experts.device).scatter_(1, experts, admitted)
+    return mask.scatter_(-1, experts, True) if admitted is None else mask.scatter_(-1, experts, admitted)
 
 
 def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
@@ -56,31 +52,39 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
     return weights * router.scale
 
 
-def room_of(factor: float, length: int, count: int, experts: int) -> int:
-    """Tokens of a sequence of so many that one expert computes at most, if each chooses `count` experts."""
+def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:
+    """Tokens of a sequence of so many, or of sequences [batch, 1], that one expert computes at most, if each chooses
+    `count` experts."""
+    if isinstance(length, Tensor):
+        return (factor * length.double() * count / experts).ceil()
     return math.ceil(factor * length * count / experts)
 
 
-def within_room(chosen: Tensor, room: int, before: Tensor | None = None) -> Tensor:
-    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` of an
-    expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in the tokens before each of as many
-    chunks of a longer sequence that `chosen` consists of."""
+def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None) -> Tensor:
+    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` (or as many
+    as that says, [batch, 1]) of an expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in
+    the tokens before each of as many chunks of a longer sequence that `chosen` consists of."""
     if before is None:
         return chosen & (chosen.cumsum(0, dtype=torch.int32) <= room)
     places = chosen.unflatten(0, (len(before), -1)).cumsum(1, dtype=torch.int32) + before[:, None]
     return chosen & (places <= room).flatten(0, 1)
 
 
-def balance_loss(scores: Tensor, shares: Tensor, length: int) -> Tensor:
+def balance_loss(scores: Tensor, shares: Tensor, length: int, part: Tensor | None = None) -> Tensor:
     """Sum over sequences of number of experts x sum over experts of share of choices x mean score, which is 1 if all
     are alike. scores: [tokens, batch, experts], of each token with the sum 1, of sequences of so many tokens, whose
-    parts add up; shares: [batch or 1, experts]."""
+    parts add up; shares: [batch or 1, experts]; part: [tokens, batch], of its sequence that each token is, where they
+    are not as long as that."""
+    if part is not None:
+        scores, length = scores * part[..., None], 1
     return scores.shape[-1] / length * (scores.sum(0) * shares).sum()
 
 
-def z_loss(logits: Tensor, length: int) -> Tensor:
-    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]."""
-    return logits.logsumexp(-1).square().sum() / length
+def z_loss(logits: Tensor, length: int, part: Tensor | None = None) -> Tensor:
+    """Sum over sequences of the mean over tokens of logsumexp(logits)^2; logits: [tokens, batch, experts]; length and
+    part as in `balance_loss`."""
+    losses = logits.logsumexp(-1).square()
+    return losses.sum() / length if part is None else (losses * part).sum()
 
 
 def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
@@ -106,11 +110,13 @@ class Dispatch:
     """int64 [tokens, count], the row of each choice."""
     ends: Tensor
     """int32 [experts], the row behind each expert's last."""
+    spare: bool = True
+    """Whether there may be rows behind the last end."""
 
     @classmethod
     def of(cls, experts: Tensor, number: int, admitted: Tensor | None = None) -> Dispatch:
         """experts: [tokens, count], each another of `number`; admitted: bool [tokens, count], None: all."""
-        chosen = chosen_by(experts, number) if admitted is None else _admitted_by(experts, admitted, number)
+        chosen = chosen_by(experts, number, admitted)
         places = chosen.cumsum(0, dtype=torch.int32)  # among the rows of an expert, from 1
         counts = chosen.sum(0, dtype=torch.int32)
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -120,12 +126,22 @@ class Dispatch:
             rows = torch.where(admitted, rows, last)
         rows = rows.long()
         numbers = torch.arange(rows.numel(), device=rows.device)
-        return cls(torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers), rows, ends)
+        order = torch.empty_like(numbers).scatter_(0, rows.flatten(), numbers)
+        return cls(order, rows, ends, admitted is not None)
 
     @property
     def tokens(self) -> Tensor:
         """int64 [rows], the token of each row."""
         return self.order // self.rows.shape[1]
+
+    def copies(self, x: Tensor) -> Tensor:
+        """[tokens, width] -> [rows, width], expert by expert."""
+        return x.index_select(0, self.tokens)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [tokens, width], over the rows of each token; the transpose of `copies`."""
+        # one order of addition, whatever device: a scatter has none
+        return x.index_select(0, self.rows.flatten()).view(*self.rows.shape, x.shape[-1]).sum(1)
 
     def members(self, dtype: torch.dtype) -> Tensor:
         """[rows, experts], 1 where a row is an expert's."""

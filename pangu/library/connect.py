@@ -30,7 +30,7 @@ def connect(
         zero_group: replicas that share, e.g. those of a node; None: all.
         sequence: sequence parallelism (Korthikanti et al. 2022, section 4.2): between the matrices each tensor-parallel
             process has its part of dimension 0.
-        device: `auto`, `cpu`, `cuda` or another kind of accelerator that torch knows.
+        device: `auto`, `cpu`, `cuda`, `npu` or another kind of accelerator that torch knows.
         timeout_s: that a process waits for a message of another one.
 
     Raises UserError if the processes cannot form such a mesh or do not all come, or if the machine lacks devices.

@@ -21,6 +21,7 @@ from pangu.layers.linear import ParallelLinear
 from pangu.library.regions import RegionHooks, regions_of
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
+from pangu.optim.moments import updates_at_once
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable, TensorRank
 from pangu.zero.sharded import ShardedParameters, Storage
@@ -181,7 +182,8 @@ class ShardedModel:
         for shard in parameters.trained_shards:  # which `optimizer.zero_grad` takes away
             if shard.host_grad is None:
                 shard.main.grad = shard.grad
-        if isinstance(optimizer, Lamb) or getattr(optimizer, "_step_supports_amp_scaling", False):
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False) and updates_at_once(norm.device)
+        if isinstance(optimizer, Lamb) or scales:
             alone = not any(group.get("adapt") for group in optimizer.param_groups)
             parameters.update(optimizer, (overflow, divisor.float()), one_by_one=alone)
         elif not overflow:

@@ -91,6 +91,7 @@ def peak_tflops(name: str, compute: Compute) -> float | None:
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory (GiB) used so far: allocated tensors on an accelerator, the resident set of this process on CPU."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device) / 2**30
+        # torch.accelerator asks an allocator of a kind that torch_npu's became with 2.13
+        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

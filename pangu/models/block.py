@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -60,8 +60,8 @@ class ForwardContext:
     """None if a forward has all tokens."""
     first: int = 0
     """Number of cached tokens before these."""
-    routes: Routes = field(default_factory=dict)
-    """What routers of experts decided, which a recompute takes again."""
+    routes: Routes | None = None
+    """What routers of experts decided, which a recompute takes again; None: there are none."""
 
 
 class HiddenStates(NamedTuple):
@@ -137,7 +137,7 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(build, "down")
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+    def forward(self, x: Tensor, routes: Routes | None) -> Tensor:
         return checkpointed(lambda inner: self.down(self.activation(inner)), self.up(x), on=self.recompute)
 
 

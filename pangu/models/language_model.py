@@ -213,7 +213,12 @@ class LanguageModel(nn.Module):
 
             resident = (*self.parameters(), *vars(kernel).values())
             offload = Offload(device, {address(x) for x in resident if isinstance(x, Tensor)})
-        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first)
+        routes = None
+        if config.experts is not None:
+            from pangu.layers.experts import Routes
+
+            routes = Routes(None if batch.padding is None else batch.padding.t())
+        return ForwardContext(kernel, positions, keys, SavedTensors(offload), rotary, cache, first, routes)
 
     def _kernel_of(self, terms: MaskAndBias, shares: bool) -> Kernel:
         """The attention kernel of a micro-batch; `shares`: of parts of its sequences. What depends on the length alone

@@ -57,12 +57,12 @@ def _of_layer(config: ModelConfig, layer: int, active: bool) -> int:
     if not config.has_experts(layer):
         return matrices + _feed_forward_biases(config, config.ffn_size)
     assert config.experts is not None
-    asleep = 0 if active else config.experts - config.num_chosen
+    unused = 0 if active else config.experts - config.num_chosen
     expert, biases = _numel(_feed_forward(config, config.expert_size)), _feed_forward_biases(config, config.expert_size)
     # the shared ones are one layer with one bias of its sum
     shared = biases + (config.shared_experts - 1) * (biases - config.hidden * config.has_biases("mlp"))
-    routed = (config.num_chosen + asleep) * biases
-    return matrices + asleep * expert + routed + (shared if config.shared_experts else 0)
+    routed = (config.num_chosen + unused) * biases
+    return matrices + unused * expert + routed + (shared if config.shared_experts else 0)
 
 
 def layer_flops(config: ModelConfig, layer: int = 0) -> float:

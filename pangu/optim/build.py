@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
-from pangu.optim.moments import start_moments
+from pangu.optim.moments import start_moments, updates_at_once
 from pangu.topology.placement import Placement
 
 
@@ -22,9 +22,9 @@ def make_optimizer(
     get no weight decay and no layer-wise ratio. `over_ranks`: for some placements, the function that adds up LAMB's
     sums of squares over the ranks that hold the other slices.
 
-    AdamW is torch's fused kernel. That needs moments in the format of the weights, so AdamW with bf16 moments is our
-    LAMB without its ratios. apex is no choice: its FusedAdam does the same work as torch's,
-    and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
+    AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel skips a
+    step; otherwise AdamW is our LAMB without its ratios. apex is no choice: its FusedAdam does the same work as
+    torch's, and its FusedLAMB knows neither sharded tensors nor several logical tensors stored as one.
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
     exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
@@ -35,7 +35,8 @@ def make_optimizer(
         {"params": full, "weight_decay": config.weight_decay},
         {"params": bare, "weight_decay": 0.0},
     ]
-    if isinstance(config, AdamConfig) and moments is None:
+    at_once = all(updates_at_once(tensor.device) for _, tensor in tensors)
+    if isinstance(config, AdamConfig) and moments is None and at_once:
         adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         start_moments(adam, None)
         return adam

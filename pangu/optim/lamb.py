@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
-from pangu.optim.moments import start_moments
+from pangu.optim.moments import start_moments, updates_at_once
 
 _IN_CACHE = 2**18
 """Elements that are updated at a time on a CPU."""
@@ -80,7 +80,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _is_adam(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused AdamW does all of a group."""
-        return not group["adapt"] and not self.eps_inside_root
+        return not group["adapt"] and not self.eps_inside_root and updates_at_once(self.found_inf.device)
 
     def _update_moments(self, group: dict[str, Any], tensors: list[Tensor], applied: Tensor) -> None:
         """Update the moments, and write u in the place of the gradients; where that is AdamW's, update the weights."""
@@ -95,13 +95,30 @@ class Lamb(torch.optim.Optimizer):
         corrections = None if is_adam else self._corrections(group, steps[0] + applied, tensors[0].dtype)
         for weights, gradients, *moments in self._pieces(tensors):
             first, second = ([moment.to(weights[0].dtype) for moment in those] for those in moments)
-            made = list(steps[0].repeat(len(weights)).unbind())  # all tensors made as many; it adds one to each
-            adamw(weights, gradients, first, second, [], made, fused=True, **values)
+            if updates_at_once(weights[0].device):
+                made = list(steps[0].repeat(len(weights)).unbind())  # all tensors made as many; it adds one to each
+                adamw(weights, gradients, first, second, [], made, fused=True, **values)
+            else:
+                self._add_to_moments(group["betas"], gradients, first, second)
             if first[0] is not moments[0][0]:
                 torch._foreach_copy_(moments[0] + moments[1], first + second)
             if corrections is not None:
                 self._write_update(group["weight_decay"], corrections, weights, gradients, first, second)
         torch._foreach_add_(steps, [applied] * len(steps))
+
+    def _add_to_moments(
+        self, betas: tuple[float, float], gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
+    ) -> None:
+        """What the fused AdamW does to gradients and moments."""
+        skipped = self.found_inf > 0
+        torch._foreach_div_(gradients, self.grad_scale)
+        for gradient in gradients:
+            gradient.masked_fill_(skipped, 0.0)  # what is not finite stays so when it is multiplied by 0
+        for beta, moments in zip(betas, (first, second), strict=True):
+            kept = torch.full_like(skipped, beta, dtype=moments[0].dtype)
+            torch._foreach_mul_(moments, kept.masked_fill_(skipped, 1.0))
+        torch._foreach_add_(first, gradients, alpha=1 - betas[0])
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - betas[1])
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""

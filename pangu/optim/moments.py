@@ -1,8 +1,16 @@
-"""The state that Adam and LAMB keep of each tensor."""
+"""The state that Adam and LAMB keep of each tensor, and what updates it at once."""
 
 from __future__ import annotations
 
 import torch
+
+_FUSED = ("cpu", "cuda")
+
+
+def updates_at_once(device: torch.device) -> bool:
+    """Whether torch's fused AdamW does on a device all that a step needs: nothing at `found_inf`, otherwise divide by
+    `grad_scale`. torch_npu's (`_fused_adamw_`, up to 2.14) takes both, and looks at neither."""
+    return device.type in _FUSED
 
 
 def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None) -> None:

@@ -50,12 +50,13 @@ def inner(second: Report) -> tuple[ModuleWork, ModuleWork]:
     return alone, replace(_less(two, alone), working=alone.working)
 
 
-def on_more_ranks(module: ModuleWork, times: int) -> ModuleWork:
+def on_more_ranks(module: ModuleWork, fixed: ModuleWork, times: int) -> ModuleWork:
     """The module where so many times as many ranks share the experts: each computes as many rows, of fewer experts with
     more rows each.
 
-    What else depends on the number of a rank's experts are masks of rows by experts, next to nothing beside the rows,
-    and gradients of their matrices that are there for a moment: it works with less memory than is said here.
+    What gradients of weights read and write whatever the tokens (`fixed`: of a micro-batch of none) are the gradients
+    of experts. What else depends on the number of a rank's experts are masks of rows by experts, next to nothing beside
+    the rows, and gradients of their matrices that are there for a moment: it works with less memory than is said here.
     """
 
     def shared(work: Work) -> Work:
@@ -66,6 +67,7 @@ def on_more_ranks(module: ModuleWork, times: int) -> ModuleWork:
         return module
     works = (module.forward, module.backward_input, module.backward_weight, module.recompute)
     forward, back, weight, recompute = map(shared, works)
+    weight = replace(weight, bytes=weight.bytes - fixed.backward_weight.bytes * (1 - 1 / times))
     return replace(module, forward=forward, backward_input=back, backward_weight=weight, recompute=recompute)
 
 

@@ -156,7 +156,10 @@ class ModuleCounts:
             one, two, three = self._counted(counted)
             modules = one if size == 1 else {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
             times = piece.expert // counted.expert
-            self._modules[piece, size] = {kind: on_more_ranks(one, times) for kind, one in modules.items()}
+            self._modules[piece, size] = {
+                kind: on_more_ranks(module, at_size(-1, two[kind], three[kind]), times)
+                for kind, module in modules.items()
+            }
         return self._modules[piece, size]
 
     def _counted_for(self, piece: Piece) -> Piece:
@@ -192,10 +195,10 @@ class ModuleCounts:
 
 
 def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
-    """Dry runs of all jobs together, which may take a minute and so is told."""
+    """Dry runs of all jobs together, which may take minutes and so is told."""
     everything = [job for those in jobs.values() for job in those]
     log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
-    done = iter(run_jobs(everything))
+    done = run_jobs(everything)
     for piece, those in jobs.items():
         yield piece, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
 

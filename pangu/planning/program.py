@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
@@ -103,7 +103,7 @@ class Program:
             modules = modules | away | stay
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
         numbers = _numbers(self.config.model, counted.kept)["layer"]
-        update = Update(*self._counts.update(pieces["layer"], sum(numbers)))
+        update = Update(*self._counts.update(pieces["layer"], numbers.parameters + numbers.experts))
         workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
         for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):
@@ -155,8 +155,8 @@ class Program:
         if self.shape.dense:
             pieces[DENSE + "layer"] = layer.without_experts
         if plan.recomputed:
-            again = {name: piece._replace(recompute="full") for name, piece in pieces.items()}
-            pieces |= {name.replace("layer", "recomputed"): piece for name, piece in again.items()}
+            in_full = {name: piece._replace(recompute="full") for name, piece in pieces.items()}
+            pieces |= {name.replace("layer", "recomputed"): piece for name, piece in in_full.items()}
         return pieces
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
@@ -170,18 +170,14 @@ class Program:
             numbers, modules = _numbers(self.config.model, piece.kept), self._counts.of(piece, plan.micro_size)
             if not late:
                 modules = modules | {"layer": _joined_backward(modules["layer"])}
-            counted = {
-                kind: replace(module, parameters=numbers[kind][0], experts=numbers[kind][1])
-                for kind, module in modules.items()
-            }
+            counted = {kind: replace(module, **numbers[kind]._asdict()) for kind, module in modules.items()}
             if sends:
                 counted = {kind: self._sent(kind, module, plan) for kind, module in counted.items()}
             self._modules[key] = counted
         return self._modules[key]
 
     def _sent(self, kind: str, module: ModuleWork, plan: Plan) -> ModuleWork:
-        """With what ZeRO-3 gathers for a micro-batch, and reduces after each (Rajbhandari et al. 2020, section 7.2.2).
-        A lookup's backward needs no weights, and the head's follows its forward."""
+        """With what ZeRO-3 gathers for a micro-batch, and reduces after each (Rajbhandari et al. 2020, 7.2.2)."""
         family, system = SCHEDULES[plan.schedule], self.system
         forward = back = 1.0
         if family.two_phases:  # a chunk is gathered once for all micro-batches, and the last one kept for backward
@@ -190,14 +186,16 @@ class Program:
             sharding = _sharding(plan, weights.experts)
             if not weights.numbers or sharding.stage < 3:
                 continue
-            whole = system.number_bytes * weights.numbers
-            gather = Collective("all_gather", weights.axis("shard"), whole, forward, system.hidden_data)
-            # from the host comes this rank's shard
-            fetched = whole / sharding.size * ("parameters" in plan.offload)
-            module = replace(module, forward=_sending(module.forward, gather, fetched))
-            if kind not in ("embedding", "head"):
-                gather = gather._replace(calls=back)
-                module = replace(module, backward_input=_sending(module.backward_input, gather, fetched))
+            in_backward = weights.numbers - (0.0 if weights.experts else module.forward_only)
+            gathered = ("forward", weights.numbers, forward), ("backward_input", in_backward, back)
+            for phase, numbers, calls in gathered:
+                if not numbers:
+                    continue
+                gather = self._sharded("all_gather", weights._replace(numbers=numbers), system.number_bytes, calls)
+                # from the host comes this rank's shard
+                fetched = gather.bytes / sharding.size * ("parameters" in plan.offload)
+                sends: dict[str, Any] = {phase: _sending(getattr(module, phase), gather, fetched)}
+                module = replace(module, **sends)
             if plan.schedule not in REDUCES_EACH:
                 continue
             if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
@@ -208,8 +206,15 @@ class Program:
 
     def _reduction(self, weights: Weights) -> Collective:
         """Of the gradients of weights."""
-        sent = self.system.gradient_bytes * weights.numbers
-        return Collective("reduce_scatter", weights.axis("shard"), sent, 1, self.system.hidden_data)
+        return self._sharded("reduce_scatter", weights, self.system.gradient_bytes)
+
+    def _sharded(
+        self, kind: Literal["all_gather", "reduce_scatter"], weights: Weights, size: int, calls: float = 1.0
+    ) -> Collective:
+        """Of weights that have so many bytes each among those that share them; what a module has less than another
+        (`head`) is taken off that one's calls."""
+        sent, calls = size * abs(weights.numbers), math.copysign(calls, weights.numbers)
+        return Collective(kind, weights.axis("shard"), sent, calls, self.system.hidden_data)
 
     def _ending(self, plan: Plan, step: StepWork, layer: ModuleWork) -> float:
         """Bytes of gradients in a shorter format that are sent once a step, all at a time, and of the last backward."""
@@ -257,26 +262,36 @@ class Program:
         return BYTES[self.config.precision.compute], sum_bytes(self.config)
 
 
+class _Numbers(NamedTuple):
+    """Parameters of a module on one rank, as in `ModuleWork`."""
+
+    parameters: int
+    experts: int
+    forward_only: int = 0
+
+
 @lru_cache(maxsize=1000)
-def _numbers(model: ModelConfig, piece: Piece) -> dict[str, tuple[int, int]]:
-    """Parameters of each kind of module on one rank: all but those of experts that the layout splits, and these."""
+def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
+    """Of each kind of module. A lookup's backward needs no weights, and the head's follows its forward."""
     layout, top = piece.layout, range(model.layers - 1, model.layers)
     share = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
 
-    def of(layers: range, first: bool = False, last: bool = False) -> tuple[int, int]:
+    def of(layers: range, first: bool = False, last: bool = False) -> _Numbers:
         table = place_tensors(model, [ModelPart(layers, first, last)], TensorRank(0, piece.tensor), experts=share)
         experts = sum(math.prod(shape) for name, shape in table.shapes.items() if table.is_expert(name))
-        return sum(map(math.prod, table.shapes.values())) - experts, experts
+        return _Numbers(sum(map(math.prod, table.shapes.values())) - experts, experts)
 
     number = (_dense_layers(model) if piece.dense else model.expert_layers or (0,))[0]
-    layer, bottom = of(range(number, number + 1)), range(1)
-    ends = {
-        "embedding": (of(bottom, first=True), of(bottom)),
-        # PanGu's query layer counts as a layer
-        "head": (of(top, last=True), of(top) if model.query_layer is None else layer),
-    }
-    beside = {kind: (whole[0] - less[0], whole[1] - less[1]) for kind, (whole, less) in ends.items()}
-    return {"layer": layer, **beside, "inner": (0, 0)}
+    layer = of(range(number, number + 1))
+
+    def beside(layers: range, first: bool = False, last: bool = False) -> _Numbers:
+        chunk, alone = of(layers, first, last), of(layers)
+        less = layer if last and model.query_layer is not None else alone  # PanGu's query layer counts as a layer
+        parameters, experts = chunk.parameters - less.parameters, chunk.experts - less.experts
+        return _Numbers(parameters, experts, chunk.parameters - alone.parameters)
+
+    embedding, head = beside(range(1), first=True), beside(top, last=True)
+    return {"layer": layer, "embedding": embedding, "head": head, "inner": _Numbers(0, 0)}
 
 
 def _dense_layers(model: ModelConfig) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -32,8 +32,8 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
-    """What `Worker.report` says of each composed configuration and rank.
+def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[dict[str, Any]]:
+    """What `Worker.report` says of each composed configuration and rank, as soon as it and all before it are done.
 
     Raises:
         DryRunError: if a rank cannot be carried out.
@@ -53,7 +53,7 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, An
 
     with ThreadPoolExecutor(len(workers)) as pool:
         try:
-            return list(pool.map(report, jobs))
+            yield from pool.map(report, jobs)
         finally:  # before the pool waits for what is being carried out
             for worker in workers:
                 worker.end()
@@ -64,6 +64,7 @@ class Worker:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # there can be one kind of device
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pangu.dryrun"],
             stdin=subprocess.PIPE,

@@ -93,6 +93,8 @@ class ModuleWork:
     """Numbers that this rank holds of its weights before any sharding over replicas."""
     experts: float = 0.0
     """The same of experts that the layout splits, whose replicas are others and which `parameters` leave out."""
+    forward_only: float = 0.0
+    """Those of `parameters` that backward does not read (or has still, from the forward just before it)."""
 
     @property
     def working_bytes(self) -> float:

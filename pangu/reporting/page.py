@@ -12,7 +12,7 @@ import numpy as np
 from pangu.metrics.plots import smooth
 from pangu.metrics.text import compact
 from pangu.reporting.charts import Chart, Line, draw, escape
-from pangu.reporting.runs import Run, differing, figures, find_runs, number, open_run
+from pangu.reporting.runs import Run, differing, figures, find_runs, last, number, open_run
 
 COLOURS = ("#2f6fde", "#e07b1a", "#2a9d5c", "#c23b4b", "#8a5cc9", "#8c6d46", "#d65fa8", "#6b7280", "#9aa51f", "#17a3b8")
 MOST_EVENTS = 20
@@ -73,6 +73,7 @@ def render(paths: Sequence[Path], refresh_s: int | None = None) -> str:
         _differences(runs, colours),
         "<h2>Curves</h2>" + _charts(runs, colours),
         _times(runs, colours),
+        _sources(runs, colours),
         _benchmarks(runs, colours),
         _faults(runs, colours),
     ]
@@ -178,11 +179,17 @@ def _charts(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
         )
         for run in runs
     ]
+    of_sources = [
+        Line(f"{run.name}, {name}", colours[run.name], run.columns["tokens"], losses, "dots")
+        for run in runs
+        for name, losses in run.sources.items()
+    ]
     loss = [*(faint if len(runs) <= 6 else []), *lines("loss", smoothed=True), *held_out]
     decimals: Callable[[float], str] = "{:.4g}".format
     share: Callable[[float], str] = "{:.3g}".format
     charts = [
         Chart("Loss: training (line), validation (dots), nats per token", loss, decimals, marks=_marks(runs, colours)),
+        Chart("Validation loss of each source, nats per token", of_sources, decimals),
         Chart("Tokens per second", lines("tokens_per_s", smoothed=True), compact, from_zero=True),
         Chart("Model FLOPs utilisation", lines("mfu", smoothed=True), lambda value: f"{value:.0%}", from_zero=True),
         Chart("Most memory of a device so far, GiB", lines("peak_memory_gib"), decimals, from_zero=True),
@@ -254,17 +261,28 @@ def _benchmarks(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
         next((part for record in reversed(run.records) if isinstance(part := record.get("evaluation"), dict)), {})
         for run in runs
     ]
-    names = list(dict.fromkeys(str(name) for part in newest for name in part))[:50]
-    if not names:
-        return ""
-    rows = [
-        [
-            _run_cell(run, colours),
-            *(f"<td>{'-' if (value := number(part.get(name))) is None else f'{value:.4g}'}</td>" for name in names),
-        ]
-        for run, part in zip(runs, newest, strict=True)
+    texts = [
+        {str(name): "-" if (value := number(part[name])) is None else f"{value:.4g}" for name in part}
+        for part in newest
     ]
-    return "<h2>Benchmarks</h2>" + _table(["run", *names], rows)
+    return _table_of("Benchmarks", runs, colours, texts)
+
+
+def _sources(runs: Sequence[Run], colours: Mapping[str, str]) -> str:
+    """The newest loss and perplexity on each source of the validation split."""
+    newest = [{name: last(losses) for name, losses in run.sources.items()} for run in runs]
+    texts = [{name: f"{loss:.5g} ({math.exp(min(loss, 700)):.4g})" for name, loss in part.items()} for part in newest]
+    return _table_of("Validation by source: loss (perplexity)", runs, colours, texts)
+
+
+def _table_of(title: str, runs: Sequence[Run], colours: Mapping[str, str], texts: Sequence[Mapping[str, str]]) -> str:
+    """A column for each name that a run has a text for."""
+    names = list(dict.fromkeys(name for part in texts for name in part))[:50]
+    rows = [
+        [_run_cell(run, colours), *(f"<td>{escape(part.get(name, '-'))}</td>" for name in names)]
+        for run, part in zip(runs, texts, strict=True)
+    ]
+    return f"<h2>{title}</h2>" + _table(["run", *names], rows) if names else ""
 
 
 def _faults(runs: Sequence[Run], colours: Mapping[str, str]) -> str:

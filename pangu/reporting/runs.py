@@ -24,6 +24,8 @@ from pangu.metrics.text import compact, duration
 MOST_RUNS = 100
 """In a report."""
 MOST_CONFIG_BYTES = 2**20
+MOST_SOURCES = 50
+"""Of the validation split of a run."""
 DEPTH = 3
 """Folders within one that holds a sweep."""
 SILENT_SECONDS = 120.0
@@ -64,6 +66,15 @@ class Run:
             columns["data_wait"] = columns["data_wait_s"] / columns["step_time_s"]
         return columns
 
+    @cached_property
+    def sources(self) -> dict[str, Series]:
+        """Losses on the sources of the validation split, if it has several, as `columns`."""
+        steps = [part if isinstance(part := record.get("validation_sources"), dict) else {} for record in self.records]
+        names = list(dict.fromkeys(name for part in steps for name in part))[:MOST_SOURCES]
+        figures = {name: [one if isinstance(one := part.get(name), dict) else {} for part in steps] for name in names}
+        losses = {name: columns_of(of_source, ("loss",))["loss"] for name, of_source in figures.items()}
+        return {name: of_source for name, of_source in losses.items() if math.isfinite(last(of_source))}
+
     @property
     def state(self) -> str:
         """What the run does now, or how it ended."""
@@ -92,8 +103,7 @@ class Run:
 
     def last(self, name: str) -> float:
         """The newest finite figure of a column; NaN without any."""
-        finite = self.columns[name][np.isfinite(self.columns[name])]
-        return float(finite[-1]) if len(finite) else math.nan
+        return last(self.columns[name])
 
     def median(self, name: str) -> float:
         """Of all steps but the first ten, which warm up, where there are more."""
@@ -105,9 +115,7 @@ class Run:
     @property
     def final_loss(self) -> float:
         """Training loss, smoothed over a fiftieth of the run."""
-        losses = smooth(self.columns["loss"]) if len(self.records) else np.empty(0)
-        finite = losses[np.isfinite(losses)]
-        return float(finite[-1]) if len(finite) else math.nan
+        return last(smooth(self.columns["loss"])) if len(self.records) else math.nan
 
     def events(self) -> Iterator[tuple[int, str]]:
         """Steps at which something went wrong or the run was started again, and what."""
@@ -131,6 +139,12 @@ class Run:
                 int(self.last("step") if len(self.records) else 0),
                 f"stacks/ holds {self.stacks} traces of stuck ranks",
             )
+
+
+def last(values: Series) -> float:
+    """The newest finite one; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else math.nan
 
 
 def number(value: object) -> float | None:

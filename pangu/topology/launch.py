@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pangu.config.errors import UserError
@@ -38,10 +39,15 @@ class Launch:
         return cls(**{field: int(environment[name]) for field, name in names.items() if name in environment})
 
 
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""Say which devices of its node a process sees."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one setting."""
+VISIBLE = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+}
+"""Kind of device -> variables that say which ones of its node a process sees."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+"""Names of one setting. torch_npu refuses to have it under two."""
+PLUG_IN = "torch_npu"
+"""Ascend's, which makes `npu` a device of torch."""
 GROWING = "expandable_segments:True"
 
 
@@ -52,6 +58,22 @@ def choose_allocator(environment: MutableMapping[str, str] = os.environ) -> None
         environment[ALLOCATOR[0]] = GROWING
 
 
+def load_torch(requested: object) -> None:
+    """Import torch, and Ascend's plug-in where a device of the `requested` kind (`train.device`) may need it: torch
+    does that by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0. Raises UserError if either cannot be imported."""
+    try:
+        import torch
+    except RuntimeError as error:
+        from pangu.topology.accelerator import not_imported
+
+        raise not_imported(requested, error) from error
+    absent = requested == "auto" and not torch.accelerator.is_available() and find_spec(PLUG_IN) is not None
+    if (requested == "npu" or absent) and not hasattr(torch, "npu"):
+        from pangu.topology.accelerator import load_plug_in
+
+        load_plug_in(requested)
+
+
 def choose_device(requested: str, launch: Launch, environment: Mapping[str, str] = os.environ) -> torch.device:
     """The device of this process; sets the number of its CPU threads too. Raises UserError if the machine lacks the
     requested kind or has fewer devices than local processes.
@@ -59,6 +81,7 @@ def choose_device(requested: str, launch: Launch, environment: Mapping[str, str]
     A scheduler may show each process a device of its own alone (SLURM's `--gpus-per-task=1`, torchrun's
     `--virtual-local-rank`), which is the first one to all of them.
     """
+    load_torch(requested)
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -67,9 +90,10 @@ def choose_device(requested: str, launch: Launch, environment: Mapping[str, str]
     if kind == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != kind:
-        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device=cpu works")
+        works = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        raise UserError(f"train.device = {requested}: this machine has no {kind} device; train.device={works} works")
     count = torch.accelerator.device_count()
-    shown_alone = count == 1 and any(name in environment for name in VISIBLE)
+    shown_alone = count == 1 and any(name in environment for name in VISIBLE.get(kind, ()))
     if launch.local_world > count and not shown_alone:
         raise UserError(
             f"--nproc-per-node = {launch.local_world}: this machine has {count} {kind} device(s) and each process "

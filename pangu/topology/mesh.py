@@ -99,8 +99,8 @@ class Mesh:
                 group = mesh.new_group(ranks if is_member else [mesh.rank], axis)
                 if is_member:
                     mesh.groups[axis] = group
-        if dist.get_backend() == "nccl":
-            from pangu.topology.nccl import connect_groups
+        if dist.get_backend() in ("nccl", "hccl"):
+            from pangu.topology.backends import connect_groups
 
             connect_groups(mesh.groups, device)
         return mesh
@@ -126,7 +126,7 @@ class Mesh:
         create it, in the same order as their other groups."""
         timeout, options = timedelta(seconds=self.timeout_s), None
         if dist.get_backend() == "nccl":
-            from pangu.topology.nccl import group_options
+            from pangu.topology.backends import group_options
 
             options = group_options(axis, timeout)
         # only the members meet: with the default every process of the run would have to take part in making each group
@@ -169,10 +169,16 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     """Before groups are made: a backend says it less plainly that two ranks have one device. Raises LocalError."""
     if device.type == "cpu":
         return
+    from pangu.topology.accelerator import VISIBLE, number_on_node
+
     properties = torch.get_device_module(device).get_device_properties(device)
-    name = f"{socket.gethostname()}, {getattr(properties, 'uuid', device)}"
+    uuid = str(getattr(properties, "uuid", ""))
+    # torch_npu has none before 2.13, and later one of zeros where the driver does not tell
+    number = uuid if uuid.strip("0-") else f"{device.type} {number_on_node(device)}"
+    name = f"{socket.gethostname()}, {number}"
     if (holder := store.compare_set(f"device-{name}", "", str(rank)).decode()) != str(rank):
+        by = "".join(f" ({variable})" for variable in VISIBLE.get(device.type, ())[:1])
         raise LocalError(
             f"rank {holder} and rank {rank} have one device ({name}): each process needs its own; start fewer "
-            "(--nproc-per-node), or show each process another one (CUDA_VISIBLE_DEVICES)"
+            f"(--nproc-per-node), or show each process another one{by}"
         )

@@ -19,7 +19,7 @@ from pangu.config.build import build
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
-from pangu.topology.launch import Launch, choose_allocator
+from pangu.topology.launch import Launch, choose_allocator, load_torch
 
 
 def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
@@ -35,7 +35,9 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 
     def train(values: Mapping[str, Any]) -> None:
         choose_allocator()
+        group = values.get("train")
         # all of the trainer, which those who only compose do without
+        load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
         import torch
 
         from pangu.training.run import run

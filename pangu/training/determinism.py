@@ -12,8 +12,13 @@ from torch.utils import deterministic as memory
 
 from pangu.config.errors import UserError
 
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_NVLS_ENABLE": ("0",)}
-"""Environment variable -> values with which cuBLAS adds up in one order on every stream, and NCCL not in switches."""
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_NVLS_ENABLE": ("0",),
+    "HCCL_DETERMINISTIC": ("true", "strict"),
+}
+"""Environment variable -> values with which cuBLAS adds up in one order on every stream, NCCL not in switches, and HCCL
+in one order too."""
 REPLACED = {
     *(f"_{name}_attention_backward" for name in ("flash", "scaled_dot_product_flash")),
     *(f"_{name}_attention_backward" for name in ("efficient", "scaled_dot_product_efficient")),

@@ -130,7 +130,7 @@ class Loop:
             return  # these gradients are those of a state that is gone
         with recorder.span("update"):
             update = trainer.update(self.signals.flags(self._step_s, saver.has_failed))
-        self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": self._padding()}
+        self._pending = update, stragglers, {"data_wait_s": loader.waited_s, "padding": loader.padding}
         self.samples += self.config.batch.global_size
         config = self.config
         every = (config.checkpoint.every, config.validation.every, config.evaluate.every, config.train.check_replicas)
@@ -248,14 +248,6 @@ class Loop:
             slow_ranks=stragglers,
             experts=result.experts,
         )
-
-    def _padding(self) -> float | None:
-        """Share of padding in the batch that begins with the next sample, if its documents are packed."""
-        if self.config.data.packing.method == "concat" or not self.trainer.mesh.is_first:
-            return None
-        size, stream = self.config.batch.global_size, self.sources.train
-        padding = sum(stream.padding(index) for index in range(self.samples, self.samples + size))
-        return padding / (size * self.config.model.sequence)
 
     def _place(self, step: int) -> str:
         return f"step {step}, {self.trainer.doing}"

@@ -65,6 +65,10 @@ def run(values: Mapping[str, Any]) -> int:
     if config.dry_run:
         return 0
     device = choose_device(config.train.device, launch)
+    if device.type != "cpu":
+        from pangu.metrics.formats import require_format
+
+        require_format(config.precision.compute, device)
     attention_kernels(config.model, config.precision.compute, device)  # one that cannot run here is refused at once
     if config.precision.matmul == "fp8":
         from pangu.layers.fp8 import require_fp8
@@ -75,11 +79,11 @@ def run(values: Mapping[str, Any]) -> int:
 
         raise_open_files(launch.world)
     output = Path(config.train.output)
-    if device.type == "cuda":
-        from pangu.topology.nccl import describe_environment, record_collectives
+    if device.type != "cpu":
+        from pangu.topology.backends import backend_of, describe_environment, record_collectives
 
         given = dict(os.environ)
-        if launch.world > 1:
+        if launch.world > 1 and backend_of(device) == "nccl":
             record_collectives(output)
         log.info("%-12s %s", "environment", describe_environment(given))
     with ExitStack() as stack:
@@ -237,8 +241,10 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
 
 def _stop(loop: Loop, signals: StopSignals) -> None:
     """The end of a run that was told to stop early."""
-    saved = f"{loop.checkpoint} is written" if loop.checkpoint else "nothing is written (checkpoint.every = 0)"
-    log.info("stopped after step %d (%s): %s; the same command continues", loop.trainer.step, loop.stopped, saved)
+    saved = "nothing is written (checkpoint.every = 0); the same command begins where this one did"
+    if loop.checkpoint:
+        saved = f"{loop.checkpoint} is written; the same command continues"
+    log.info("stopped after step %d (%s): %s", loop.trainer.step, loop.stopped, saved)
     if loop.trainer.mesh.is_first:
         from pangu.training.summary import draw_pictures
 

@@ -156,7 +156,7 @@ class Trainer:
         keys = [DropoutKeys(self.config.train.seed, self.step, batch.samples) for batch in batches]
         self.parameters.gradients.start_step()
         if self.balance is not None:
-            self.balance.start_step(self.loss_scale.scale / self.config.batch.global_size)
+            self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
         losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)

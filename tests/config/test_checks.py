@@ -45,7 +45,7 @@ CONTRADICTIONS = {
                 " data.weights=null: all are one source"
             ),
             "data.weights=[0]": "data.weights[0] = 0.0: must be above 0",
-            "data.packing.method=best_fit": "data.packing.method = best_fit: needs all lengths before",
+            "data.packing.method=best_fit": "data.packing.method = best_fit: needs the lengths of all documents first",
         }.items()
     },
     "memory.offload=[parameters]": (

@@ -116,6 +116,9 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
         ("{% for m in messages %}{{ '{0.__class__.__mro__}'.format(m) }}{% endfor %}", "unsafe"),
         ("{{ 10 ** 9999999 }}", "computes with numbers that are too large"),
+        ("{{ 5 | round(-1000000000) }}", "computes with numbers that are too large"),
+        ("{{ 5 | round(1000000000, 'ceil') }}", "too large"),
+        ("{{ ('f' * 9999999) | int(0, 16) // (('f' * 4999999) | int(0, 16)) }}", "too large"),
         ("{% set n = namespace(x=3) %}{% for i in range(50) %}{% set n.x = n.x * n.x %}{% endfor %}", "too large"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than"),
         (

@@ -6,7 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow
@@ -67,6 +69,37 @@ def test_kinds(tmp_path: Path, kind: str) -> None:
     write(path, "content")
     packed = pack(path, packing and f".{packing}")
     assert list(read_documents([str(packed)] * 2, "content")) == DOCUMENTS * 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """In parts, from any place on, and whatever stands in them."""
+    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    path, begin = tmp_path / "a.json.zst", '\ufeff \n[ {"text": "你 [1]"},\n {"id": 7, "text": "]"} , 123'
+    for whole, says in (
+        ("\ufeff [\n]\n", []),
+        (begin + "]", ["你 [1]", "]", "'text', but 123"]),
+        (
+            begin + ', [], {"body": 1}, {"text": null} ]\n',
+            ["你 [1]", "]", "but 123", "but []", "but {body: 1}", "but null"],
+        ),
+        (begin, "value 3 of its array is not JSON: no comma or bracket behind it"),
+        (begin + ", x]", "value 4 of its array is not JSON: Expecting value"),
+        (begin + ' "text"]', "value 4 of its array is not JSON"),
+        (begin + "][1]", "more text follows the 3 values"),
+    ):
+        path.write_bytes(pyarrow.compress(whole.encode(), "zstd", asbytes=True))
+        if isinstance(says, str):
+            with pytest.raises(UserError, match=rf"a\.json\.zst: cannot be read \({says}"):
+                everything(path)
+            continue
+        found = everything(path)
+        assert [words in str(item[-1]) or words == item[0] for words, item in zip(says, found, strict=True)] == [
+            True
+        ] * len(says)
+        for part in read_chunks([str(path)], "text"):
+            rest = [item for other in read_chunks([str(path)], "text", part.after) for item in documents(other, "text")]
+            assert rest == found[len(found) - len(rest) :]
 
 
 def test_files_of_arrow_and_json_lines_named_json(tmp_path: Path) -> None:
@@ -157,10 +190,7 @@ def test_bad_lines_are_named_and_the_others_are_there(tmp_path: Path) -> None:
     assert [document.text for document in found if not isinstance(document, BadLine)] == ["first", "last"]
     bad = [document for document in found if isinstance(document, BadLine)]
     assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
-    assert (
-        str(bad[0])
-        == f"{tmp_path}/a.jsonl, line 2: has no text under 'text'; it has [text]; see --text-key, or data.text_key"
-    )
+    assert str(bad[0]) == f"{tmp_path}/a.jsonl, line 2: has no text under 'text', but 3"
     reasons = ["no text", "not JSON", "not JSON", "no JSON object", "not UTF-8", "surrogate", "no text"]
     for line, words in zip(bad, reasons, strict=True):
         assert words in line.reason
@@ -199,6 +229,31 @@ def test_damaged_files(tmp_path: Path, suffix: str) -> None:
         list(read_documents([str(path)], "text"))
 
 
+def test_tables_of_text_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,text\n1,007\n2,NA\n3,\n4,"1e5\n"\n')
+    assert list(read_documents([str(tmp_path / "a.csv")], "text")) == ["007", "NA", "1e5\n"]
+
+
+def test_two_columns_of_one_name_are_told(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for name in ("a.arrow", "a.parquet"):
+        with pytest.raises(UserError, match=rf"{name}: cannot be read .*exists 2 times"):
+            list(read_documents([str(tmp_path / name)], "text"))
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """One that is named .json too, of which nobody may look at the beginning first."""
+    os.mkfifo(tmp_path / "a.json")
+    lines = "".join(json.dumps({"text": f"{number} " + "word " * 50}) + "\n" for number in range(100))
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit((tmp_path / "a.json").write_text, lines)
+        assert len(list(read_documents([str(tmp_path / "a.json")], "text"))) == 100
+        written.result()
+
+
 def test_another_key(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "content")
     with pytest.raises(UserError, match=r"a.jsonl, line 1: has no text under 'text'; it has \[content, id\]"):
@@ -218,6 +273,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     for name, text in (("a.txt", "text"), ("a.jsonl", '{"text": "text"}')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert list(read_documents([str(tmp_path / name)], "text")) == ["text"]
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-8-sig") + b"\n\n\xff")
+    assert everything(tmp_path / "a.txt")[0] == Document("text", 4)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow", ".csv", ".jsonl.zst"])
@@ -244,6 +301,28 @@ def test_find_inputs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: the folder holds no"):
         found("empty")
+    with pytest.raises(UserError, match="--input: an empty name"):
+        find_inputs([""])
+
+
+def test_folders_behind_links_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("elsewhere/a.txt", "elsewhere/in/b.txt", "set/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for link, target in (("set/link", "elsewhere"), ("set/same", "elsewhere"), ("set/link/in/round", "set")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = find_inputs([str(tmp_path / "set")])
+    assert [name.removeprefix(f"{tmp_path}/set/") for name in found] == ["c.txt", "link/a.txt", "link/in/b.txt"]
+
+    def refuse(place: str) -> object:
+        if str(place).endswith("/in"):
+            raise PermissionError(13, "Permission denied", str(place))
+        return scan(place)
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"--input .*/set: cannot be read \(.*/link/in: Permission denied\)"):
+        find_inputs([str(tmp_path / "set")])
 
 
 @pytest.mark.parametrize("chunk", [7, 40])

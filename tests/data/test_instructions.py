@@ -33,6 +33,7 @@ from tests.threads import Ranks
 END = 256
 TOKENIZER = TokenizerConfig("bytes")
 PACKING = PackingConfig(None, None, reset_mask=True, reset_positions=True, method="best_fit")
+SINGLE = replace(PACKING, method="single")
 MASKED = ("data.packing.reset_mask=true", "data.packing.reset_positions=true", "data.packing.eod=256")
 MODEL = replace(tiny().model, vocab=257, sequence=64)
 
@@ -272,7 +273,11 @@ def test_tokens_are_made_once_and_anew_for_another_recipe(tmp_path: Path, monkey
     lines_file(tmp_path / "a.jsonl", [{"prompt": "a", "response": "bc"}])
     prepare(changed, MODEL, show_progress=False)
     numbers.append(made.stat().st_mtime_ns)
-    assert [one == other for one, other in pairwise(numbers)] == [True, False, True, False, False]
+    manifest = made.with_name("manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "counts": {}}))
+    prepare(changed, MODEL, show_progress=False)
+    numbers.append(made.stat().st_mtime_ns)
+    assert [one == other for one, other in pairwise(numbers)] == [True, False, True, False, False, False]
 
 
 def test_several_files_are_weighted_and_validated_by_themselves(tmp_path: Path) -> None:
@@ -290,16 +295,20 @@ def test_several_files_are_weighted_and_validated_by_themselves(tmp_path: Path) 
     assert sources.validation.num_samples == 60
 
 
-def gradients(rank: int, world: int, layout: Layout, folder: Path) -> tuple[dict[str, torch.Tensor], float]:
-    """Of the first batch of conversations, on one rank of a layout."""
-    trainer, batches = trainer_and_batches(layout, folder)
+def gradients(
+    rank: int, world: int, layout: Layout, folder: Path, *words: str
+) -> tuple[dict[str, torch.Tensor], float, dict[str, float]]:
+    """Of the first batch of conversations, on one rank of a layout; its loss and the figures of experts."""
+    trainer, batches = trainer_and_batches(layout, folder, *words)
     trainer.forward_backward(batches)
-    return whole(trainer, of_gradients=True), trainer.read(trainer.update()).loss
+    found = whole(trainer, of_gradients=True)
+    step = trainer.read(trainer.update())
+    return found, step.loss, step.experts or {}
 
 
-def trainer_and_batches(layout: Layout, folder: Path | None) -> tuple[Any, list[Batch]]:
+def trainer_and_batches(layout: Layout, folder: Path | None, *words: str) -> tuple[Any, list[Batch]]:
     trainer, _ = small_trainer(
-        layout, "precision=fp64", "model.vocab=257", "model.sequence=32", "model.kind=gpt", *MASKED
+        layout, "precision=fp64", "model.vocab=257", "model.sequence=32", "model.kind=gpt", *MASKED, *words
     )
     if folder is None:
         return trainer, []
@@ -360,10 +369,49 @@ def test_gradients_are_those_of_a_mask_made_by_hand(tmp_path: Path) -> None:
         assert torch.equal(gradient, seen[2][name]), name
 
 
-def test_every_layout_gives_the_same_gradients(talks: Path, ranks: Ranks) -> None:
-    one, loss = gradients(0, 1, Layout(), talks)
-    for layout in (Layout(data=2), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout(context=2)):
-        for seen, other in ranks.run(layout.world, gradients, layout, talks):
+EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.router.balance_weight=0.5", "model.router.z_loss=0.1")
+BALANCES = (("sequence", "1.0"), ("global", "null"), ("bias", "1.25"))
+
+
+@pytest.mark.parametrize(("balance", "capacity"), [("none", ""), *BALANCES])
+def test_every_layout_gives_the_same_gradients(talks: Path, ranks: Ranks, balance: str, capacity: str) -> None:
+    layouts = [Layout(data=2), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout(context=2)]
+    words: tuple[str, ...] = ()
+    if capacity:
+        layouts += [Layout(expert=2, data=2)]
+        words = (*EXPERTS, f"model.router.balance={balance}", f"model.expert_capacity={capacity}")
+    one, loss, figures = gradients(0, 1, Layout(), talks, *words)
+    assert bool(figures) == bool(capacity)
+    for layout in layouts:
+        for seen, other, others in ranks.run(layout.world, gradients, layout, talks, *words):
             assert other == pytest.approx(loss, rel=1e-12), layout
+            assert others == pytest.approx(figures, rel=1e-12), layout
             for name, gradient in one.items():
                 torch.testing.assert_close(seen[name], gradient, rtol=1e-9, atol=1e-12, msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize(("balance", "capacity"), BALANCES)
+def test_padding_is_nothing_to_experts(talks: Path, balance: str, capacity: str) -> None:
+    """Neither in loads and room nor in losses: all is as without it."""
+    words = (*EXPERTS, f"model.router.balance={balance}", f"model.expert_capacity={capacity}")
+    records = [{"prompt": "ask", "response": f"answer {n} of 4"} for n in range(4)]
+    data = instructions(talks / "short", [lines_file(talks / "short.jsonl", records)], packing=SINGLE)
+    stream = sources_of(data, replace(MODEL, sequence=32)).train
+    rows = [row for row in (stream[n] for n in range(4)) if isinstance(row, Row)]
+    size = 32 - stream.padding(0)
+    assert 8 < size < 24
+    seen = []
+    for cut in (32, size):
+        batch = batch_of([row.cut(cut) for row in rows], range(4), SINGLE)
+        assert batch.padding is not None
+        assert int(batch.padding.sum()) == 4 * (cut - size)
+        for one in (batch, replace(batch, padding=None)):
+            trainer, _ = trainer_and_batches(Layout(), None, *words)
+            trainer.forward_backward([one] * 4)
+            seen.append((whole(trainer, of_gradients=True), trainer.read(trainer.update()).experts))
+    (padded, figures), (_, of_padding), (_, others), (plain, expected) = seen
+    assert figures == pytest.approx(expected, rel=1e-12)
+    assert others == pytest.approx(expected, rel=1e-12)
+    assert of_padding != pytest.approx(expected, rel=1e-3)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(padded[name], gradient, rtol=1e-9, atol=1e-12, msg=name)

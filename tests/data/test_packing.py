@@ -268,22 +268,26 @@ def test_ranks_share_the_same_global_batches(write_tokens: WriteTokens) -> None:
 
 
 def test_a_run_resumes_exactly_and_says_how_much_is_padding(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "corpus", 64) as writer:
-        for text in documents_of([5, 3, 18, 2, 40, 7, 4, 9, 33, 12] * 4):
-            writer.add([token % 60 for token in text[:-1]] + [63])
+    """With a source more, too, that is drawn from its third step on."""
+    for name, lengths in (("corpus", [5, 3, 18, 2, 40, 7, 4, 9, 33, 12]), ("added", [31, 1, 30, 2])):
+        with IndexedWriter(tmp_path / name, 64) as writer:
+            for text in documents_of(lengths * 4):
+                writer.add([token % 60 for token in text[:-1]] + [63])
+    both = (f"data.train=[{tmp_path}/corpus,{tmp_path}/added]", "data.weights=[1,0]")
+    both += ("data.later_weights=[{sample: 8, weights: [1, 3]}]",)
 
-    def train(output: Path, steps: int) -> list[dict[str, float]]:
-        files = (f"data.train=[{tmp_path}/corpus]", f"data.validation=[{tmp_path}/corpus]", "data.packing.eod=63")
+    def train(output: Path, steps: int, *sources: str) -> list[dict[str, float]]:
+        files = (*sources, f"data.validation=[{tmp_path}/corpus]", "data.packing.eod=63")
         words = ("data=indexed", *files, "data.packing.method=best_fit", "model.vocab=64", "validation.sequences=4")
         same = (SAME_ATTENTION, SAME_PRODUCTS, "lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=9")
         many = ("checkpoint.every=2", "validation.every=4", "train.device=cpu", f"train.output={output}")
         run(composed(*SMALL, *words, *same, *many, f"train.steps={steps}"))
         return metrics(output)
 
-    whole = train(tmp_path / "whole", 4)
-    train(tmp_path / "parts", 2)
+    whole = train(tmp_path / "whole", 4, *both)
+    train(tmp_path / "parts", 2, f"data.train=[{tmp_path}/corpus]")
     (tmp_path / "corpus.best_fit-32.packing").unlink()  # it is made anew, and the same
-    parts = train(tmp_path / "parts", 4)
+    parts = train(tmp_path / "parts", 4, *both)
     for one, other in zip(whole, parts, strict=True):
         assert (one["loss"], one["padding"]) == (other["loss"], other["padding"])
     assert whole[-1]["validation_loss"] == parts[-1]["validation_loss"]

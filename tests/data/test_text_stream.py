@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -369,6 +370,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             opened(stream_of(entry))
     with pytest.raises(UserError, match=r"data\.validation .*gone\.jsonl: no such file"):
         opened(stream_of(tmp_path / "a.jsonl", validation=(str(tmp_path / "gone.jsonl"),)))
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match=r"data\.train .*pipe\.txt: is no regular file, and text is read again"):
+        opened(stream_of(tmp_path / "pipe.txt"))
     (tmp_path / "binary.jsonl").write_bytes(b"\x80\x04\x95")
     with pytest.raises(UserError, match=r"binary\.jsonl, line 1: is not UTF-8; more than data\.max_bad = 0"):
         samples(stream_of(tmp_path / "binary.jsonl"), 1)

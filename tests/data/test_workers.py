@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,17 @@ def test_parallel_map_keeps_order_and_reads_little_ahead(workers: int) -> None:
 def test_parallel_map_raises_what_the_function_raised(workers: int) -> None:
     with pytest.raises(ValueError, match=r"math domain|nonnegative"):
         list(parallel_map(math.sqrt, [1, -1, 1], workers))
+
+
+def signalled(item: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return item
+
+
+def test_workers_leave_signals_to_their_parent() -> None:
+    """A scheduler's go to all processes, and the run that is told to stop still needs its data."""
+    assert list(parallel_map(signalled, range(20), 2)) == list(range(20))
 
 
 def test_a_killed_worker_is_told() -> None:

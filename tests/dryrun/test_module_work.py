@@ -62,7 +62,7 @@ PLANNED = (
     "batch.global_size=16 model.kind=gpt model.experts=4 model.dense_layers=1 model.expert_every=2 parallel.data=2 "
     "parallel.expert=2 parallel.zero=1 parallel.pipeline=2 memory.recompute=1",
     "batch.global_size=16 model.experts=4 parallel.context=2 parallel.context_kind=ring parallel.expert=2 "
-    "parallel.zero=2 model.attention=flash",
+    "parallel.zero=3 model.attention=flash",
 )
 NAMES = {"gather": "shard", "replicas": "data", "expert_gather": "expert_shard", "expert_replicas": "expert_data"}
 """Axis of a process group -> what the cost model calls it, if other."""
@@ -128,8 +128,7 @@ def test_a_layer_of_experts_is_what_formulas_say(piece: Piece) -> None:
 
 
 def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
-    """Products and collectives exactly; the rest but for masks of rows by experts, of which this layer has many, and
-    for gradients of weights, of which few ranks have more to add up."""
+    """Products and collectives exactly; the rest but for masks of rows by experts, of which this layer has many."""
     experts = ("model.experts=8", "model.expert_ffn=256", "model.shared_experts=1", "model.biases=false")
     config = choose_layout(values("", *SHAPE, *experts), 1).config
     piece = Piece(2, True, chunks=2, expert=8, expert_tensor=1)
@@ -141,10 +140,7 @@ def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
         assert sorted(one.collectives) == sorted(other.collectives)
         assert one.waits == other.waits
         assert one.launches == pytest.approx(other.launches, rel=0.03)
-        if part == "backward_weight":
-            assert one.bytes >= other.bytes
-        else:
-            assert one.bytes == pytest.approx(other.bytes, rel=0.03)
+        assert one.bytes == pytest.approx(other.bytes, rel=0.03)
     assert told.forward.waits == 1
     assert told.saved_bytes == pytest.approx(carried_out.saved_bytes, rel=0.03)
     assert told.working_bytes >= carried_out.working_bytes
@@ -328,12 +324,12 @@ def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host(
 @pytest.mark.parametrize("fixed", [{"recompute": "none"}, {"recompute": 1, "zero": 1, "schedule": "1f1b"}])
 def test_no_bound_is_above_what_a_layout_of_experts_takes_and_needs(fixed: dict[str, Any]) -> None:
     """Layers of both kinds, on all numbers of ranks, over slow links."""
-    keys = ("model.kind=gpt", "model.experts=4", "model.dense_layers=2", "model.expert_every=2", "model.layers=7")
+    keys = ("model.kind=gpt", "model.experts=2", "model.dense_layers=2", "model.expert_every=2", "model.layers=7")
     config = choose_layout(values("batch.global_size=16", *LARGER, *keys), 1).config
     cluster = replace(A100, devices=8, node=4, between=replace(A100.between, gb_s=1.0))
     where = space_of(config, cluster, {"micro_size": 1, "tensor": 2, "sequence": True, **fixed})
     bounds, plans = Bounds(where), list(enumerate_plans(where, Counter()))
-    assert {(plan.expert, plan.expert_tensor) for plan in plans} == {(1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1)}
+    assert {(plan.expert, plan.expert_tensor) for plan in plans} == {(1, 0), (2, 0), (1, 1), (2, 1)}
     for plan in plans[::3]:
         stages = memory_of_stages(where.program.describe(plan), plan.steps, where.cluster)
         assert bounds.gib(plan) <= max(stage.total for stage in stages), plan

@@ -22,6 +22,7 @@ from filelock import FileLock
 import pangu
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
+from pangu.models.size import num_parameters
 from pangu.pipeline.orders import SCHEDULES
 from pangu.training.process import Heartbeat
 from tests.checkpoint.test_formats import given, weights
@@ -77,10 +78,11 @@ def test_both_warn_of_open_ports() -> None:
         assert "`MASTER_PORT`" in warning
 
 
-def test_every_preset_is_in_the_table() -> None:
+def test_every_preset_is_in_the_table_with_its_number_of_parameters() -> None:
+    numbers = {recipe: f"{num_parameters(config(f'+config={recipe}').model):,}" for recipe in RECIPES}
     for page in (DOCS["presets"], chinese(DOCS["presets"])):
-        text = page.read_text(encoding="utf-8")
-        assert all(f"| `{recipe}` |" in text for recipe in RECIPES)
+        rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\d,]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert dict(rows) == numbers
 
 
 def understood(words: list[str]) -> None:

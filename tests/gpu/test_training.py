@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from benchmarks.gpu_suite.setting import preset
+from pangu.config.attention import ABILITIES
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
@@ -84,6 +85,8 @@ def test_kernels_equal_reference(
     if "model.sparse" in mask and kernel.startswith("flash"):
         pytest.skip("flash attention leaves out no blocks")
     device = choose_device("auto", Launch())
+    if device.type not in (ABILITIES[kernel].devices or (device.type,)):
+        pytest.skip(f"{kernel} does not run on {device.type}")
     common = {"precision": option("precision", precision), "model.positions": positions, "model.heads": 2}
     common |= {"data.packing.eod": 3, **mask}
     expected = losses(device, {**common, "model.attention": "reference"})

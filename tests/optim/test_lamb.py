@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pangu.config.optimizer import AdamConfig, LambConfig
-from pangu.optim import lamb
+from pangu.optim import build, lamb
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.topology.placement import Placement
@@ -47,6 +47,14 @@ def run(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], step
         optimizer.step()
 
 
+@pytest.fixture(params=["fused", "apart"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a device whose fused AdamW neither scales nor skips."""
+    for module in (lamb, build):
+        monkeypatch.setattr(module, "updates_at_once", lambda device: request.param == "fused")
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("inside", "max_ratio", "exclude", "decay"),
     list(itertools.product([True, False], [None, 0.5], [True, False], [0.0, 0.1])),
@@ -82,6 +90,7 @@ def test_ratio_is_1_where_a_norm_is_0() -> None:
     assert torch.equal(still, torch.ones_like(still))
 
 
+@pytest.mark.usefixtures("device")
 def test_adamw_decays_matrices_only() -> None:
     config = AdamConfig("adam", 0.01, (0.9, 0.99), 1e-8, 0.1, "fp32", None)
     ours = weights()
@@ -101,6 +110,7 @@ def test_the_largest_ratio_binds_a_tensor_of_norm_0_too() -> None:
     torch.testing.assert_close(weight.detach(), torch.full((3, 3), -0.07))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["adam", "lamb", "lamb, epsilon inside the root"])
 def test_a_step_divides_gradients_and_does_nothing_where_it_is_told_to(kind: str, moments: Any) -> None:

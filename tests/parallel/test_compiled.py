@@ -68,15 +68,17 @@ def test_a_layer_is_one_graph_whatever_the_options_of_the_model(number: int) -> 
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14, msg=name)
 
 
-def test_layers_steps_and_micro_batches_share_a_graph() -> None:
-    words = (*OVERRIDES, "model.layers=6", "batch.micro_size=2", "compile=true")
+@pytest.mark.parametrize("experts", [(), ("model.experts=4", "model.expert_every=2")])
+def test_layers_steps_and_micro_batches_share_a_graph(experts: tuple[str, ...]) -> None:
+    """Dense ones between layers of experts too."""
+    words = (*OVERRIDES, "model.layers=6", "batch.micro_size=2", "compile=true", *experts)
     trainer, batches = small_trainer(Layout(), *words)
     with patch.object(compiled, "BACKEND", "eager"):
         trainer, batches = small_trainer(Layout(), *words)
         for _ in range(3):
             trainer.train_step(batches)
     assert len(batches) == 4
-    assert graphs() == 2  # five layers, and the query layer
+    assert graphs() == 2  # five layers, or the dense ones of them, and the query layer
 
 
 def same_run(ranks: Ranks, case: Case, backend: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from pangu.collectives.context import ContextRegion
 from pangu.evaluation.generation import Sampling, generate_shared
@@ -120,7 +121,7 @@ def test_replicas_that_share_experts_draw_texts_together(ranks: Ranks) -> None:
     assert ranks.run(2, texts, Layout(data=2, expert=2)) == [one, one]
 
 
-def told(rank: int, world: int) -> int:
+def exchanged_counts(rank: int, world: int) -> int:
     """How often the ranks that share sequences tell each other their choices in a step."""
     words = ("batch.micro_size=1", "batch.global_size=2", "model.expert_capacity=1", "memory.recompute=full")
     trainer, batches = small_trainer(Layout(context=2), *MODEL, *words)
@@ -137,7 +138,17 @@ def told(rank: int, world: int) -> int:
 
 def test_a_recompute_tells_nobody_its_choices_again(ranks: Ranks) -> None:
     """Four layers have experts; two micro-batches."""
-    assert ranks.run(2, told) == [8, 8]
+    assert ranks.run(2, exchanged_counts) == [8, 8]
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_a_product_whose_value_is_not_needed_again_is_not_computed_again(recompute: str, times: int) -> None:
+    """Into an expert and out of it, in forward and backward, with biases. Four layers have experts of 12 columns; 256
+    choices of 24 numbers."""
+    trainer, batches = small_trainer(Layout(), *MODEL, f"memory.recompute={recompute}")
+    with FlopCounterMode(display=False) as counter:
+        trainer.train_step(batches)
+    assert counter.get_flop_counts()["Global"][torch.ops.pangu.grouped_product] == 4 * times * 2 * 256 * 24 * 12
 
 
 def sent(rank: int, world: int, layout: Layout, *overrides: str) -> int:

@@ -46,6 +46,15 @@ def test_a_process_that_ends_has_the_last_word_each_time_it_is_asked(worker: Wor
             worker.report({}, 3)
 
 
+@pytest.mark.parametrize(
+    "worker", ['read job; echo "{\\"peak\\": $TORCH_DEVICE_BACKEND_AUTOLOAD}"; exec sleep 100'], indirect=True
+)
+def test_a_process_loads_no_plug_in_of_a_device(worker: Worker) -> None:
+    """Whose own device would stand beside the fake one."""
+    assert worker.report({}, 0)["peak"] == 0
+    worker.end()
+
+
 @pytest.mark.parametrize("worker", ["kill -9 $$"], indirect=True)
 def test_a_process_that_is_killed(worker: Worker) -> None:
     with pytest.raises(UserError, match="its process ended with status -9"):
@@ -58,7 +67,21 @@ def test_one_failure_ends_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     be(monkeypatch, tmp_path, 'read job; case "$job" in *fails*) echo \'{"error": "no"}\';; esac; exec sleep 100')
     began = time.monotonic()
     with pytest.raises(UserError, match="the dry run of rank 0 failed: no"):
-        run_jobs([({"fails": 1}, 0), ({}, 1), ({}, 2)])
+        list(run_jobs([({"fails": 1}, 0), ({}, 1), ({}, 2)]))
+    assert time.monotonic() - began < 50
+
+
+def test_what_is_done_is_told_before_the_rest_and_a_listener_may_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    be(
+        monkeypatch,
+        tmp_path,
+        'while read job; do case "$job" in *long*) exec sleep 100;; esac; echo \'{"peak": 7}\'; done',
+    )
+    began, reports = time.monotonic(), run_jobs([({}, 0), ({"long": 1}, 1)])
+    assert next(reports)["peak"] == 7
+    reports.close()
     assert time.monotonic() - began < 50
 
 

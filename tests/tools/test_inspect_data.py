@@ -38,6 +38,7 @@ def test_samples_as_a_model_gets_them(tmp_path: Path) -> None:
         with IndexedWriter(tmp_path / name, 10) as writer:
             for document in documents:
                 writer.add(document)
+        (tmp_path / name).mkdir()  # of whatever; the files are meant
     words = ("--weights", 3, 1, "--samples", 12, "--sequence", 8, "--eod", 9, "--pad", 1, "--reset-positions")
     done = tool(tmp_path / "a", tmp_path / "b", *words, "--reset-mask", name="inspect_data")
     assert done.returncode == 0, done.stderr

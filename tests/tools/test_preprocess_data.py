@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pangu.config.data import TokenizerConfig
-from pangu.data import inputs
+from pangu.data import inputs, preprocessing
 from pangu.data.indexed import open_indexed
 from pangu.data.journal import Journal
 from pangu.data.manifest import find_damage, read_manifest
@@ -211,6 +211,20 @@ def test_killed_at_any_time_it_comes_to_the_same_files(
     assert everything(tmp_path / "two") == everything(tmp_path / "one")
 
 
+def test_a_kill_at_the_very_end_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what was needed to go on is removed: the files have their names, and no later command takes them away."""
+
+    def killed(partial: Path) -> None:
+        (partial / "c.lengths").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preprocessing, "remove", killed)
+        assert preprocess(folder, tmp_path / "c").returncode != 0
+    assert "exist already" in preprocess(folder, tmp_path / "c").stderr
+    assert texts(tmp_path / "c", folder) == DOCUMENTS
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_a_command_goes_on_where_an_error_has_ended_it(folder: Path, tmp_path: Path) -> None:
     path = large(tmp_path, 3_000)
@@ -369,6 +383,8 @@ def test_overwriting_must_be_asked_for(folder: Path, tmp_path: Path) -> None:
         (["--holdout", "0.0001"], "--holdout 0.0001 leaves one side without a document"),
         (["--output", "/dev/null/c"], "cannot write /dev/null/c"),
         (["--output", "/dev/full/c"], "cannot write /dev/full/c"),
+        (["--output", ""], "--output '': must end in the name that files begin with"),
+        (["--output", "{tmp}/"], "must end in the name that files begin with"),
         (["--tokenizer", "bytes"], "--tokenizer bytes needs no --tokenizer-path"),
         (["--tokenizer-path", ""], "--tokenizer sentencepiece needs a --tokenizer-path"),
         (["--workers", "0"], "--workers 0: must be at least 1"),

@@ -77,6 +77,9 @@ def make_run(folder: Path, lr: float, steps: int = 40, doing: str = "ended", **s
             slow_ranks={3: 1.72} if step == 10 and lr > 0.01 else None,
             experts={"load": 1.5, "least_load": 0.5, "dropped": 0.0},
             evaluation={"lambada/accuracy": 0.25} if step == 40 else None,
+            validation_sources={"web": {"loss": 4.0, "perplexity": 54.6}, "b/ooks": {"loss": 3 + step / 100}}
+            if step % 20 == 0 and lr < 0.01
+            else None,
             mfu=0.25,
             data_wait_s=0.2,
         )
@@ -131,9 +134,12 @@ def test_configurations_faults_and_times(runs: list[Path], tmp_path: Path) -> No
     assert ["31", "goes on from the checkpoint of step 30"] in events
     assert ["35", "the run failed"] in events
     assert ["lambada/accuracy"] in [row[1:] for row in page.rows]
+    place = next(number for number, row in enumerate(page.rows) if row == ["run", "web", "b/ooks"])
+    assert page.rows[place + 1 : place + 3] == [["2", "4 (54.6)", "3.4 (29.96)"], ["10", "-", "-"]]
+    assert "Validation loss of each source" in (tmp_path / "r.html").read_text(encoding="utf-8")
     assert any("compute 75.0%" in cell for row in page.rows for cell in row)
     drawn = [tag for tag, _ in page.tags].count("svg")
-    assert drawn == 10  # no loss scale; experts' load, least load and what is dropped
+    assert drawn == 11  # no loss scale; experts' load, least load and what is dropped
     assert {attributes.get("stroke") for tag, attributes in page.tags if tag == "polyline"} == set(COLOURS[:2])
 
 
@@ -158,7 +164,8 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     (first / "config.yaml").write_text(values)
     lines = [
         {"step": 1, "loss": evil, "tokens": 10**400, "slow_ranks": {evil: evil}},
-        {"step": 2, "evaluation": {evil: evil}},
+        {"step": 2, "evaluation": {evil: evil}, "validation_sources": evil},
+        {"step": 2, "validation_sources": {evil: {"loss": 1e308}, "a": evil, "b": {"loss": evil}}},
     ]
     lines += [
         {"step": 3, "experts": evil, "evaluation": {evil: 1e308}, "skipped": True},

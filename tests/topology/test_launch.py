@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from pangu.config.errors import UserError
+from pangu.topology.accelerator import number_on_node
 from pangu.topology.launch import Launch, choose_allocator, choose_device
 
 
@@ -72,7 +75,31 @@ def test_a_device_that_a_process_is_shown_alone_is_its_first(devices: Callable[[
         choose_device("cuda", launch, {})
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_number_of_a_device_on_its_node_is_what_the_process_was_shown() -> None:
+    for shown, index, number in (("", 0, "0"), ("4,5", 1, "5"), (" 6 , 7", 0, "6"), ("4", 1, "1")):
+        assert number_on_node(torch.device("cuda", index), {"CUDA_VISIBLE_DEVICES": shown}) == number
+    assert number_on_node(torch.device("cuda", 2), {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}) == "2"
+
+
+@pytest.mark.parametrize("requested", ["npu", "auto"])
+def test_a_plug_in_that_cannot_be_imported_is_told_with_its_cause(
+    requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    if requested == "npu":
+        with pytest.raises(UserError, match=r"is not installed: pip install torch_npu==\d+\.\d+\.\d+, of"):
+            choose_device(requested, Launch())
+    else:
+        assert choose_device(requested, Launch()).type == "cpu"
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    importlib.invalidate_caches()
+    message = rf"train.device = {requested}: .* \(libascendcl.so: cannot open .*\); that of an Ascend, torch_npu, needs"
+    with pytest.raises(UserError, match=message):
+        choose_device(requested, Launch())
+    choose_device("cpu", Launch())
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"])
 def test_the_allocator_is_as_the_user_has_set_it(name: str) -> None:
     environment = {name: "max_split_size_mb:128"}
     choose_allocator(environment)

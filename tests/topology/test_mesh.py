@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from pangu.collectives.reduce import all_reduce
 from pangu.config.errors import LocalError
+from pangu.topology.backends import describe_environment, record_collectives
 from pangu.topology.launch import GROWING
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh, require_own_device
-from pangu.topology.nccl import describe_environment, record_collectives
 from pangu.topology.recorder import AxisGroup
 from pangu.zero import gradients
 from tests.parallel.harness import small_trainer
@@ -138,6 +138,14 @@ def test_two_ranks_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         LocalError, match=r"rank 0 and rank 2 have one device \(\S+, GPU-a\): each process needs its own"
     ):
         require_own_device(store, 2, torch.device("cuda", 0))
+    for rank, uuid in ((5, None), (6, "00000000-0000-0000-0000-000000000000")):  # as torch_npu has it
+        properties = SimpleNamespace() if uuid is None else SimpleNamespace(uuid=uuid)
+        module = Mock(get_device_properties=lambda device, properties=properties: properties)
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
+        require_own_device(store, rank, torch.device("cuda", 0))
+    with pytest.raises(LocalError, match=r"rank 6 and rank 7 have one device \(\S+, cuda 6\)"):
+        require_own_device(store, 7, torch.device("cuda", 0))
     require_own_device(store, 3, torch.device("cpu"))
     require_own_device(store, 4, torch.device("cpu"))
 

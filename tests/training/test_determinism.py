@@ -31,18 +31,23 @@ def test_libraries_are_told_before_they_are_asked() -> None:
         assert not memory.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled()
     assert memory.fill_uninitialized_memory == before
-    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+    told = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "HCCL_DETERMINISTIC": "true"}
+    assert environment == told
 
 
 def test_what_the_user_told_them_stays() -> None:
-    told = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_NVLS_ENABLE": "0"}
+    told = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_NVLS_ENABLE": "0", "HCCL_DETERMINISTIC": "strict"}
     with deterministic(environment := dict(told)):
         assert environment == told
 
 
 @pytest.mark.parametrize(
     ("name", "value", "works"),
-    [("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:8 or :16:8"), ("NCCL_NVLS_ENABLE", "2", "0")],
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:8 or :16:8"),
+        ("NCCL_NVLS_ENABLE", "2", "0"),
+        ("HCCL_DETERMINISTIC", "false", "true or strict"),
+    ],
 )
 def test_what_lets_sums_differ_is_refused(name: str, value: str, works: str) -> None:
     expected = f"train.deterministic = True: {name} = {value}: sums differ .*; {name}={works} works, or"

@@ -42,6 +42,9 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
     assert signal.getsignal(signal.SIGTERM) is handler
     assert (tmp_path / "run" / "plots" / "loss.png").stat().st_size
     assert train(tmp_path / "run", 5, "checkpoint.every=100") == unbroken
+    assert train(tmp_path / "unsaved", 5, "checkpoint.every=0") == unbroken[:3]
+    said = capsys.readouterr().err
+    assert "nothing is written (checkpoint.every = 0); the same command begins where this one did" in said
 
 
 def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

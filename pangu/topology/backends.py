@@ -1,4 +1,5 @@
-"""What NCCL is told. None of this has been timed: only devices can show what priorities and blocks are worth."""
+"""What the backends of devices, NCCL and HCCL, are told. None of this has been timed: only devices can show what
+priorities and blocks are worth."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
 WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
 """Groups that every run sends in which has them."""
-SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", *ALLOCATOR)
+SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Beginnings of the names of variables that the start of a run shows."""
 RECORDED_COLLECTIVES = 2000
 """The last ones of each process: some steps' worth, a few hundred KiB."""
 
 
+def backend_of(device: torch.device) -> str:
+    """The collective backend of a kind of device: gloo, nccl, or what its plug-in has registered, for `npu` hccl."""
+    return dist.get_default_backend_for_device(device)
+
+
 def group_options(axis: str, timeout: timedelta) -> Any:
-    """For a group along an axis of `Layout.peers`, or one of `messages` between stages."""
+    """Of NCCL, for a group along an axis of `Layout.peers`, or one of `messages` between stages."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=axis in URGENT)
     options._timeout = timeout  # or torch warns that the group's is another
     if axis == "messages":
@@ -42,7 +48,7 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
 
 
 def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let every process remember its last collectives, and write them to `folder`/collectives-RANK, which torch's
+    """Let NCCL remember every process's last collectives, and write them to `folder`/collectives-RANK, which torch's
     flight-recorder tools read, when one does not end in time. What the user has set stays. Before groups are made."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the latter before torch 2.10
         environment.setdefault(name, str(RECORDED_COLLECTIVES))
@@ -52,7 +58,7 @@ def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.
 
 
 def describe_environment(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> str:
-    """In words, what the allocator and NCCL are told: defaults of pangu, and what the user has `given`."""
+    """In words, what the allocator and the backend are told: defaults of pangu, and what the user has `given`."""
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={environment[name]}" for name in sorted(names))

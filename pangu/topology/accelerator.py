@@ -1,0 +1,47 @@
+"""What only a run on an accelerator asks of its kind: the plug-in of Ascend's devices, and which device it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from pangu.config.errors import UserError
+from pangu.topology.launch import PLUG_IN, VISIBLE
+
+if TYPE_CHECKING:  # which cannot be imported where a plug-in cannot
+    import torch
+
+
+def load_plug_in(requested: object) -> None:
+    """Import Ascend's plug-in. Raises UserError."""
+    if find_spec(PLUG_IN) is None:
+        release = version("torch").partition("+")[0]
+        raise UserError(
+            f"train.device = {requested}: needs Ascend's plug-in, which is not installed: pip install "
+            f"{PLUG_IN}=={release}, of the same release as torch, and Huawei's CANN; train.device=cpu works"
+        )
+    try:
+        import_module(PLUG_IN)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise not_imported(requested, error) from error
+
+
+def not_imported(requested: object, error: Exception) -> UserError:
+    """Of torch, or of the plug-in."""
+    cause = " ".join(f"{error} {'' if error.__cause__ is None else f'({error.__cause__})'}".split())
+    return UserError(
+        f"train.device = {requested}: torch cannot be imported with its plug-ins ({cause}); that of an Ascend, "
+        f"{PLUG_IN}, needs what `source set_env.sh` of Huawei's CANN sets; TORCH_DEVICE_BACKEND_AUTOLOAD=0 and "
+        "train.device=cpu or cuda work without it"
+    )
+
+
+def number_on_node(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+    """Of a device of this process among all of its node, as far as the process was told which ones it sees."""
+    shown = next((environment[name] for name in VISIBLE.get(device.type, ()) if name in environment), "")
+    numbers, index = [number.strip() for number in shown.split(",")], device.index or 0
+    return numbers[index] if index < len(numbers) and numbers[index] else str(index)
