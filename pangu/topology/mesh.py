@@ -65,8 +65,8 @@ class Mesh:
             timeout = timedelta(seconds=timeout_s)
             try:
                 store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-                # torchrun's store outlives the processes: those that it starts again must not find the dead ones'
-                store = dist.PrefixStore(f"attempt-{attempt}", store)
+                # torchrun's store outlives the processes that it starts again, and each run of a sweep
+                store = dist.PrefixStore(f"attempt-{attempt}-{store.add(f'runs-{attempt}-{rank}', 1)}", store)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # before groups are made, in which processes of two layouts would wait for each other
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):

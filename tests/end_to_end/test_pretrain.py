@@ -141,6 +141,15 @@ def test_hydras_own_options_work() -> None:
         assert expected in usage.stdout
 
 
+def test_a_sweep_on_two_processes(tmp_path: Path) -> None:
+    """Its runs follow one another in the same processes, whose launcher's store stays."""
+    words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "checkpoint.every=0", "train.device=cpu")
+    words += (f"train.output={tmp_path}/${{optimizer.lr}}", "optimizer.lr=1e-3,2e-3", "parallel.timeout_s=20")
+    done = command("pretrain.py", "--multirun", *words, "train.steps=2", f"hydra.sweep.dir={tmp_path}/h", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert [len(metrics(tmp_path / name)) for name in ("0.001", "0.002")] == [2, 2]
+
+
 @pytest.mark.slow
 def test_layouts_continue_one_another(tmp_path: Path) -> None:
     """Saved on tensor 2 with sequence parallelism, continued on data 2, finished on one process: the unbroken run's

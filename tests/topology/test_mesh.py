@@ -42,7 +42,7 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
 def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where two nodes are started with different commands."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    store.set("attempt-0/layout", repr(Layout(data=2)))
+    store.set("attempt-0-1/layout", repr(Layout(data=2)))
     for name, value in {"MASTER_ADDR": "127.0.0.1", "RANK": 1, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(store.port))
