@@ -30,7 +30,7 @@ from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 from tests.spawn import repository
 
-pytestmark = pytest.mark.usefixtures("commands_share_it")
+pytestmark = [pytest.mark.usefixtures("commands_share_it"), pytest.mark.slow]
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
 LARGER = ("model.hidden=256", "model.sequence=128", "model.layers=8", "precision=bf16")
@@ -71,9 +71,9 @@ OFF = 0.06
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(session_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the tests of a session count, and nothing else."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
+    folder = session_folder / "cache"
     folder.mkdir(exist_ok=True)
     monkeypatch.setattr(module_work, "cache_folder", lambda: folder)
     return folder
@@ -337,19 +337,26 @@ def test_no_bound_is_above_what_a_layout_of_experts_takes_and_needs(fixed: dict[
         assert not problem_of(where, plan)
 
 
+class CountedAgainError(Exception):
+    """Instead of dry runs."""
+
+
 def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = choose_layout(values("", *SHAPE), 1).config
     first = ModuleCounts(config).of(Piece(1, False), 1)
-    monkeypatch.setattr(module_work, "run_jobs", lambda jobs: pytest.fail("counted twice"))
+
+    def run_jobs(jobs: object) -> None:
+        raise CountedAgainError
+
+    monkeypatch.setattr(module_work, "run_jobs", run_jobs)
     assert ModuleCounts(config).of(Piece(1, False), 1) == first
-    files = sorted(own_cache.glob("modules-*.json"))
-    monkeypatch.undo()
-    monkeypatch.setattr(module_work, "cache_folder", lambda: own_cache)
-    for file in files:
-        file.write_text("[{", encoding="utf-8")
-    assert ModuleCounts(config).of(Piece(1, False), 1) == first
+    for file in own_cache.glob("modules-*.json"):
+        (tmp_path / file.name).write_text("[{", encoding="utf-8")
+    monkeypatch.setattr(module_work, "cache_folder", lambda: tmp_path)
+    with pytest.raises(CountedAgainError):
+        ModuleCounts(config).of(Piece(1, False), 1)
 
 
 def test_a_plan_gives_modules_as_data() -> None:
