@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -24,6 +25,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import config_from_args, parse_args
 from torch.distributed.run import main as torchrun
 
 from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
@@ -83,6 +85,17 @@ def report(failed: ChildFailedError) -> int:
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
+def refusal(arguments: Sequence[str]) -> str:
+    """Why torchrun cannot start so many processes, of which its own word is a traceback; empty if it can."""
+    with suppress(ValueError, AssertionError):
+        config, *_ = config_from_args(parse_args(arguments))
+        if config.nproc_per_node > 0:
+            return ""
+    numbers = " ".join(word for word in arguments if word.startswith(("--nproc", "--nnodes")))
+    rule = "--nproc-per-node takes a number from 1 on, cpu, gpu or auto; --nnodes a number from 1 on, or MIN:MAX"
+    return f"torchrun cannot start {numbers}: {rule}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
     terminated = Event()
@@ -91,6 +104,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
+    if refused := refusal(arguments):
+        print(f"error: {refused}", file=sys.stderr, flush=True)
+        return USER_ERROR
     try:
         torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as failed:

@@ -38,6 +38,14 @@ def test_a_users_error_is_the_one_message() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (USER_ERROR, "", "error: model.heads = 7\n")
 
 
+@pytest.mark.parametrize("option", ["--nproc-per-node=x", "--nproc-per-node=0", "--nnodes=3:2"])
+def test_numbers_that_cannot_be_are_one_message(option: str) -> None:
+    assert launch.refusal([option, "pretrain.py"]).startswith(
+        f"torchrun cannot start {option}: --nproc-per-node takes a"
+    )
+    assert not launch.refusal(["--standalone", "--nnodes=1:2", "--nproc-per-node=2", "pretrain.py"])
+
+
 @pytest.mark.parametrize(
     ("exitcode", "status", "line"),
     [
