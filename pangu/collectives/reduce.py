@@ -29,8 +29,7 @@ def _gather_and_reduce(tensor: Tensor, group: AxisGroup, op: Any) -> None:
     """`all_reduce` of a few numbers in fp64, which HCCL (Ascend's) gathers but does not reduce: its HcclAllReduce."""
     each = [torch.empty_like(tensor) for _ in range(group.size)]
     dist.all_gather(each, tensor, group=group.process_group)
-    together = torch.stack(each)
-    tensor.copy_(together.sum(0) if op == dist.ReduceOp.SUM else together.amax(0))
+    tensor.copy_({dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op](torch.stack(each), 0))
 
 
 class Handle(Protocol):
