@@ -111,8 +111,8 @@ def _matches(pattern: str, key: str) -> list[tuple[str, list[str]]]:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """In order. Links are followed, and what several of them lead to comes once. Raises OSError if a folder cannot be
-    read."""
+    """In order. Links are followed, and a folder that several of them lead to comes once. Raises OSError if one cannot
+    be read."""
     files: list[Path] = []
     seen = set()
 

@@ -34,7 +34,7 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
         pending: deque[Future[Result]] = deque()
         try:
             for item in items:
-                with _signals_wait():  # the first time, this starts the processes
+                with _signals_wait():  # the first times, each starts a process
                     pending.append(pool.submit(function, item))
                 if len(pending) >= 4 * workers:
                     yield pending.popleft().result()

@@ -115,8 +115,8 @@ class Lamb(torch.optim.Optimizer):
         for gradient in gradients:
             gradient.masked_fill_(skipped, 0.0)  # what is not finite stays so when it is multiplied by 0
         for beta, moments in zip(betas, (first, second), strict=True):
-            kept = torch.full_like(skipped, beta, dtype=moments[0].dtype)
-            torch._foreach_mul_(moments, kept.masked_fill_(skipped, 1.0))
+            decay = torch.full_like(skipped, beta, dtype=moments[0].dtype)
+            torch._foreach_mul_(moments, decay.masked_fill_(skipped, 1.0))
         torch._foreach_add_(first, gradients, alpha=1 - betas[0])
         torch._foreach_addcmul_(second, gradients, gradients, value=1 - betas[1])
 
