@@ -55,6 +55,8 @@ class Run:
     """Since the heartbeat was written."""
     stacks: int
     """Files that tell where ranks were stuck."""
+    replicas: int
+    """At the last start; 0: not known."""
 
     @cached_property
     def columns(self) -> dict[str, Series]:
@@ -90,10 +92,11 @@ class Run:
     @property
     def layout(self) -> str:
         """Degrees of parallelism other than 1, and ZeRO's stage."""
+        found = {"parallel.data": self.replicas} if self.replicas else {}  # which most configurations leave out
         degrees = [
             f"{name} {value}"
             for name in ("tensor", "pipeline", "data", "context", "expert", "virtual")
-            if isinstance(value := self.config.get(f"parallel.{name}"), int) and value > 1
+            if isinstance(value := {**self.config, **found}.get(f"parallel.{name}"), int) and value > 1
         ]
         if self.config.get("parallel.pipeline") not in (None, 1):
             degrees.append(str(self.config.get("parallel.schedule")))
@@ -189,7 +192,7 @@ def _natural(path: Path) -> tuple[Path, float, str]:
 
 def open_run(folder: Path, name: str) -> Run:
     """Read a run folder. Raises UserError for files that cannot be read."""
-    names = ("config.yaml", "metrics.jsonl", "summary.json", "heartbeat.json", "stacks")
+    names = ("config.yaml", "metrics.jsonl", "summary.json", "heartbeat.json", "nodes.json", "stacks")
     refuse_links(folder / file for file in names)
     metrics, stacks = folder / "metrics.jsonl", folder / "stacks"
     with reading(metrics):
@@ -207,7 +210,15 @@ def open_run(folder: Path, name: str) -> Run:
         _object(folder, "heartbeat"),
         silent_s,
         traces,
+        _replicas(folder / "nodes.json"),
     )
+
+
+def _replicas(path: Path) -> int:
+    """Those of the ranks in nodes.json; 0 if it is not there, or tells none."""
+    ranks = read_json(path, shared=True) if path.exists() else []
+    places = [rank.get("data") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+    return 1 + max((place for place in places if isinstance(place, int)), default=-1)
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def make_run(folder: Path, lr: float, steps: int = 40, doing: str = "ended", **s
     ]
     (folder / "metrics.jsonl").write_text("".join(f"{to_json(record)}\n" for record in records) + '{"step": 41, "lo')
     (folder / "heartbeat.json").write_text(json.dumps({"step": steps, "doing": doing}))
+    (folder / "nodes.json").write_text(json.dumps([{"rank": 0, "data": 0}, {"rank": 1, "data": 1}]))
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -114,6 +115,7 @@ def test_the_table_of_a_sweep(runs: list[Path], tmp_path: Path) -> None:
     assert [row[0] for row in page.rows[1:3]] == ["2", "10"]
     figures = dict(zip(heads, good, strict=True))
     assert (figures["state"], figures["step"], figures["tokens"]) == ("complete", "40 / 40", "40.0k")
+    assert figures["layout"] == "data 2"  # which RECIPE leaves to the number of processes
     assert (figures["weights"], figures["validation"], figures["MFU"]) == ("558.1k", "4.0010", "25.0%")
     assert (figures["perplexity"], figures["memory"]) == (f"{math.exp(4.001):.4g}", "23.10 GiB")
     assert (figures["tokens/s"], figures["data wait"], figures["restarts"]) == ("12.3k", "10.0%", "0")
@@ -173,6 +175,7 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     ]
     (first / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (first / "heartbeat.json").write_text(json.dumps({"doing": evil, "step": evil}))
+    (first / "nodes.json").write_text(json.dumps([evil, {"data": evil}]))
     (first / "summary.json").unlink()
     done, page = report(first, second, "--output", tmp_path / "r.html")
     assert done.returncode == 0, done.stderr
