@@ -28,9 +28,11 @@ from pangu.layers.routing import (
     balance_loss,
     choose,
     chosen_by,
+    copy_to_rows,
     expert_weights,
     room_of,
     scores_of,
+    sum_rows,
     within_room,
     z_loss,
 )
@@ -63,20 +65,12 @@ class Routes:
 
 def permute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[tokens, width] -> [rows, width], expert by expert."""
-    return conjugate(x, dispatch, _copies, _sums)
+    return conjugate(x, dispatch, copy_to_rows, sum_rows)
 
 
 def unpermute(x: Tensor, dispatch: Dispatch) -> Tensor:
     """[rows, width] -> [tokens, width], the sum over the rows of a token."""
-    return conjugate(x, dispatch, _sums, _copies)
-
-
-def _copies(x: Tensor, dispatch: Dispatch) -> Tensor:
-    return dispatch.copies(x)
-
-
-def _sums(x: Tensor, dispatch: Dispatch) -> Tensor:
-    return dispatch.sums(x)
+    return conjugate(x, dispatch, sum_rows, copy_to_rows)
 
 
 def _by_row(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -198,15 +192,15 @@ class GroupedLinear(nn.Module):
         self.store = build.store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
-    def forward(self, x: Tensor, dispatch: Dispatch, copies: bool, members: Tensor | None) -> Tensor:
-        """[rows, inputs], or with `copies` [tokens, inputs] -> [rows, outputs]; `members` [rows, experts]: what the
+    def forward(self, x: Tensor, dispatch: Dispatch, members: Tensor | None, of_tokens: bool = False) -> Tensor:
+        """[rows, inputs], or if `of_tokens` [tokens, inputs] -> [rows, outputs]; `members` [rows, experts]: what the
         bias of each expert is multiplied by, if there are biases."""
         added = None
         if self.bias is not None and members is not None:
             # a product has one order of addition in backward
             added = members @ self.bias.view(len(dispatch.ends), -1)
         # last: a recompute ends where the last tensor is saved, and so before this product
-        out = grouped_matmul(x, self.weight, dispatch, self.store, copies)
+        out = grouped_matmul(x, self.weight, dispatch, self.store, of_tokens)
         return out if added is None else out + added
 
 
@@ -224,7 +218,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """[tokens, hidden] -> [rows, hidden], times weights [rows]."""
         members = None if self.up.bias is None else dispatch.members(tokens.dtype)
-        inner = self.up(tokens, dispatch, True, members)
+        inner = self.up(tokens, dispatch, members, of_tokens=True)
         return checkpointed(self._down, inner, weights, dispatch, members, on=self.recompute)
 
     def _down(self, inner: Tensor, weights: Tensor, dispatch: Dispatch, members: Tensor | None) -> Tensor:
@@ -232,7 +226,7 @@ class Experts(nn.Module):
         activated = self.activation(inner) * weights[:, None]
         if members is not None:
             members = members * (weights if self.adds_bias else torch.zeros_like(weights))[:, None]
-        return self.down(activated, dispatch, False, members)
+        return self.down(activated, dispatch, members)
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from pangu.layers.routing import Dispatch, copy_to_rows, sum_rows
 from pangu.layers.tensor_parallel_matmul import ALONE, _Value
 
 if TYPE_CHECKING:
-    from pangu.layers.routing import Dispatch
     from pangu.layers.weight_gradient_store import WeightGradientStore
 
 ALIGNMENT = 16
@@ -83,22 +82,21 @@ register_flop_formula(torch.ops.pangu.grouped_weight_gradient)(_weight_gradient_
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, copies: bool = False
+    x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool = False
 ) -> Tensor:
     """x Wᵀ of each group of rows with its own W.
 
-    x [rows, inputs], group by group, or with `copies` [tokens, inputs], of which rows are copies, and which are all
+    x [rows, inputs], group by group, or if `of_tokens` [tokens, inputs], of which rows are copies, and which are all
     that is kept for backward; weight [groups x outputs, inputs], a leaf whose gradient `store` takes while it is open
     -> [rows, outputs], 0 in rows of no group.
     """
     # two nodes, as in `tensor_parallel_matmul`: a recompute ends before a product whose value is not needed again
-    rows_of = dispatch.copies if copies else _itself
-    backward = _Backward.apply(x, weight, dispatch, store, copies)
-    return _Value.apply(backward, lambda: _multiply(rows_of(x), weight, dispatch, True))
+    backward = _Backward.apply(x, weight, dispatch, store, of_tokens)
+    return _Value.apply(backward, lambda: _multiply(_rows(x, dispatch, of_tokens), weight, dispatch, True))
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
+def _rows(x: Tensor, dispatch: Dispatch, of_tokens: bool) -> Tensor:
+    return copy_to_rows(x, dispatch) if of_tokens else x
 
 
 def _multiply(x: Tensor, weight: Tensor, dispatch: Dispatch, transposed: bool) -> Tensor:
@@ -113,11 +111,11 @@ class _Backward(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, copies: bool
+        ctx: Any, x: Tensor, weight: Tensor, dispatch: Dispatch, store: WeightGradientStore | None, of_tokens: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved tensors come back as copies where a layer is recomputed, but a gradient is for the parameter itself
-        ctx.weight, ctx.dispatch, ctx.store, ctx.copies = weight, dispatch, store, copies
+        ctx.weight, ctx.dispatch, ctx.store, ctx.of_tokens = weight, dispatch, store, of_tokens
         return x.new_empty(()).expand(len(dispatch.order), weight.shape[0] // len(dispatch.ends))
 
     @staticmethod
@@ -125,9 +123,9 @@ class _Backward(Function):
         x, weight = ctx.saved_tensors
         grad, dispatch = grads[0].contiguous(), ctx.dispatch
         grad_x = _multiply(grad, weight, dispatch, False)
-        if ctx.copies:
-            grad_x = dispatch.sums(grad_x)
-        gradient = partial(_gradient, grad, dispatch.ends, dispatch.copies if ctx.copies else _itself)
+        if ctx.of_tokens:
+            grad_x = sum_rows(grad_x, dispatch)
+        gradient = partial(_gradient, grad, dispatch, ctx.of_tokens)
         of_weight = None
         if ctx.needs_input_grad[1] and ctx.store is not None and ctx.store.is_open:
             ctx.store.put(ctx.weight, x, ALONE, gradient)
@@ -136,6 +134,6 @@ class _Backward(Function):
         return grad_x, of_weight, None, None, None
 
 
-def _gradient(grad: Tensor, ends: Tensor, rows_of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _gradient(grad: Tensor, dispatch: Dispatch, of_tokens: bool, x: Tensor) -> Tensor:
     """Of the weight, from the output's gradient and the input."""
-    return torch.ops.pangu.grouped_weight_gradient(grad, rows_of(x), ends).flatten(0, 1)
+    return torch.ops.pangu.grouped_weight_gradient(grad, _rows(x, dispatch, of_tokens), dispatch.ends).flatten(0, 1)

@@ -134,17 +134,19 @@ class Dispatch:
         """int64 [rows], the token of each row."""
         return self.order // self.rows.shape[1]
 
-    def copies(self, x: Tensor) -> Tensor:
-        """[tokens, width] -> [rows, width], expert by expert."""
-        return x.index_select(0, self.tokens)
-
-    def sums(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [tokens, width], over the rows of each token; the transpose of `copies`."""
-        # one order of addition, whatever device: a scatter has none
-        return x.index_select(0, self.rows.flatten()).view(*self.rows.shape, x.shape[-1]).sum(1)
-
     def members(self, dtype: torch.dtype) -> Tensor:
         """[rows, experts], 1 where a row is an expert's."""
         places = torch.arange(len(self.order), dtype=self.ends.dtype, device=self.ends.device)[:, None]
         starts = F.pad(self.ends[:-1], (1, 0))
         return ((places >= starts) & (places < self.ends)).to(dtype)
+
+
+def copy_to_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """[tokens, width] -> [rows, width], expert by expert."""
+    return x.index_select(0, dispatch.tokens)
+
+
+def sum_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """[rows, width] -> [tokens, width], over the rows of each token; the transpose of `copy_to_rows`."""
+    # one order of addition, whatever device: a scatter has none
+    return x.index_select(0, dispatch.rows.flatten()).view(*dispatch.rows.shape, x.shape[-1]).sum(1)
