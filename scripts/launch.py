@@ -67,8 +67,8 @@ def is_news(record: logging.LogRecord) -> bool:
     not that the others are ended then."""
     text = str(record.msg)
     first = record.args[0] if isinstance(record.args, tuple) and record.args else None
-    told = text.startswith("failed (exitcode") and first in SPEAKS_ITSELF
-    return not told and not text.startswith("Sending process")
+    is_known = text.startswith("failed (exitcode") and first in SPEAKS_ITSELF
+    return not is_known and not text.startswith("Sending process")
 
 
 def report(failed: ChildFailedError) -> int:

@@ -160,17 +160,17 @@ def _cores() -> int:
 
 def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
     """Products of layers: forward, and of the gradients of inputs and weights, on 1 to 8 tensor-parallel ranks."""
-    found = []
+    shapes = []
     for hidden in _HIDDEN[on_host][: 1 if quick else None]:
         for tokens in _TOKENS[on_host][: 2 if quick else None]:
             for ranks in (1,) if quick else _RANKS[on_host]:
                 for depth, columns in ((hidden, 3 * hidden // ranks), (4 * hidden // ranks, hidden)):
-                    found += [
+                    shapes += [
                         Matmul(tokens, columns, depth),
                         Matmul(tokens, depth, columns),
                         Matmul(depth, columns, tokens),
                     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(shapes))
 
 
 def measure_matmuls(clock: Clock, base: MatmulConfig, dtype: torch.dtype, quick: bool) -> MatmulConfig:
@@ -382,8 +382,8 @@ def measure_steps(clock: Clock, cluster: ClusterConfig) -> ClusterConfig:
         rows.append([(term - without) / taken for term in terms])
         rest.append(1 - without / taken)
     table, wanted = np.array(rows), np.array(rest)
-    found = _least_squares(table, wanted)
-    return _with(cluster, float(found[0]), 1 / max(1e-6, float(found[1])), float(found[2]))
+    launch_us, s_per_gb, step_us = map(float, _least_squares(table, wanted))
+    return _with(cluster, launch_us, 1 / max(1e-6, s_per_gb), step_us)
 
 
 def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
@@ -397,12 +397,12 @@ def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
 def _least_squares(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Without negative numbers: the best of the solutions in which some of them are zero."""
     best, error = np.zeros(table.shape[1]), np.inf
-    for kept in itertools.product((False, True), repeat=table.shape[1]):
-        found = np.zeros(table.shape[1])
-        found[list(kept)] = np.linalg.lstsq(table[:, kept], wanted, rcond=None)[0]
-        off = float(np.sum((table @ found - wanted) ** 2))
-        if (found >= 0).all() and off < error:
-            best, error = found, off
+    for columns in itertools.product((False, True), repeat=table.shape[1]):
+        solution = np.zeros(table.shape[1])
+        solution[list(columns)] = np.linalg.lstsq(table[:, columns], wanted, rcond=None)[0]
+        off = float(np.sum((table @ solution - wanted) ** 2))
+        if (solution >= 0).all() and off < error:
+            best, error = solution, off
     return best
 
 
@@ -458,8 +458,8 @@ def _borrowed(like: str, launch: Launch) -> ClusterConfig:
     names, device = cluster_names(_CLUSTERS, whole=True), device_here(launch)
     if like and like not in names:
         raise UserError(f"--like {like}: there is no such file; {', '.join(names)} work")
-    found = None if device is None else cluster_of_device(device.name, names)
-    base = load_cluster(_CLUSTERS / f"{like or found or 'a100'}.yaml")
+    named = None if device is None else cluster_of_device(device.name, names)
+    base = load_cluster(_CLUSTERS / f"{like or named or 'a100'}.yaml")
     gib = base.memory.gib if device is None else device.total_memory / 2**30
     return replace(base, memory=replace(base.memory, gib=gib))
 

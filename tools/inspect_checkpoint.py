@@ -22,7 +22,7 @@ from pangu.config.exit_status import exit_status
 from pangu.metrics.text import size
 
 SHOWN = ("step", "samples", "skipped", "layout", "identity")
-"""Facts of a run that are told."""
+"""Facts of a run that are printed."""
 _EXAMPLE = """example:
   python tools/inspect_checkpoint.py runs/quickstart/checkpoints/step-00001850 --verify
   python tools/inspect_checkpoint.py runs/a/checkpoints/step-00000100 --diff runs/b/checkpoints/step-00000100 --json
@@ -88,28 +88,28 @@ def _intact(path: Path) -> dict[str, Any]:
     return index
 
 
-def show(console: Console, told: dict[str, Any]) -> None:
-    """Print what `inspect` found."""
+def show(console: Console, facts: dict[str, Any]) -> None:
+    """Print facts of a checkpoint: a `summary`, and what `inspect` adds."""
 
     def say(text: str) -> None:
         console.print(printable(text))
 
-    layout = ", ".join(f"{key} {value}" for key, value in told["layout"].items())
-    say(f"{told['path']}: step {told['step']}, {told['samples']} samples, {told['skipped']} steps skipped")
+    layout = ", ".join(f"{key} {value}" for key, value in facts["layout"].items())
+    say(f"{facts['path']}: step {facts['step']}, {facts['samples']} samples, {facts['skipped']} steps skipped")
     say(f"written by   {layout}")
-    say("of           " + ", ".join(f"{key} {value}" for key, value in told["identity"].items()))
-    say(f"files        {told['files']}, {size(told['bytes'])}{', intact' if told['verified'] else ''}")
-    for event in told.get("watch", {}).get("rollbacks", ()):
+    say("of           " + ", ".join(f"{key} {value}" for key, value in facts["identity"].items()))
+    say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
+    for event in facts.get("watch", {}).get("rollbacks", ()):
         first, end = event["left_out"]
         left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"
         say(f"went back    from step {event['step']} {left_out}: {event['fault']}")
-    for kind, counts in told["kinds"].items():
+    for kind, counts in facts["kinds"].items():
         say(f"{kind:<12} {counts['tensors']} tensors, {counts['elements']:,} elements")
-    difference = told["difference"]
+    difference = facts["difference"]
     table = Table(box=None, header_style="italic", pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("tensor", "shape", "format", "pieces", *(["largest difference"] if difference else [])):
         table.add_column(column)
-    for name, entry in told["tensors"].items():
+    for name, entry in facts["tensors"].items():
         cells = [name, str(entry["shape"]), entry["dtype"], str(entry["pieces"])]
         table.add_row(*map(Text, cells + ([str(difference["largest"].get(name, "only here"))] if difference else [])))
     console.print(table)
@@ -121,13 +121,13 @@ def inspect(options: argparse.Namespace) -> None:
     """Print what the options ask for. Raises UserError for a damaged checkpoint."""
     index = _intact(options.checkpoint) if options.verify or options.diff else read_index(options.checkpoint)
     require_facts(options.checkpoint, index, *SHOWN)
-    told = summary(options.checkpoint, index)
-    told["verified"] = options.verify or options.diff is not None
-    told["difference"] = differences(options.checkpoint, index, options.diff) if options.diff else None
+    facts = summary(options.checkpoint, index)
+    facts["verified"] = options.verify or options.diff is not None
+    facts["difference"] = differences(options.checkpoint, index, options.diff) if options.diff else None
     if options.json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(facts, indent=1))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, soft_wrap=True), told)
+        show(Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, soft_wrap=True), facts)
 
 
 def main(arguments: list[str] | None = None) -> int:

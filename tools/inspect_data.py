@@ -160,9 +160,9 @@ def _tokenizer(options: argparse.Namespace, manifest: dict[str, Any] | None) -> 
 def _show_dataset(
     reader: IndexedTokens, manifest: dict[str, Any] | None, num_documents: int, tokenizer: Tokenizer | None
 ) -> None:
-    found = length_statistics(reader.sequence_lengths)
-    lengths = ", ".join(f"{name} {value:,.0f}" for name, value in found["lengths"].items())
-    print(f"{reader.prefix}: {found['documents']:,} documents, {found['tokens']:,} tokens of {reader.tokens.dtype}")
+    totals = length_statistics(reader.sequence_lengths)
+    lengths = ", ".join(f"{name} {value:,.0f}" for name, value in totals["lengths"].items())
+    print(f"{reader.prefix}: {totals['documents']:,} documents, {totals['tokens']:,} tokens of {reader.tokens.dtype}")
     print(f"  tokens of a document: {lengths}")
     if manifest:
         with _manifest(reader.prefix):

@@ -144,10 +144,10 @@ def preprocess(options: argparse.Namespace) -> None:
         _check_filled(options, work.writers)
         statistics = work.publish()
     seconds = time.perf_counter() - started
-    for prefix, found in zip(work.prefixes, statistics, strict=True):
+    for prefix, of_prefix in zip(work.prefixes, statistics, strict=True):
         print(
-            f"{prefix}: {found['documents']:,} documents, {found['tokens']:,} tokens,"
-            f" {found['lengths']['mean']:.1f} per document, {found['bytes_per_token']:.2f} bytes per token"
+            f"{prefix}: {of_prefix['documents']:,} documents, {of_prefix['tokens']:,} tokens,"
+            f" {of_prefix['lengths']['mean']:.1f} per document, {of_prefix['bytes_per_token']:.2f} bytes per token"
         )
     for count, what in (
         (work.progress.exact_duplicates, "duplicates"),

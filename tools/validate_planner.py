@@ -119,7 +119,7 @@ def _fitted(
         if scope in chosen and len(rows) >= LEAST_ROWS:
             predictions += cross_validated(rows, clusters)
         elif scope in chosen:
-            others = {one: own for one, own in chosen.items() if one.source != scope.source}
+            others = {one: its_rows for one, its_rows in chosen.items() if one.source != scope.source}
             predictions += predict_rows(rows, clusters, pooled(_alike(others, rows[0]), clusters))
         else:
             predictions += predict_rows(rows, clusters, pools)
@@ -128,7 +128,8 @@ def _fitted(
 
 def _alike(scopes: Mapping[Scope, list[Row]], row: Row) -> dict[Scope, list[Row]]:
     """Those of the same kind of device and format."""
-    return {scope: own for scope, own in scopes.items() if (own[0].family, own[0].format) == (row.family, row.format)}
+    kind = row.family, row.format
+    return {scope: rows for scope, rows in scopes.items() if (rows[0].family, rows[0].format) == kind}
 
 
 def read_coefficients(path: Path) -> list[Coefficients]:
@@ -185,10 +186,10 @@ def summary(predictions: Sequence[Prediction], skipped: Counter[str]) -> dict[st
         by_scope[Scope.of(one.row)].append(one)
     several = Counter(scope.source for scope in by_scope)
     return {
-        "sources": {source: summarise(own) for source, own in by_source.items()},
+        "sources": {source: summarise(group) for source, group in by_source.items()},
         "devices": {
-            f"{scope.source}, {scope.device} {scope.format}": summarise(own)
-            for scope, own in by_scope.items()
+            f"{scope.source}, {scope.device} {scope.format}": summarise(group)
+            for scope, group in by_scope.items()
             if several[scope.source] > 1
         },
         "all": summarise(predictions),
@@ -200,7 +201,7 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of a table."""
     lines = []
     for name, numbers in {**report["sources"], **report["devices"], "all": report["all"]}.items():
-        told = f"{numbers['out_of_memory_told']} of {numbers['out_of_memory_rows']}"
+        foreseen = f"{numbers['out_of_memory_told']} of {numbers['out_of_memory_rows']}"
         lines.append(
             (
                 name,
@@ -211,7 +212,7 @@ def _lines(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 ),
                 "" if numbers["tau"] is None else f"{numbers['tau']:.2f}",
                 _percent(numbers["pick_slowdown"]),
-                told if numbers["out_of_memory_rows"] else "",
+                foreseen if numbers["out_of_memory_rows"] else "",
             )
         )
     return lines

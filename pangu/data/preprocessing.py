@@ -28,7 +28,7 @@ from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.statistics import length_statistics, plot_lengths
 from pangu.data.workers import parallel_map
 
-JOURNAL = "journal.sqlite"
+_JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Preprocessing:
     def _begin(self, overwrite: bool) -> dict[str, Any]:
         """Open the journal, and return the state to go on from; {} if there is none."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self._folder / JOURNAL)
+        self._journal = Journal(self._folder / _JOURNAL)
         state = self._journal.state
         begun = {} if state is None else state["recipe"]
         if begun == self._wanted or (overwrite and state is None):
@@ -224,7 +224,7 @@ class Preprocessing:
             statistics.append(of_pair)
         self._journal.close()
         # first: a command that finds it takes the files for unfinished
-        (self._folder / JOURNAL).unlink()
+        (self._folder / _JOURNAL).unlink()
         remove(self._folder)
         return statistics
 

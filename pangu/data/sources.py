@@ -164,7 +164,7 @@ def _open(
     """`shuffle`: the training data, with its weights; validation data comes in plain order."""
     readers = [open_indexed(prefix) for prefix in prefixes]
     weights = (data.weights if shuffle else None) or tuple(float(len(reader.tokens)) for reader in readers)
-    later = [(stage.sample, stage.weights) for stage in data.later_weights] if shuffle else []
+    later_weights = [(stage.sample, stage.weights) for stage in data.later_weights] if shuffle else []
     pairs = list(zip(readers, weights, strict=True))
     packed = []
     if data.packing.method != "concat":
@@ -174,7 +174,7 @@ def _open(
             PackedDocuments(packing, model.vocab, data.packing)
             for packing in packings(prefixes, data.packing, model.sequence)
         ]
-    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, later, packed)
+    return SampleStream(pairs, model.sequence, model.vocab, seed, shuffle, later_weights, packed)
 
 
 def _check_exist(prefixes: list[str]) -> None:

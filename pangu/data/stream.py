@@ -163,11 +163,11 @@ class SampleStream(Stream):
         vocab: int,
         seed: int,
         shuffle: bool = True,
-        later: Sequence[tuple[int, Sequence[float]]] = (),
+        later_weights: Sequence[tuple[int, Sequence[float]]] = (),
         packed: Sequence[PackedDocuments] = (),
     ) -> None:
-        """`later`: from which sample on which weights hold; each dataset goes on where it was. `packed`: the same
-        datasets, where documents are packed."""
+        """`later_weights`: from which sample on which weights hold; each dataset goes on where it was. `packed`: the
+        same datasets, where documents are packed."""
         readers = [reader for reader, _ in readers_and_weights]
         self._datasets: list[Dataset] = []
         for number, reader in enumerate(readers):
@@ -176,7 +176,7 @@ class SampleStream(Stream):
             check_ids(reader.prefix, reader.tokens[:_SCANNED], vocab)
             self._datasets.append(one)
         self._stages: list[_Stage] = []
-        stages = ((0, [weight for _, weight in readers_and_weights]), *later)
+        stages = ((0, [weight for _, weight in readers_and_weights]), *later_weights)
         for reader, row in zip(readers, zip(*(weights for _, weights in stages), strict=True), strict=True):
             for weight, (_, weights) in zip(row, stages, strict=True):
                 if not weight * RAREST >= sum(weights) > 0 and (weight or not any(row)):

@@ -108,8 +108,8 @@ class Pipeline:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
         except NumbersError as error:
             raise UserError(str(error)) from error
-        here = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
-        self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in here})
+        local = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
+        self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in local})
         """This rank's chunks by their number."""
         self._mesh, self._last = mesh, len(chunks) - 1
         self._known: dict[str, dict[int, Made]] = {}
@@ -120,15 +120,15 @@ class Pipeline:
             self.modules,
             mesh,
             storage_of(self.modules, mesh, **storage),
-            {chunk: str(chunk) for chunk in here},
+            {chunk: str(chunk) for chunk in local},
             reduces=self.schedule.reduce_each,
-            turns=self._last in here,
+            turns=self._last in local,
         )
         """Its `lamb`, `adamw` and `step`, and what `save` and `load` take; names of parameters begin with the number of
         their chunk."""
         unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
         hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
-        parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in here}
+        parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in local}
         self._chunks = _Chunks(self.modules, {})
         fields: dict[str, Any] = {"dtype": torch.float32, "region": TensorRegion.of(mesh), "store": store}
         self._runner = Runner.on(mesh, self._chunks, parts, self.schedule, hooks=hooks, **fields)

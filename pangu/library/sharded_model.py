@@ -164,7 +164,7 @@ class ShardedModel:
         neither one of these two nor a fused one of torch. Raises UserError for an optimizer of other tensors, and for a
         `clip` that is not above 0."""
         parameters, layout = self.parameters, self.mesh.layout
-        self._require_own(optimizer)
+        self._require_main_parameters(optimizer)
         if clip is not None and not clip > 0:
             raise UserError(f"clip = {clip}: must be above 0; None does not clip")
         if not (self._reduced or self._reduces_each or self._scheduled):
@@ -194,12 +194,12 @@ class ShardedModel:
         self._reduced = False
         return Update(norm, total)
 
-    def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
+    def _require_main_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of anything but main parameters would change nothing."""
         if optimizer is self._known_optimizer:
             return
-        own = set(self.main_parameters())
-        if any(tensor not in own for group in optimizer.param_groups for tensor in group["params"]):
+        trained = set(self.main_parameters())
+        if any(tensor not in trained for group in optimizer.param_groups for tensor in group["params"]):
             raise UserError(
                 "step: the optimizer has other tensors than this model's main parameters; `sharded.lamb(...)`, "
                 "`sharded.adamw(...)` or one of `sharded.main_parameters()` works"
@@ -335,9 +335,9 @@ def _require_agreement(model: nn.Module, table: PlacementTable, mesh: Mesh) -> N
         return
     at, values = mesh.at, {**dict(model.named_parameters()), **dict(model.named_buffers())}
     cut = {placement.name for placement in table if placement.cut_dim is not None}
-    digests_here = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
+    local_digests = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
     holders: dict[tuple[int, int, str], tuple[int, str]] = {}
-    for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, digests_here), mesh.group("world"))):
+    for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, local_digests), mesh.group("world"))):
         names = ", ".join(digests)
         for name, (tensor, digest) in {"": (0, names), **digests}.items():
             first, expected = holders.setdefault((stage, tensor, name), (rank, digest))
