@@ -79,10 +79,8 @@ class Bounds:
         longest = max(chunk.of(each) for chunk in chunks) if plan.virtual == 1 else model.of(each) / p
         stage = max(whole / p, longest, last.of(each) + layer.head)
         if plan.recomputed:
-            recomputed = self._of(plan, "full")
-            more = min(recomputed[0].whole - each[0], recomputed[1].whole - each[1]) * min(
-                plan.recomputed, *plan.layers
-            )
+            least = min(piece.whole - seconds for piece, seconds in zip(self._of(plan, "full"), each, strict=True))
+            more = least * min(plan.recomputed, *plan.layers)
             whole, stage = whole + more * p * plan.virtual, stage + more * plan.virtual
         forward, back, weight = (
             model.of((getattr(layer, name), getattr(dense, name))) / p for name in ("forward", "back", "weight")

@@ -63,8 +63,6 @@ def on_more_ranks(module: ModuleWork, fixed: ModuleWork, times: int) -> ModuleWo
         matmuls = tuple(_of_fewer(one, times) if one.grouped else one for one in work.matmuls)
         return replace(work, matmuls=matmuls)
 
-    if times == 1:
-        return module
     works = (module.forward, module.backward_input, module.backward_weight, module.recompute)
     forward, back, weight, recompute = map(shared, works)
     weight = replace(weight, bytes=weight.bytes - fixed.backward_weight.bytes * (1 - 1 / times))

@@ -97,7 +97,7 @@ class Piece(NamedTuple):
         return self._replace(expert=least)
 
     @property
-    def kept(self) -> Piece:
+    def without_recompute(self) -> Piece:
         """The same where nothing is computed again."""
         return self._replace(recompute="none")
 
@@ -128,7 +128,7 @@ class ModuleCounts:
             DryRunError: if the model cannot be carried out so.
         """
         counted = {self._counted_for(piece) for piece in pieces}
-        wanted = counted | {piece.kept for piece in counted}
+        wanted = counted | {piece.without_recompute for piece in counted}
         jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
         if not jobs:
             return
@@ -155,11 +155,12 @@ class ModuleCounts:
             counted = self._counted_for(piece)
             one, two, three = self._counted(counted)
             modules = one if size == 1 else {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
-            times = piece.expert // counted.expert
-            self._modules[piece, size] = {
-                kind: on_more_ranks(module, at_size(-1, two[kind], three[kind]), times)
-                for kind, module in modules.items()
-            }
+            if (times := piece.expert // counted.expert) > 1:
+                modules = {
+                    kind: on_more_ranks(module, at_size(-1, two[kind], three[kind]), times)
+                    for kind, module in modules.items()
+                }
+            self._modules[piece, size] = modules
         return self._modules[piece, size]
 
     def _counted_for(self, piece: Piece) -> Piece:
@@ -176,9 +177,9 @@ class ModuleCounts:
                 stages = zip(reports[: len(_SIZES)], reports[len(_SIZES) :], strict=True)
                 counted = [modules_of(*of_size) for of_size in stages]
             else:
-                counted = self._counted(piece.kept)
+                counted = self._counted(piece.without_recompute)
             if piece.recompute != "none":
-                of_sizes = zip(reports[: len(_SIZES)], counted, self._counted(piece.kept), strict=True)
+                of_sizes = zip(reports[: len(_SIZES)], counted, self._counted(piece.without_recompute), strict=True)
                 counted = [whole | {"layer": recomputed(one, plain["layer"])} for one, whole, plain in of_sizes]
             self._of_sizes[piece] = counted
         return self._of_sizes[piece]
@@ -188,7 +189,7 @@ class ModuleCounts:
         step reads and writes for each of them, its launches, and bytes that it works with for each that is updated at a
         time."""
         self.count([piece])
-        update = self._reports[self._counted_for(piece).kept][0]["update"]
+        update = self._reports[self._counted_for(piece).without_recompute][0]["update"]
         total = _LAYERS * numbers
         moved, launches = update["memory_bound_bytes"] / total, update["launches"] / _LAYERS
         return moved, launches, update["working_bytes"] / min(total, UPDATED_AT_ONCE)

@@ -102,7 +102,7 @@ class Program:
             stay = {kind.replace("layer", RESIDENT): modules[kind] for kind in pieces if kind.endswith("layer")}
             modules = modules | away | stay
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
-        numbers = _numbers(self.config.model, counted.kept)["layer"]
+        numbers = _numbers(self.config.model, counted.without_recompute)["layer"]
         update = Update(*self._counts.update(pieces["layer"], numbers.parameters + numbers.experts))
         workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
@@ -167,7 +167,8 @@ class Program:
         sends = (plan.schedule, plan.pipeline == 1, often, ranks, plan.offload) if plan.zero == 3 else None
         key = piece, plan.micro_size, late, sends
         if key not in self._modules:
-            numbers, modules = _numbers(self.config.model, piece.kept), self._counts.of(piece, plan.micro_size)
+            numbers = _numbers(self.config.model, piece.without_recompute)
+            modules = self._counts.of(piece, plan.micro_size)
             if not late:
                 modules = modules | {"layer": _joined_backward(modules["layer"])}
             counted = {kind: replace(module, **numbers[kind]._asdict()) for kind, module in modules.items()}
