@@ -169,7 +169,8 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     """Before groups are made: a backend says it less plainly that two ranks have one device. Raises LocalError."""
     if device.type == "cpu":
         return
-    from pangu.topology.accelerator import VISIBLE, number_on_node
+    from pangu.topology.accelerator import number_on_node
+    from pangu.topology.launch import VISIBLE
 
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", ""))
