@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -86,14 +85,18 @@ def report(failed: ChildFailedError) -> int:
 
 
 def refusal(arguments: Sequence[str]) -> str:
-    """Why torchrun cannot start so many processes, of which its own word is a traceback; empty if it can."""
-    with suppress(ValueError, AssertionError):
-        config, *_ = config_from_args(parse_args(arguments))
+    """Why torchrun cannot start such processes, of which its own word is a traceback; empty if it can."""
+    options = parse_args(arguments)
+    try:
+        config, *_ = config_from_args(options)
         if config.nproc_per_node > 0:
             return ""
-    numbers = " ".join(word for word in arguments if word.startswith(("--nproc", "--nnodes")))
+        reason = "there is nothing to start"
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+    numbers = f"--nproc-per-node={options.nproc_per_node} --nnodes={options.nnodes}"
     rule = "--nproc-per-node takes a number from 1 on, cpu, gpu or auto; --nnodes a number from 1 on, or MIN:MAX"
-    return f"torchrun cannot start {numbers}: {rule}"
+    return f"torchrun cannot start {numbers} ({reason}): {rule}"
 
 
 def main(arguments: Sequence[str]) -> int:

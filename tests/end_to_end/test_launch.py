@@ -38,11 +38,18 @@ def test_a_users_error_is_the_one_message() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (USER_ERROR, "", "error: model.heads = 7\n")
 
 
-@pytest.mark.parametrize("option", ["--nproc-per-node=x", "--nproc-per-node=0", "--nnodes=3:2"])
-def test_numbers_that_cannot_be_are_one_message(option: str) -> None:
-    assert launch.refusal([option, "pretrain.py"]).startswith(
-        f"torchrun cannot start {option}: --nproc-per-node takes a"
-    )
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--nproc-per-node=x", "--nproc-per-node=x --nnodes=1:1 (Unsupported nproc_per_node value: x): "),
+        ("--nproc-per-node=0", "--nproc-per-node=0 --nnodes=1:1 (there is nothing to start): --nproc-per-node takes"),
+        ("--nnodes=3:2", "--nproc-per-node=1 --nnodes=3:2 (min_nodes must be > 0 and <= max_nodes"),
+        ("--nnodes=1:2:3", "--nproc-per-node=1 --nnodes=1:2:3 (nnodes=1:2:3 is not in"),
+        ("--max-restarts=-1", "--nproc-per-node=1 --nnodes=1:1 (max_restarts must be >= 0)"),
+    ],
+)
+def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, said: str) -> None:
+    assert launch.refusal([option, "pretrain.py"]).startswith(f"torchrun cannot start {said}")
     assert not launch.refusal(["--standalone", "--nnodes=1:2", "--nproc-per-node=2", "pretrain.py"])
 
 
