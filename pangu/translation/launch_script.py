@@ -35,7 +35,7 @@ _VARIABLE = re.compile(
 )
 _ARRAY = re.compile(r"\$\{(\w+)\[@\]\}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_BEFORE = ("export", "local", "declare", "readonly", "if", "then", "else", "do", "{")
+_BEFORE = ("export", "local", "declare", "readonly", "then", "else", "do", "{")
 """Words that a command or an assignment may follow."""
 _PROGRAM = re.compile(r"pretrain\w*\.py")
 _SUMS = {
@@ -59,7 +59,7 @@ class Command(NamedTuple):
     words: list[str]
     """Behind pretrain_gpt.py."""
     conditional: dict[str, str]
-    """Variables that it sets under a condition, with the last value: conditions are not looked at."""
+    """Variables that it sets under a condition, with their last value: conditions are not looked at."""
 
 
 def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
@@ -67,30 +67,29 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
     variables: Variables = {name: [value] for name, value in given.items()}
     commands: list[list[str]] = []
-    conditional: dict[str, str] = {}
+    conditional: list[str] = []
     depth = 0
     with reading(where, ValueError, rule="cannot be followed"):
         for words, mark in _statements(text):
-            depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
-            commands += _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else {})
+            while words and words[0] in (*_BEFORE, *_OPENS, *_CLOSES):
+                depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
+                words = words[1:]
+            commands += _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else [])
     if not any(commands):
         raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it")
-    return Command(max(commands, key=len), conditional)
+    values = {name: " ".join(variables[name]) for name in conditional if name not in given}
+    return Command(max(commands, key=len), values)
 
 
 def _commands(
-    words: list[str], variables: Variables, given: Mapping[str, str], assignments: dict[str, str]
+    words: list[str], variables: Variables, given: Mapping[str, str], names: list[str]
 ) -> Iterator[list[str]]:
-    """Carry out the assignments of a statement and note them; what stands behind pretrain_gpt.py in their values, and
-    in the rest."""
-    while words and words[0] in _BEFORE:
-        words = words[1:]
+    """Carry out the assignments of a statement, whose `names` are added; what stands behind pretrain_gpt.py in their
+    values, and in the rest."""
     while words and (assigned := _ASSIGNMENT.match(words[0])):
         count = _assign(words, assigned, variables, given)
-        value = " ".join(variables[assigned[1]])
-        if assigned[1] not in given:
-            assignments[assigned[1]] = value
-        yield after_program(value.split())
+        names.append(assigned[1])
+        yield after_program([part for value in variables[assigned[1]] for part in value.split()])
         words = words[count:]
     yield after_program([field for word in words if word != "(" for field in expand(word, variables)])
 

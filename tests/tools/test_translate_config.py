@@ -386,12 +386,14 @@ def test_what_a_shell_would_do() -> None:
 def test_conditions_of_a_script_are_told(tmp_path: Path) -> None:
     """They are not looked at."""
     lines = ("case $SIZE in", "small) TP=2 ;;", "*) TP=4 ;;", "esac", "PP=1 && true", "[[ -n $X ]] || X=1\r")
+    lines += ("if a; then if b; then Y=1; fi; fi", "TP=6", "if c; then Z=1; fi", "PP=2")
     command = shlex.join(["python", "pretrain_gpt.py", *GPT]) + " --tensor-model-parallel-size $TP"
     (tmp_path / "run.sh").write_text("\n".join([*lines, command]))
     done = translate("megatron", tmp_path / "run.sh")
-    assert section(done, "set under a condition there, the last one taken") == "#   TP: 4\n#   X: 1\n"
-    assert built(done).parallel.tensor == 4
-    done = translate("megatron", tmp_path / "run.sh", "TP=2", "X=2")
+    said = section(done, "set under a condition there, the last one taken")
+    assert said == "#   TP: 6\n#   X: 1\n#   Y: 1\n#   Z: 1\n"
+    assert built(done).parallel.tensor == 6
+    done = translate("megatron", tmp_path / "run.sh", "TP=2", "X=2", "Y=1", "Z=1")
     assert "set under a condition" not in done.stdout
     assert built(done).parallel.tensor == 2
 
