@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from pangu.library.regions import regions_of
 from pangu.library.sharded_model import ShardedModel
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
-from tests.spawn import repository
 from tests.threads import Ranks
 
 CLIP, STEPS = 0.1, 3
@@ -431,11 +431,14 @@ def no_list(rank: int) -> None:
 
 
 def over_files(rank: int) -> None:
-    pangu.save(repository() / "docs", one(rank))
+    with TemporaryDirectory() as folder:
+        Path(folder, "notes.txt").touch()
+        pangu.save(folder, one(rank))
 
 
 def no_json(rank: int) -> None:
-    pangu.save(repository() / "build" / "none", one(rank), facts={"steps": object()} if rank == 0 else None)
+    with TemporaryDirectory() as folder:
+        pangu.save(folder, one(rank), facts={"steps": object()} if rank == 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +452,7 @@ def no_json(rank: int) -> None:
         (adam_formats, "moments = 'fp8': must be fp32 or bf16"),
         (message, "message = torch.int8: must be a floating format"),
         (no_list, "offload = ['optimizer']: 'optimizer' and 'parameters' work, in a list"),
-        (over_files, "docs: is there and is no checkpoint, so it is not replaced"),
+        (over_files, ": is there and is no checkpoint, so it is not replaced"),
         (no_json, "facts: must be a mapping of JSON values (Object of type object is not JSON serializable)"),
         (differ, "shift: its first values differ between ranks 0 and 1; build the module alike"),
         (differ_in_kind, "parameters and buffers differ between ranks 0 and 1"),
