@@ -32,7 +32,6 @@ NAME = "Ascend910B3"
 DEVICE = "npu:0"
 _ACROSS = ("copy_", "_to_copy", "_foreach_copy_", "index_put_", "index")
 """Operators of tensors of several devices."""
-aten = torch.ops.aten
 
 
 def missing() -> str | None:

@@ -67,8 +67,8 @@ def load_torch(requested: object) -> None:
         from pangu.topology.accelerator import not_imported
 
         raise not_imported(requested, error) from error
-    absent = requested == "auto" and not torch.accelerator.is_available() and find_spec(PLUG_IN) is not None
-    if (requested == "npu" or absent) and not hasattr(torch, "npu"):
+    finds_none = requested == "auto" and not torch.accelerator.is_available()
+    if (requested == "npu" or (finds_none and find_spec(PLUG_IN) is not None)) and not hasattr(torch, "npu"):
         from pangu.topology.accelerator import load_plug_in
 
         load_plug_in(requested)
