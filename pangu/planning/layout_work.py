@@ -261,9 +261,8 @@ def assemble(
     tokens = plan.micro_size * shape.sequence / plan.context
     # tensor ranks send a part each: Narayanan et al. 2021, 4.1
     message = system.number_bytes * tokens * shape.hidden / plan.tensor
-    sequences = plan.micro_size * plan.micro_batches * plan.data
     each = tuple(steps[tuple(map(id, of_stage))] for of_stage in stages)
-    return Workload(dict(modules), tuple(chunks), each, message, shape.flops(sequences))
+    return Workload(dict(modules), tuple(chunks), each, message)
 
 
 @lru_cache(maxsize=1000)

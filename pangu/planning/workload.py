@@ -140,5 +140,3 @@ class Workload:
     """Of each stage."""
     message_bytes: float
     """What a stage sends to the next one in a micro-batch."""
-    model_flops: float
-    """Of the whole step on all devices, without what is computed again."""
