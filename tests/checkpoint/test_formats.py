@@ -4,6 +4,7 @@ which shares nothing with the converter."""
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def given(format_: str, folder: Path, tensors: dict[str, Tensor]) -> Path:
         state = {f"adam_m.{name}": tensor for name, tensor in foreign.mindspore_tensors(tensors).items()}
         foreign.write_checkpoint(folder, foreign.mindspore_tensors(tensors) | state)
     return folder
+
+
+class Attack:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.folder,)
 
 
 @pytest.mark.parametrize(("first", "second"), itertools.permutations(["huggingface", "megatron", "mindspore"], 2))

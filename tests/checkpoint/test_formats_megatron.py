@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import os
 import pickle
 import signal
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.models.parameters import logical_shapes
 from pangu.training.command import compose
-from tests.checkpoint.test_formats import convert, logical, require_equal
+from tests.checkpoint.test_formats import Attack, convert, logical, require_equal
 from tests.references import megatron_core_files as foreign
 from tests.spawn import repository
 from tools.convert_checkpoint import main
@@ -257,16 +256,6 @@ def test_what_torch_dist_cannot_express(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             main(["--from", "pangu", "--input", str(tmp_path), "--output", str(tmp_path / "out"), *words])
         assert said in capsys.readouterr().err
-
-
-class Attack:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (self.folder,)
 
 
 class Colour(enum.Enum):

@@ -17,21 +17,11 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pangu.checkpoint.formats.convert import convert as convert_tensors
-from tests.checkpoint.test_formats import HEADS, HEADS_GIVEN, convert, logical, weights
+from tests.checkpoint.test_formats import HEADS, HEADS_GIVEN, Attack, convert, logical, weights
 from tests.references import foreign_checkpoints as foreign
 from tests.references.pangu_reference import pangu_shapes
 from tests.spawn import run_ranks
 from tools.convert_checkpoint import main
-
-
-class Attack:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (self.folder,)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], source: str, given: Path, *more: str, to: str = "pangu") -> str:
