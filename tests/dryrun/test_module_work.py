@@ -132,18 +132,19 @@ def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
     experts = ("model.experts=8", "model.expert_ffn=256", "model.shared_experts=1", "model.biases=false")
     config = choose_layout(values("", *SHAPE, *experts), 1).config
     piece = Piece(2, True, chunks=2, expert=8, expert_tensor=1)
-    told, carried_out = (ModuleCounts(config, exact).of(piece, 4)["layer"] for exact in (False, True))
+    extrapolated, counted = (ModuleCounts(config, exact).of(piece, 4) for exact in (False, True))
     assert piece.counted.expert == 2
-    for part in ("forward", "backward_input", "backward_weight"):
-        one, other = getattr(told, part), getattr(carried_out, part)
+    for kind, part in product(counted, ("forward", "backward_input", "backward_weight")):
+        one, other = getattr(extrapolated[kind], part), getattr(counted[kind], part)
         assert sorted(one.matmuls) == sorted(other.matmuls)
         assert sorted(one.collectives) == sorted(other.collectives)
         assert one.waits == other.waits
         assert one.launches == pytest.approx(other.launches, rel=0.03)
         assert one.bytes == pytest.approx(other.bytes, rel=0.03)
-    assert told.forward.waits == 1
-    assert told.saved_bytes == pytest.approx(carried_out.saved_bytes, rel=0.03)
-    assert told.working_bytes >= carried_out.working_bytes
+    layer = extrapolated["layer"]
+    assert layer.forward.waits == 1
+    assert layer.saved_bytes == pytest.approx(counted["layer"].saved_bytes, rel=0.03)
+    assert layer.working_bytes >= counted["layer"].working_bytes
 
 
 @pytest.mark.parametrize(("tensor", "of_each"), [(1, 0), (2, 0), (2, 1)])
