@@ -33,7 +33,7 @@ FLOORS = {
     "translation": 9,
     "reporting": 3,
 }
-APART = {"translation": 1_734, "library": 1_116, "reporting": 713}
+APART = {"translation": 1_733, "library": 1_116, "reporting": 713}
 """Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
 pages about runs. 140 of translation are today's keys of data, experts and shared sequences, and what a script says
 under a condition."""
@@ -167,10 +167,9 @@ def test_the_package_stays_small() -> None:
     is encoded, shuffled and packed while a model is trained on it, on every layout and after every resume; 50 where a
     run went on from, for reports; 30 padding that experts pass by, 30 arrays of JSON in parts, 20
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
-    none; 150
-    Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out."""
+    none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_753
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_751
 
 
 @pytest.mark.parametrize("folder", APART)

@@ -29,11 +29,8 @@ def _gather_and_reduce(tensor: Tensor, group: AxisGroup, op: Any) -> None:
     """`all_reduce` of a few numbers in fp64, which HCCL (Ascend's) gathers but does not reduce: its HcclAllReduce."""
     each = [torch.empty_like(tensor) for _ in range(group.size)]
     dist.all_gather(each, tensor, group=group.process_group)
-    operations: dict[Any, Callable[[Tensor, int], Tensor]] = {
-        dist.ReduceOp.SUM: torch.sum,
-        dist.ReduceOp.MAX: torch.amax,
-    }
-    tensor.copy_(operations[op](torch.stack(each), 0))
+    reduction: Any = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op]
+    tensor.copy_(reduction(torch.stack(each), 0))
 
 
 class Handle(Protocol):

@@ -172,8 +172,7 @@ def require_own_device(store: dist.Store, rank: int, device: torch.device) -> No
     from pangu.topology.accelerator import number_on_node
     from pangu.topology.launch import VISIBLE
 
-    properties = torch.get_device_module(device).get_device_properties(device)
-    uuid = str(getattr(properties, "uuid", ""))
+    uuid = str(getattr(torch.get_device_module(device).get_device_properties(device), "uuid", ""))
     # torch_npu has none before 2.13, and later one of zeros where the driver does not tell
     number = uuid if uuid.strip("0-") else f"{device.type} {number_on_node(device)}"
     name = f"{socket.gethostname()}, {number}"
