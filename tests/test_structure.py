@@ -33,10 +33,10 @@ FLOORS = {
     "translation": 9,
     "reporting": 3,
 }
-APART = {"translation": 1_733, "library": 1_116, "reporting": 713}
+APART = {"translation": 1_733, "library": 1_116, "reporting": 724}
 """Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
 pages about runs. 140 of translation are today's keys of data, experts and shared sequences, and what a script says
-under a condition."""
+under a condition; 10 of reporting are replicas of runs."""
 PACKAGE = repository() / "pangu"
 CALLED_BY_OTHERS = {"PanguLM"}
 """What only other programs call: lm-eval's command, by a registered name."""
@@ -169,7 +169,7 @@ def test_the_package_stays_small() -> None:
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
     none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_751
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_747
 
 
 @pytest.mark.parametrize("folder", APART)

@@ -92,11 +92,11 @@ class Run:
     @property
     def layout(self) -> str:
         """Degrees of parallelism other than 1, and ZeRO's stage."""
-        found = {"parallel.data": self.replicas} if self.replicas else {}  # which most configurations leave out
+        replicas = {"parallel.data": self.replicas} if self.replicas else {}  # which most configurations leave out
         degrees = [
             f"{name} {value}"
             for name in ("tensor", "pipeline", "data", "context", "expert", "virtual")
-            if isinstance(value := {**self.config, **found}.get(f"parallel.{name}"), int) and value > 1
+            if isinstance(value := {**self.config, **replicas}.get(f"parallel.{name}"), int) and value > 1
         ]
         if self.config.get("parallel.pipeline") not in (None, 1):
             degrees.append(str(self.config.get("parallel.schedule")))
