@@ -44,8 +44,8 @@ def read_documents(inputs: Sequence[str], text_key: str) -> Iterator[str]:
 
 
 def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[str], object]) -> bool:
-    """Leave out the bad line with the number `count`, from 1; the first hundred are named to `warn`. Returns whether
-    it is. Raises UserError, with the words of `limit`, for more than `most`."""
+    """Leave out a bad line, the `count`-th (from 1), with a message to `warn` for the first hundred; returns whether
+    there was one. Raises UserError, which names the `limit` in words, for more than `most`."""
     if count > most:
         raise UserError(f"{line}; more than {limit} are not left out")
     if count <= _NAMED:

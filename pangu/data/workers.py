@@ -59,8 +59,8 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, which cannot say so if it is killed, or ends it, and at no other signal:
-    Ctrl-C and what schedulers send go to all processes of a job, and the parent answers them."""
+    """End this process when its parent ends, also by a kill, or sends SIGTERM. Ctrl-C, and SIGTERM and SIGUSR1 of a
+    scheduler, go to all processes of a job: only the parent answers them."""
     parent = parent_process()
     assert parent is not None
     for number in (signal.SIGINT, signal.SIGUSR1):

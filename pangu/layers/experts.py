@@ -50,7 +50,7 @@ class Route(NamedTuple):
     admitted: Tensor | None = None
     """bool, as `experts`; None: all are."""
     part: Tensor | None = None
-    """[sequence, batch], of its sequence that each token is, where there is padding; None: all are alike."""
+    """[sequence, batch], 1 / tokens of its sequence, and 0 at padding; None: there is no padding."""
 
 
 @dataclass(frozen=True)

@@ -53,17 +53,17 @@ def expert_weights(scores: Tensor, experts: Tensor, router: RouterConfig) -> Ten
 
 
 def room_of(factor: float, length: int | Tensor, count: int, experts: int) -> int | Tensor:
-    """Tokens of a sequence of so many, or of sequences [batch, 1], that one expert computes at most, if each chooses
-    `count` experts."""
+    """Most tokens of a sequence that one expert computes, if each token chooses `count` experts. `length`: tokens of
+    the sequence, or of each sequence [batch, 1], as the result."""
     if isinstance(length, Tensor):
         return (factor * length.double() * count / experts).ceil()
     return math.ceil(factor * length * count / experts)
 
 
 def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None) -> Tensor:
-    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` (or as many
-    as that says, [batch, 1]) of an expert, in the order of tokens. `before`: int [chunks, batch, experts], choices in
-    the tokens before each of as many chunks of a longer sequence that `chosen` consists of."""
+    """bool [sequence, batch, experts]: the choices `chosen` of a sequence that are among the first `room` (a number, or
+    one of each sequence [batch, 1]) of an expert, in the order of tokens. `before`: int [chunks, batch, experts],
+    choices in the tokens before each of as many chunks of a longer sequence that `chosen` consists of."""
     if before is None:
         return chosen & (chosen.cumsum(0, dtype=torch.int32) <= room)
     places = chosen.unflatten(0, (len(before), -1)).cumsum(1, dtype=torch.int32) + before[:, None]
@@ -72,9 +72,9 @@ def within_room(chosen: Tensor, room: int | Tensor, before: Tensor | None = None
 
 def balance_loss(scores: Tensor, shares: Tensor, length: int, part: Tensor | None = None) -> Tensor:
     """Sum over sequences of number of experts x sum over experts of share of choices x mean score, which is 1 if all
-    are alike. scores: [tokens, batch, experts], of each token with the sum 1, of sequences of so many tokens, whose
-    parts add up; shares: [batch or 1, experts]; part: [tokens, batch], of its sequence that each token is, where they
-    are not as long as that."""
+    are alike. scores: [tokens, batch, experts], with the sum 1 for each token, of all tokens of sequences of `length`,
+    or of some, whose losses add up to that of all; shares: [batch or 1, experts]; part: [tokens, batch], what counts
+    for a token instead of 1 / length where sequences are padded."""
     if part is not None:
         scores, length = scores * part[..., None], 1
     return scores.shape[-1] / length * (scores.sum(0) * shares).sum()

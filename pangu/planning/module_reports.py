@@ -54,9 +54,10 @@ def on_more_ranks(module: ModuleWork, fixed: ModuleWork, times: int) -> ModuleWo
     """The module where so many times as many ranks share the experts: each computes as many rows, of fewer experts with
     more rows each.
 
-    What gradients of weights read and write whatever the tokens (`fixed`: of a micro-batch of none) are the gradients
-    of experts. What else depends on the number of a rank's experts are masks of rows by experts, next to nothing beside
-    the rows, and gradients of their matrices that are there for a moment: it works with less memory than is said here.
+    The bytes of `backward_weight` that do not depend on the tokens (those of `fixed`, the module for a micro-batch of
+    none) are of experts' gradients, of which each rank has fewer. What else depends on the number of a rank's experts
+    are masks of rows by experts, next to nothing beside the rows, and gradients of their matrices that are there for a
+    moment: it works with less memory than is said here.
     """
 
     def shared(work: Work) -> Work:

@@ -212,8 +212,8 @@ class Program:
     def _sharded(
         self, kind: Literal["all_gather", "reduce_scatter"], weights: Weights, size: int, calls: float = 1.0
     ) -> Collective:
-        """Of weights that have so many bytes each among those that share them; what a module has less than another
-        (`head`) is taken off that one's calls."""
+        """Of weights, `size` bytes each, over the ranks that share them. A negative number of them (`head` is counted
+        without a layer, which may have more) takes calls off."""
         sent, calls = size * abs(weights.numbers), math.copysign(calls, weights.numbers)
         return Collective(kind, weights.axis("shard"), sent, calls, self.system.hidden_data)
 

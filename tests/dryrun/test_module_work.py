@@ -149,7 +149,7 @@ def test_experts_on_many_ranks_do_what_those_on_few_tell() -> None:
 
 @pytest.mark.parametrize(("tensor", "of_each"), [(1, 0), (2, 0), (2, 1)])
 def test_a_layer_sends_tokens_to_experts_as_formulas_say(tensor: int, of_each: int) -> None:
-    """As in tests/parallel/test_expert_parallel.py: of each choice hidden states and a weight go there, outputs come
+    """As in tests/parallel/test_experts.py: of each choice hidden states and a weight go there, outputs come
     back, gradients go the other way; numbers of rows are int64. A tensor rank sends all tokens, or with whole experts
     its share."""
     experts, count, rows = 8, 2, 4
