@@ -56,7 +56,7 @@ class Run:
     stacks: int
     """Files that tell where ranks were stuck."""
     replicas: int
-    """At the last start; 0: not known."""
+    """At the last start, whatever the configuration says; 0: not known."""
 
     @cached_property
     def columns(self) -> dict[str, Series]:
@@ -92,11 +92,11 @@ class Run:
     @property
     def layout(self) -> str:
         """Degrees of parallelism other than 1, and ZeRO's stage."""
-        replicas = {"parallel.data": self.replicas} if self.replicas else {}  # which most configurations leave out
+        values = {**self.config, "parallel.data": self.replicas or self.config.get("parallel.data")}
         degrees = [
             f"{name} {value}"
             for name in ("tensor", "pipeline", "data", "context", "expert", "virtual")
-            if isinstance(value := {**self.config, **replicas}.get(f"parallel.{name}"), int) and value > 1
+            if isinstance(value := values.get(f"parallel.{name}"), int) and value > 1
         ]
         if self.config.get("parallel.pipeline") not in (None, 1):
             degrees.append(str(self.config.get("parallel.schedule")))
