@@ -46,6 +46,8 @@ _KIND_OF_FILE = (
 )
 """What the memory is for that a file takes, unless somebody is known to own it."""
 _ANY_ORDER = REPLACED | REFUSED
+_DEVICE = torch.ops.prim.device.default
+"""Asked most often, and answered by the tensor itself."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
 
 
@@ -127,6 +129,11 @@ class Audit(TorchDispatchMode):
         """The storage that was read last; reading its elements one by one is one copy."""
         self._patches = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not for each operation: within a dry run nothing compiles."""
+        return False
+
     def __enter__(self) -> Audit:
         waits = [(kind, name) for kind in _WORKS for name in ("wait", "is_completed") if name in vars(kind)]
         for kind, name in waits:
@@ -170,9 +177,13 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is _DEVICE:
+            return args[0].device
         if function.namespace == "c10d":
             return self._collective(function, args, kwargs)
         operator = operator_of(function)
+        if operator.view:
+            return function(*args, **kwargs)
         inputs = list(tensors_in((*args, *kwargs.values())))
         if operator.answers and not (operator.name == "index" and all(t.dtype == torch.int64 for t in inputs[1:])):
             self._answer(inputs)

@@ -42,6 +42,8 @@ class Operator:
     """What its schema says of an operator."""
 
     name: str
+    view: bool
+    """Its results lie in the memory of its first argument."""
     launches: bool
     """It runs a kernel."""
     product: bool
@@ -61,7 +63,8 @@ def operator_of(function: OpOverload) -> Operator:
     answers = any(tag in function.tags for tag in tags)
     writes = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
     launches = not view and function.namespace in ("aten", "pangu") and name not in _NO_KERNEL
-    return Operator(name, launches, function.overloadpacket in flop_registry, answers, tuple(writes))
+    product = function.overloadpacket in flop_registry
+    return Operator(name, view and not answers, launches, product, answers, tuple(writes))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

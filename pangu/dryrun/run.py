@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pangu.config.errors import ConfigError
@@ -22,6 +21,7 @@ from pangu.data.batch import Batch, make_batch
 from pangu.dryrun import kernels
 from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
+from pangu.dryrun.fake_tensors import FakeTensors
 from pangu.layers import attention_blocks, expert_exchange, gpu_kernels, initial
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
@@ -84,12 +84,6 @@ class RankReport:
     """Operations across devices, tensors of the host in collectives of the device."""
     races: dict[str, int] = field(default_factory=dict)
     """Who touches a buffer of an asynchronous collective or copy before its wait."""
-
-
-class _FakeTensors(FakeTensorMode):
-    """torch asks for a driver unless it is told that there is none."""
-
-    avoid_device_init = True
 
 
 def dry_run(
@@ -175,7 +169,7 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             stack.callback(dist.destroy_process_group)
-        stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensors())
         yield
 
 
