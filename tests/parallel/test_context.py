@@ -19,9 +19,7 @@ from tests.configs import tiny
 from tests.parallel.harness import parallel_keys, whole
 from tests.threads import Ranks
 
-LONG = 8192
 MODEL = (
-    f"model.sequence={LONG}",
     "model.positions=rope",
     "model.layers=2",
     "model.attention=sdpa",
@@ -30,7 +28,7 @@ MODEL = (
     "optimizer.lr=0.01",
     "lr_schedule.warmup_steps=0",
     "precision=fp64",
-    "loss.chunk=2048",
+    "loss.chunk=1024",
 )
 
 
@@ -39,26 +37,31 @@ class LongTexts(Stream):
 
     num_samples = None
 
+    def __init__(self, length: int) -> None:
+        self._length = length
+
     def __getitem__(self, index: int) -> Any:
-        return generator("long", index).integers(3, 101, size=LONG + 1)
+        return generator("long", index).integers(3, 101, size=self._length + 1)
 
 
-def long_step(rank: int, world: int, layout: Layout, *overrides: str) -> tuple[StepResult, dict[str, Tensor]]:
+def long_step(
+    rank: int, world: int, layout: Layout, length: int, *overrides: str
+) -> tuple[StepResult, dict[str, Tensor]]:
     """Result and gradients of a step."""
-    config = tiny(*MODEL, *overrides, *parallel_keys(layout))
+    config = tiny(*MODEL, f"model.sequence={length}", *overrides, *parallel_keys(layout))
     trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu")))
-    with Loader(LongTexts(), config.data.packing, 1, 1, trainer.mesh.at.data, layout.data) as loader:
+    with Loader(LongTexts(length), config.data.packing, 1, 1, trainer.mesh.at.data, layout.data) as loader:
         trainer.forward_backward(loader.micro_batches(0))
     gradients = whole(trainer, of_gradients=True)
     return trainer.read(trainer.update()), gradients
 
 
 @lru_cache(maxsize=1)
-def alone() -> tuple[StepResult, dict[str, Tensor]]:
-    return long_step(0, 1, Layout())
+def alone(length: int) -> tuple[StepResult, dict[str, Tensor]]:
+    return long_step(0, 1, Layout(), length)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("length", [4096, pytest.param(8192, marks=[pytest.mark.long, pytest.mark.slow])])
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -68,11 +71,11 @@ def alone() -> tuple[StepResult, dict[str, Tensor]]:
     ],
     ids=str,
 )
-def test_a_long_sequence_equals_one_process(ranks: Ranks, layout: Layout, kind: str) -> None:
-    """8,192 tokens in fp64; 1e-11: sums of as many products in another order, 1.1e-16 each."""
+def test_a_long_sequence_equals_one_process(ranks: Ranks, layout: Layout, kind: str, length: int) -> None:
+    """In fp64; 1e-11: sums of as many products in another order, 1.1e-16 each."""
     (result, gradients), (reference, expected) = (
-        ranks.run(layout.world, long_step, layout, f"parallel.context_kind={kind}")[0],
-        alone(),
+        ranks.run(layout.world, long_step, layout, length, f"parallel.context_kind={kind}")[0],
+        alone(length),
     )
     assert result.loss == pytest.approx(reference.loss, rel=1e-12)
     assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-11)
