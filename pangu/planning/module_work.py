@@ -2,7 +2,8 @@
 
 A model of five layers is cut into four chunks on two stages: the embedding and a layer; one layer; two layers; one and
 the head. What the third chunk does more than the second is a layer's work, and the others follow. Micro-batches of two
-and of three sequences tell what is fixed and what each sequence adds: all larger ones lie on the line through them.
+and of three sequences tell what is fixed and what each sequence adds: all larger ones lie on the line through them; a
+single one is counted where it is asked for.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ _PIECES = {
     "auto": False,
 }
 """Gradients of weights are computed apart from those of inputs, and so counted apart."""
-_SIZES = (1, 2, 3)
-"""Sequences of the micro-batches that are counted. A single one is contiguous whichever way it is turned: copies that
-turn tensors begin with two."""
+_SINGLE, _SEVERAL = (1,), (2, 3)
+"""Sequences of the micro-batches that are counted, where one or where more are asked for. A single one is contiguous
+whichever way it is turned: copies that turn tensors begin with two."""
+_Sizes = tuple[int, ...]
 _LAYERS = 3
 """Of the second stage."""
 PATIENCE_SECONDS = 120.0
@@ -108,6 +110,9 @@ class Piece(NamedTuple):
         return self._replace(expert=1, expert_tensor=0, dense=True, chunks=chunks)
 
 
+_Counted = tuple[Piece, _Sizes]
+
+
 @dataclass
 class ModuleCounts:
     """The modules of a configuration's model on one rank, however they are cut, for micro-batches of any size."""
@@ -116,95 +121,106 @@ class ModuleCounts:
     exact: bool = True
     """Each number of ranks that share the experts is counted; false: few of them, from which the others follow. Memory
     that layers work with is then said to be more than it is."""
-    _reports: dict[Piece, list[Report]] = field(default_factory=dict)
-    """Of the second stage with each of `_SIZES`, then, if its ends are others, of the first stage."""
-    _of_sizes: dict[Piece, list[Modules]] = field(default_factory=dict)
+    _reports: dict[_Counted, list[Report]] = field(default_factory=dict)
+    """Of the second stage with each of the sizes, then, if its ends are others, of the first stage."""
+    _of_sizes: dict[_Counted, list[Modules]] = field(default_factory=dict)
     _modules: dict[tuple[Piece, int], Modules] = field(default_factory=dict)
 
-    def count(self, pieces: Collection[Piece]) -> None:
-        """Count what has not been counted, on all cores; what was counted before is read from the user's cache folder.
+    def count(self, pieces: Collection[tuple[Piece, int]]) -> None:
+        """Count what has not been counted of pieces, for micro-batches of so many sequences, on all cores; what was
+        counted before is read from the user's cache folder.
 
         Raises:
             DryRunError: if the model cannot be carried out so.
         """
-        counted = {self._counted_for(piece) for piece in pieces}
-        wanted = counted | {piece.without_recompute for piece in counted}
-        jobs = {piece: _jobs(self.config, piece) for piece in sorted(wanted - set(self._reports))}
+        counted = {(self._counted_for(piece), sizes) for piece, size in pieces for sizes in self._sizes(piece, size)}
+        wanted = counted | {(piece.without_recompute, sizes) for piece, sizes in counted}
+        jobs = {one: _jobs(self.config, *one) for one in sorted(wanted - set(self._reports))}
         if not jobs:
             return
         folder = cache_folder()
-        files = {piece: folder / f"modules-{_identity(those)}.json" for piece, those in jobs.items()}
+        files = {one: folder / f"modules-{_identity(those)}.json" for one, those in jobs.items()}
         if not self._missing(files):
             return
         with _alone(folder):
             missing = self._missing(files)  # another process may have counted meanwhile
-            for piece, reports in _carry_out({piece: jobs[piece] for piece in missing}) if missing else ():
-                self._reports[piece] = reports
+            for one, reports in _carry_out({one: jobs[one] for one in missing}) if missing else ():
+                self._reports[one] = reports
                 with suppress(OSError):
                     content = {"digest": _digest(reports), "reports": reports}
-                    write_atomically(files[piece], json.dumps(content).encode(), sync=False)
+                    write_atomically(files[one], json.dumps(content).encode(), sync=False)
 
-    def _missing(self, files: Mapping[Piece, Path]) -> list[Piece]:
+    def _missing(self, files: Mapping[_Counted, Path]) -> list[_Counted]:
         """Read what was counted before; what was not."""
-        self._reports |= {piece: reports for piece, file in files.items() if (reports := _read(file))}
-        return [piece for piece in files if piece not in self._reports]
+        self._reports |= {one: reports for one, file in files.items() if (reports := _read(file))}
+        return [one for one in files if one not in self._reports]
 
     def of(self, piece: Piece, size: int) -> Modules:
         """The modules for micro-batches of `size` sequences; of a dense layer beside others it alone."""
         if (piece, size) not in self._modules:
+            self.count([(piece, size)])
             counted = self._counted_for(piece)
-            one, two, three = self._counted(counted)
-            modules = one if size == 1 else {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
-            if (times := piece.expert // counted.expert) > 1:
-                modules = {
-                    kind: on_more_ranks(module, at_size(-1, two[kind], three[kind]), times)
-                    for kind, module in modules.items()
-                }
+            modules = self._at(counted, size)
+            if counted != piece:
+                times, fixed = piece.expert // counted.expert, self._at(counted, 0)
+                modules = {kind: on_more_ranks(module, fixed[kind], times) for kind, module in modules.items()}
             self._modules[piece, size] = modules
         return self._modules[piece, size]
 
     def _counted_for(self, piece: Piece) -> Piece:
         return piece if self.exact else piece.counted
 
-    def _counted(self, piece: Piece) -> list[Modules]:
-        """The modules for micro-batches of each of `_SIZES`."""
-        if piece not in self._of_sizes:
-            self.count([piece])
-            reports = self._reports[piece]
+    def _sizes(self, piece: Piece, size: int) -> set[_Sizes]:
+        """What has to be counted for micro-batches of `size` sequences. Of experts on more ranks also what is fixed."""
+        asked = _SINGLE if size == 1 else _SEVERAL
+        return {asked} if self._counted_for(piece) == piece else {asked, _SEVERAL}
+
+    def _at(self, piece: Piece, size: int) -> Modules:
+        """The modules of a piece that is counted; 0: what is fixed of them."""
+        if size == 1:
+            return self._of(piece, _SINGLE)[0]
+        two, three = self._of(piece, _SEVERAL)
+        return {kind: at_size(size - 1, two[kind], three[kind]) for kind in two}
+
+    def _of(self, piece: Piece, sizes: _Sizes) -> list[Modules]:
+        """The modules for micro-batches of each of the sizes."""
+        if (piece, sizes) not in self._of_sizes:
+            reports = self._reports[piece, sizes]
             if piece.dense:
                 counted = [{"layer": inner(report)[1]} for report in reports]
-            elif len(reports) > len(_SIZES):
-                stages = zip(reports[: len(_SIZES)], reports[len(_SIZES) :], strict=True)
+            elif len(reports) > len(sizes):
+                stages = zip(reports[: len(sizes)], reports[len(sizes) :], strict=True)
                 counted = [modules_of(*of_size) for of_size in stages]
             else:
-                counted = self._counted(piece.without_recompute)
+                counted = self._of(piece.without_recompute, sizes)
             if piece.recompute != "none":
-                of_sizes = zip(reports[: len(_SIZES)], counted, self._counted(piece.without_recompute), strict=True)
+                of_sizes = zip(reports[: len(sizes)], counted, self._of(piece.without_recompute, sizes), strict=True)
                 counted = [whole | {"layer": recomputed(one, plain["layer"])} for one, whole, plain in of_sizes]
-            self._of_sizes[piece] = counted
-        return self._of_sizes[piece]
+            self._of_sizes[piece, sizes] = counted
+        return self._of_sizes[piece, sizes]
 
-    def update(self, piece: Piece, numbers: int) -> tuple[float, float, float]:
+    def update(self, piece: Piece, size: int, numbers: int) -> tuple[float, float, float]:
         """Of a layer that has so many parameters as it is counted, without any sharding: bytes that the optimizer's
         step reads and writes for each of them, its launches, and bytes that it works with for each that is updated at a
         time."""
-        self.count([piece])
-        update = self._reports[self._counted_for(piece).without_recompute][0]["update"]
+        self.count([(piece, size)])
+        sizes = _SINGLE if size == 1 else _SEVERAL
+        update = self._reports[self._counted_for(piece).without_recompute, sizes][0]["update"]
         total = _LAYERS * numbers
         moved, launches = update["memory_bound_bytes"] / total, update["launches"] / _LAYERS
         return moved, launches, update["working_bytes"] / min(total, UPDATED_AT_ONCE)
 
 
-def _carry_out(jobs: Mapping[Piece, Sequence[Job]]) -> Iterator[tuple[Piece, list[Report]]]:
+def _carry_out(jobs: Mapping[_Counted, Sequence[Job]]) -> Iterator[tuple[_Counted, list[Report]]]:
     """Dry runs of all jobs together, which may take minutes and so is told."""
     everything = [job for those in jobs.values() for job in those]
     log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
     done = run_jobs(everything)
-    for piece, those in jobs.items():
-        yield piece, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
+    for one, those in jobs.items():
+        yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
 
 
-def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
+def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
     """What has to be carried out."""
     model = config.model.without_experts if piece.dense else config.model
     values = {**asdict(replace(config, model=model)), "dry_run": True}
@@ -234,7 +250,7 @@ def _jobs(config: RunConfig, piece: Piece) -> list[Job]:
     # a query layer among layers of experts is recomputed unlike them
     ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)
     stages = (1, 0) if ends and not piece.dense else (1,)
-    sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in _SIZES)
+    sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in micro_sizes)
     batches = [{**values, "batch": size} for size in sizes]
     return [(batch, stage * layout.tensor * layout.replicas) for stage in stages for batch in batches]
 

@@ -84,7 +84,7 @@ class Program:
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Count the modules of layouts together. Raises DryRunError if one cannot be carried out."""
-        self._counts.count({piece for plan in plans for piece in self._pieces(plan).values()})
+        self._counts.count({(piece, plan.micro_size) for plan in plans for piece in self._pieces(plan).values()})
 
     def describe(self, plan: Plan) -> Workload:
         """The workload of a step."""
@@ -103,7 +103,8 @@ class Program:
             modules = modules | away | stay
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
         numbers = _numbers(self.config.model, counted.without_recompute)["layer"]
-        update = Update(*self._counts.update(pieces["layer"], numbers.parameters + numbers.experts))
+        numbers_of_layer = numbers.parameters + numbers.experts
+        update = Update(*self._counts.update(pieces["layer"], plan.micro_size, numbers_of_layer))
         workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
         kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
         for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):

@@ -43,7 +43,7 @@ def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytes
     """What was counted before is read without waiting."""
     counted: list[int] = []
     counts, piece = ModuleCounts(config("+config=quickstart")), Piece(1, False)
-    reports = [{"phases": {}, "update": {}}] * 4
+    reports = [{"phases": {}, "update": {}}] * 2
 
     def carry_out(jobs: Mapping[Piece, object]) -> list[tuple[Piece, object]]:
         counted.append(len(jobs))
@@ -55,8 +55,8 @@ def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytes
     with (tmp_path / "modules.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         began = time.monotonic()
-        counts.count([piece])
+        counts.count([(piece, 1)])
         assert time.monotonic() - began >= 0.3
         monkeypatch.setattr(module_work, "_alone", None)
-        ModuleCounts(counts.config).count([piece])
+        ModuleCounts(counts.config).count([(piece, 1)])
     assert counted == [1]
