@@ -33,7 +33,7 @@ FLOORS = {
     "translation": 9,
     "reporting": 3,
 }
-APART = {"translation": 1_733, "library": 1_116, "reporting": 724}
+APART = {"translation": 1_733, "library": 1_179, "reporting": 724}
 """Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
 pages about runs. 140 of translation are today's keys of data, experts and shared sequences, and what a script says
 under a condition; 10 of reporting are replicas of runs."""
@@ -169,7 +169,7 @@ def test_the_package_stays_small() -> None:
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
     none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_747
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_752
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -210,7 +210,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_310, "run": 11_912}
+MOST_LINES = {"trainer": 6_310, "run": 11_917}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what

@@ -39,6 +39,7 @@ def save(
     Raises UserError on all ranks if the disk refuses, the place holds anything else, `facts` are no JSON, or a buffer
     has values that are not finite or not exact in fp64.
     """
+    sharded.require_same()
     mesh, path = sharded.mesh, Path(path)
     at, steps = mesh.at, 0.0
     shards = [shard for shard in sharded.parameters.shards if counts(shard.placement, mesh.layout, at)]

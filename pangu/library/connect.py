@@ -39,8 +39,8 @@ def connect(
     for name, value in (("tensor", tensor), ("pipeline", pipeline), ("zero_group", zero_group)):
         if value is not None and value < 1:
             raise UserError(f"{name} = {value}: must be at least 1")
-    if not timeout_s > 0:
-        raise UserError(f"timeout_s = {timeout_s}: must be above 0")
+    if not 0 < timeout_s <= 1e9:
+        raise UserError(f"timeout_s = {timeout_s}: must be above 0 and at most 1e9")
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero = {zero}: there is no such stage; 0, 1, 2 and 3 work")
     replicas, rest = divmod(launch.world, tensor * pipeline)

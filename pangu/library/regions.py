@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, Variable
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pangu.config.errors import UserError
@@ -121,40 +120,58 @@ class _Use:
         self._hooks.close(self)
 
 
-class _Guard(TorchFunctionMode):
-    """Refuses to compute with weights outside of their regions: torch would read memory that is not there yet, or no
-    more."""
+def guarded(unsharder: Unsharder) -> type[nn.Parameter]:
+    """The class of the weights of a model while they are sharded or on their way: torch would read memory that is not
+    there yet, or no more. What is on its way is waited for; what is sharded is refused by name."""
+    homes = {
+        id(parameter): (flat, name)
+        for flat in unsharder.flat_parameters
+        for (parameter, _), (name, _) in zip(flat.parameters, flat.tensors, strict=True)
+    }
 
-    def __init__(self, unsharder: Unsharder) -> None:
-        super().__init__()
-        self._in_use = unsharder.in_use
-        self._flats: dict[Tensor, tuple[FlatParameter, str]] = {
-            parameter: (flat, name)
-            for flat in unsharder.flat_parameters
-            for (parameter, _), (name, _) in zip(flat.parameters, flat.tensors, strict=True)
-        }
+    class Guarded(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                is_property = function.__name__ == "__get__"
+                of_property = getattr(getattr(function, "__self__", None), "__name__", "")
+                name_read = of_property if is_property else function.__name__
+                if name_read in _VIEWS if is_property else name_read not in _HARMLESS:
+                    for tensor in tensors_in((args, kwargs or {})):
+                        flat, name = homes.get(id(tensor), (None, ""))
+                        if flat is not None and flat.sharding.stage < 3:
+                            unsharder.wait()
+                        elif flat is not None and not unsharder.in_use(flat):
+                            raise UserError(
+                                f"{name} is used outside of the forward of its region, where it is sharded; `with "
+                                "sharded.whole():` on all ranks gathers it, and regions=[...] of `shard` without that "
+                                "module, or a method zero_regions(), leaves it whole"
+                            )
+                return function(*args, **(kwargs or {}))
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ not in _HARMLESS:
-            for tensor in tensors_in((args, kwargs or {})):
-                if tensor in self._flats and not self._in_use(self._flats[tensor][0]):
-                    raise UserError(
-                        f"{self._flats[tensor][1]} is used outside of the forward of its region, where it is sharded; "
-                        "regions=[...] of `shard` without that module, or a method zero_regions(), leaves it whole"
-                    )
-        return function(*args, **(kwargs or {}))
+    return Guarded
 
 
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Properties that show the weights; others tell of them."""
 _HARMLESS = {
-    "__get__",
+    "__set__",
+    "__hash__",
     "size",
     "dim",
     "numel",
+    "nelement",
     "stride",
     "is_floating_point",
     "is_complex",
     "is_contiguous",
-    "__hash__",
+    "requires_grad_",
+    "backward",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "untyped_storage",
 }
 """Functions that read no weights."""
 
@@ -179,9 +196,7 @@ class RegionHooks:
         """Uses whose forward runs."""
         self._open: dict[_Use, None] = {}
         self._in_backward = False
-        self._guarded: set[tuple[bool, bool]] = set()
-        """Modes (training, with gradients) in which a forward was checked."""
-        self._guard: _Guard | None = None
+        self._guarded = None if unsharder is None else guarded(unsharder)
         self._chunks = set(chunks.values())
         last = max(chunks)
         self._turns = {chunks[last], *list(regions.uses[last])[-1:]} if turns else set()
@@ -191,14 +206,15 @@ class RegionHooks:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        self.guard()
 
     def _before(self, name: str) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             use = _Use(name, self)
             self._stack.append(use)
-            self._begin(name, {} if self._in_backward else None)
+            self.require_ended()
+            self.begin(name, {} if self._in_backward else None)
             if name in self._chunks:
-                self._watch(module)
                 return None
             leaves, structure = tree_flatten((args, kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -213,16 +229,13 @@ class RegionHooks:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         use = self._stack.pop()
         name = use.name
-        if name in self._chunks and self._guard is not None:
-            self._guard.__exit__(None, None, None)
-            self._guard = None
         outputs = [x for x in tensors_in(output) if x.requires_grad] if torch.is_grad_enabled() else []
         following: dict[str, str] | None = None
         if outputs and name in self._turns:
             following = {name: name}
         elif self._in_backward or name in self._chunks:  # what is computed again in backward is in use anyhow
             following = {}
-        self._end(name, following)
+        self.end(name, following)
         if name not in self._regions.lookups:
             for x in outputs:
                 x.register_hook(use.open)
@@ -232,13 +245,13 @@ class RegionHooks:
                     "is seen; tensors, lists, tuples, dictionaries and dataclasses of them work"
                 )
 
-    def _watch(self, module: nn.Module) -> None:
-        """In the first forward of each kind, look whether weights are used where they are sharded."""
-        kind = (module.training, torch.is_grad_enabled())
-        if self._unsharder is not None and kind not in self._guarded and self._guard is None:
-            self._guarded.add(kind)
-            self._guard = _Guard(self._unsharder)
-            self._guard.__enter__()
+    def require_ended(self) -> None:
+        """Raises UserError after a backward that an error has ended."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            raise UserError(
+                "the last backward has failed and leaves a part of the gradients; go on from a checkpoint, with a "
+                "module that is sharded anew"
+            )
 
     def open(self, use: _Use) -> None:
         if not self._in_backward:
@@ -247,12 +260,12 @@ class RegionHooks:
             self._begins()
         if use not in self._open:
             self._open[use] = None
-            self._begin(use.name, self._unsharder.backward if self._unsharder else {})
+            self.begin(use.name, self._unsharder.backward if self._unsharder else {})
 
     def close(self, use: _Use) -> None:
         if use in self._open:
             del self._open[use]
-            self._end(use.name, self._unsharder.backward if self._unsharder else {})
+            self.end(use.name, self._unsharder.backward if self._unsharder else {})
 
     def _finish(self) -> None:
         """Backward has ended, and with it what ends with no gradient of an input."""
@@ -261,10 +274,26 @@ class RegionHooks:
         self._in_backward = False
         self._ends()
 
-    def _begin(self, name: str, following: Mapping[str, str] | None) -> None:
+    def begin(self, name: str, following: Mapping[str, str] | None) -> None:
+        """Unshard a region. `following`: the order in which regions are used; None: that of forward."""
         if self._unsharder is not None and name in self._unsharder.uses:
             self._unsharder.begin(name, self._unsharder.forward if following is None else following)
+            _become(nn.Parameter, self._unsharder.uses[name])
 
-    def _end(self, name: str, following: Mapping[str, str] | None) -> None:
+    def end(self, name: str, following: Mapping[str, str] | None) -> None:
+        """Reshard a region, unless the next one needs it."""
         if self._unsharder is not None and name in self._unsharder.uses:
             self._unsharder.end(name, self._unsharder.forward if following is None else following)
+            self.guard([flat for flat in self._unsharder.uses[name] if flat.sharding.stage == 3])
+
+    def guard(self, flats: Sequence[FlatParameter] | None = None) -> None:
+        """Guard weights (None: all) that are in no use, because they are sharded, or others have updated them."""
+        if self._unsharder is not None and self._guarded is not None:
+            flats = self._unsharder.flat_parameters if flats is None else flats
+            _become(self._guarded, [flat for flat in flats if not self._unsharder.in_use(flat)])
+
+
+def _become(kind: type[nn.Parameter], flats: Sequence[FlatParameter]) -> None:
+    for flat in flats:
+        for parameter, _ in flat.parameters:
+            parameter.__class__ = kind

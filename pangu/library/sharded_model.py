@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.collectives.reduce import all_reduce, gather_objects
 from pangu.config.build import build
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import usual_bucket_mib
 from pangu.layers.linear import ParallelLinear
@@ -59,6 +59,7 @@ class ShardedModel:
         """`chunks`: numbers and paths of the modules of `model` that are computed. `reduces`: whether gradients are
         reduced after each backward; None: who computes says when. `turns`: backward begins with the last chunk."""
         self.model, self.mesh = model, mesh
+        _require_unsharded(model)
         table = _placed(model, mesh)
         _require_agreement(model, table, mesh)
         names: dict[nn.Parameter, list[str]] = {}
@@ -85,6 +86,8 @@ class ShardedModel:
         model.register_state_dict_pre_hook(self._before_state)
         model.register_load_state_dict_pre_hook(_refuse_state)
         self.parameters.gradients.start_step()
+        flats = self.parameters.flat_parameters
+        self._flats = {id(parameter): flat for flat in flats for parameter, _ in flat.parameters}
 
     def lamb(
         self,
@@ -144,17 +147,17 @@ class ShardedModel:
     def whole(self) -> Iterator[None]:
         """Within the block, all weights are there, in the compute format: to look at them, for `model.state_dict()`.
         Not for steps. All ranks enter it."""
-        unsharder = self.parameters.unsharder
-        unsharder.wait()
-        for name in unsharder.uses:
-            unsharder.begin(name, {})
+        uses = self.parameters.unsharder.uses
+        self.parameters.unsharder.wait()
+        for name in uses:
+            self._hooks.begin(name, {})
         self._is_whole = True
         try:
             yield
         finally:
             self._is_whole = False
-            for name in unsharder.uses:
-                unsharder.end(name, {})
+            for name in uses:
+                self._hooks.end(name, {})
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None, loss: Tensor | None = None) -> Update:
         """Update the parameters with the gradients of the backwards since the last step, and forget these; all ranks
@@ -162,16 +165,21 @@ class ShardedModel:
         of the gradient of all parameters together (Pascanu et al. 2013, Algorithm 1). `loss`: this rank's, to be
         averaged. A step whose norm is not finite is skipped. The host waits for nothing, unless the optimizer is
         neither one of these two nor a fused one of torch. Raises UserError for an optimizer of other tensors, and for a
-        `clip` that is not above 0."""
+        `clip` that is not above 0, after a backward that has failed, and if the model has other parameters than `shard`
+        gave it."""
         parameters, layout = self.parameters, self.mesh.layout
+        self._hooks.require_ended()
         self._require_main_parameters(optimizer)
+        self.require_same()
         if clip is not None and not clip > 0:
             raise UserError(f"clip = {clip}: must be above 0; None does not clip")
+        if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise UserError(f"loss = {shown(loss)}: must be a tensor of one number")
         if not (self._reduced or self._reduces_each or self._scheduled):
             self._reduce()
         parameters.gradients.finish()
         if loss is not None:
-            loss = loss.detach().double()
+            loss = loss.detach().double().reshape(())
             if layout.sequence:
                 loss = all_reduce(loss.clone(), self.mesh.group("tensor"))
         norm, total = parameters.norm_and_loss(loss, ()) / layout.replicas
@@ -190,9 +198,23 @@ class ShardedModel:
             for flat in parameters.trained:
                 flat.grad.div_(divisor)
             parameters.update(optimizer, (), one_by_one=False)
+        self._hooks.guard()
         parameters.gradients.start_step()
         self._reduced = False
         return Update(norm, total)
+
+    def require_same(self) -> None:
+        """Raises UserError if the model has other parameters, or parameters of other values or kinds, than `shard` has
+        given it: they would not be trained."""
+        for name, parameter in self.model.named_parameters():
+            flat = self._flats.get(id(parameter))
+            change = ""
+            if flat is None or parameter.untyped_storage().data_ptr() != flat.weights.untyped_storage().data_ptr():
+                change = "was put into the model, or converted,"
+            elif parameter.requires_grad != flat.trained:
+                change = f"was {'frozen' if flat.trained else 'unfrozen'}"
+            if change:
+                raise UserError(f"{name}: {change} after `shard`, which has no effect; change the model before")
 
     def _require_main_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of anything but main parameters would change nothing."""
@@ -264,7 +286,8 @@ def shard(
         message: format in which gradients are summed over replicas; None: that of the main parameters.
 
     Raises UserError if ranks disagree about the values of a parameter or buffer, parameters are not floating or of
-    several formats without `dtype`, or have no values yet, or `regions` are not separate submodules.
+    several formats without `dtype`, or have no values yet, `regions` are not separate submodules, or a part of the
+    model is sharded already.
     """
     return ShardedModel(
         model, mesh, storage_of(model, mesh, dtype, bucket_mib, offload, overlap, message), {0: ""}, regions
@@ -281,6 +304,8 @@ def storage_of(
     message: torch.dtype | None = None,
 ) -> Storage:
     """How the parameters of a module are stored. Arguments and errors are those of `shard`."""
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
     formats: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta or is_lazy(parameter):
@@ -296,11 +321,19 @@ def storage_of(
     if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
         raise UserError(f"offload = {sorted(unknown)}: 'optimizer' and 'parameters' work, in a list")
     for name, kind in (("dtype", dtype), ("message", message)):
-        if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-            raise UserError(f"{name} = {kind}: must be a floating format; torch.bfloat16 works")
+        if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
+            raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; torch.bfloat16 works")
+    if bucket_mib is not None and not bucket_mib > 0:
+        raise UserError(f"bucket_mib = {bucket_mib}: must be above 0")
     layout = mesh.layout
     mib = usual_bucket_mib(layout.zero, layout.replicas) if bucket_mib is None else bucket_mib
     return Storage(dtype or next(iter(formats), torch.float32), 2**20 * mib, None, tuple(offload), overlap, message)
+
+
+def _require_unsharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(hook.hook is _refuse_state for hook in module._load_state_dict_pre_hooks.values()):
+            raise UserError(f"{name or type(model).__name__}: is sharded already; `shard` the whole model, once")
 
 
 def _nothing() -> None:

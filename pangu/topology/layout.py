@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pangu.config.errors import UserError
 from pangu.config.schema import ParallelConfig
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -41,7 +42,9 @@ class Layout:
     """Tensor-parallel ranks that share each expert: all (0) or one (1), which makes the others ranks like replicas."""
 
     def __post_init__(self) -> None:
-        assert min(self.tensor, self.pipeline, self.data, self.virtual, self.context, self.expert) >= 1, self
+        degrees = (self.tensor, self.pipeline, self.data, self.virtual, self.context, self.expert)
+        if min(degrees) < 1 or self.zero not in range(4):
+            raise UserError(f"{self}: degrees must be at least 1, and zero 0, 1, 2 or 3")
         assert self.expert_tensor in (0, 1, self.tensor), self
 
     @classmethod

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError, LostError
+from pangu.config.errors import LocalError, LostError, UserError
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
 
@@ -54,7 +54,7 @@ class Mesh:
     def connect(cls, layout: Layout, device: torch.device, timeout_s: float = 600.0, attempt: int = 0) -> Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
         Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout or
-        the same device."""
+        the same device, UserError if there are not as many processes."""
         from pangu.topology.orphan import end_with_launcher
 
         end_with_launcher()
@@ -86,6 +86,8 @@ class Mesh:
                     f"({str(error).splitlines()[0]})"
                 ) from error
         assert dist.group.WORLD is not None
+        if dist.get_world_size() != layout.world:
+            raise UserError(f"{layout} is of {layout.world} processes, and there are {dist.get_world_size()}")
         keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         algorithms = Algorithms() if device.type == "cpu" else Algorithms("own", "own")
         groups = {"world": dist.group.WORLD}

@@ -134,7 +134,7 @@ class GradientSum:
         total = self._total(self.flat_parameters[chunk][index])
         begins = parameter in self._empty
         self._empty.discard(parameter)
-        return total[span].view_as(parameter), begins
+        return total[span].view(parameter.shape), begins
 
     def _total(self, flat: FlatParameter) -> Tensor:
         if flat.total is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -422,6 +423,85 @@ def adam_formats(rank: int) -> None:
     one(rank).adamw(lr=0.1, moments="fp8")  # type: ignore[arg-type]
 
 
+def head_after(rank: int) -> None:
+    sharded = make(Layout(data=2, zero=3))
+    sharded.model.head = nn.Linear(6, 11).double()
+    sharded.step(sharded.lamb(lr=0.1))
+
+
+def converted(rank: int) -> None:
+    sharded = make(Layout(data=2))
+    sharded.model.float()
+    pangu.save("none", sharded)
+
+
+def frozen_after(rank: int) -> None:
+    sharded = make(Layout(data=2, zero=1))
+    sharded.model.requires_grad_(False)
+    sharded.step(sharded.lamb(lr=0.1))
+
+
+def sharded_again(rank: int) -> None:
+    pangu.shard(nn.Sequential(make(Layout(data=2)).model), mesh())
+
+
+def looked_at(rank: int) -> None:
+    make(Layout(data=2, zero=3)).model.head.weight.norm()
+
+
+def copied(rank: int) -> None:
+    copy.deepcopy(make(Layout(data=2, zero=3)).model)
+
+
+def cast(rank: int) -> None:
+    make(Layout(data=2, zero=3)).model.float()
+
+
+class Breaking(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+def failed_backward(rank: int) -> None:
+    sharded = make(Layout(data=2, zero=2))
+    with pytest.raises(ZeroDivisionError):  # before it has reached the model: nothing is summed yet
+        Breaking.apply(sharded.model(batch(0, 0))).sum().backward()
+    sharded.model.head.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(sharded.model, batch(0, 0)).backward()
+    with pytest.raises(UserError, match="the last backward has failed"):
+        sharded.model(batch(0, 0))
+    sharded.step(sharded.lamb(lr=0.1))
+
+
+def no_mesh(rank: int) -> None:
+    pangu.shard(nn.Linear(2, 2), torch.distributed.group.WORLD)  # type: ignore[arg-type]
+
+
+def other_world(rank: int) -> None:
+    Mesh.connect(Layout(data=3), torch.device("cpu"))
+
+
+def no_stage(rank: int) -> None:
+    mesh(7)
+
+
+def no_bucket(rank: int) -> None:
+    pangu.shard(nn.Linear(2, 2), mesh(), bucket_mib=-1)
+
+
+def no_loss(rank: int) -> None:
+    sharded = one(rank)
+    sharded.step(sharded.lamb(lr=0.1), loss=torch.ones(2))
+
+
 def message(rank: int) -> None:
     pangu.shard(nn.Linear(2, 2), mesh(), message=torch.int8)
 
@@ -451,12 +531,25 @@ def no_json(rank: int) -> None:
         (rates, "betas[0] = 2.0: must be at least 0 and below 1"),
         (adam_formats, "moments = 'fp8': must be fp32 or bf16"),
         (message, "message = torch.int8: must be a floating format"),
+        (head_after, "head.weight: was put into the model, or converted, after `shard`, which has no effect"),
+        (converted, "gain: was put into the model, or converted, after `shard`, which has no effect"),
+        (frozen_after, "was frozen after `shard`, which has no effect; change the model before"),
+        (sharded_again, "0: is sharded already; `shard` the whole model, once"),
+        (looked_at, "words.weight is used outside of the forward of its region, where it is sharded; `with sharded."),
+        (copied, "is used outside of the forward of its region, where it is sharded"),
+        (cast, "is used outside of the forward of its region, where it is sharded"),
+        (failed_backward, "the last backward has failed and leaves a part of the gradients; go on from a checkpoint"),
+        (no_mesh, "must be a mesh, as `pangu.connect` returns it"),
+        (other_world, "is of 3 processes, and there are 2"),
+        (no_stage, "degrees must be at least 1, and zero 0, 1, 2 or 3"),
+        (no_bucket, "bucket_mib = -1: must be above 0"),
+        (no_loss, "loss = tensor([1., 1.]): must be a tensor of one number"),
         (no_list, "offload = ['optimizer']: 'optimizer' and 'parameters' work, in a list"),
         (over_files, ": is there and is no checkpoint, so it is not replaced"),
         (no_json, "facts: must be a mapping of JSON values (Object of type object is not JSON serializable)"),
         (differ, "shift: its first values differ between ranks 0 and 1; build the module alike"),
         (differ_in_kind, "parameters and buffers differ between ranks 0 and 1"),
-        (outside, "words.weight is used outside of the forward of its region, where it is sharded; regions="),
+        (outside, "words.weight is used outside of the forward of its region, where it is sharded; `with sharded."),
         (unseen, "0: its forward returns SimpleNamespace, in which no tensor is seen; tensors, lists"),
         (state_dict, "state_dict: the weights are sharded; `pangu.save` writes them"),
         (load_state_dict, "load_state_dict: what is loaded after `shard` is lost"),

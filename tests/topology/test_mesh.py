@@ -68,7 +68,11 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
         return tuple(ranks)
 
     calls = {"new_group": new_group, "get_backend": lambda: "nccl", "get_rank": lambda: 0}
-    calls |= {"is_initialized": lambda: True, "all_reduce": lambda tensor, group: sent.append(group)}
+    calls |= {
+        "get_world_size": lambda: 16,
+        "is_initialized": lambda: True,
+        "all_reduce": lambda tensor, group: sent.append(group),
+    }
     for name, call in calls.items():
         monkeypatch.setattr(dist, name, call)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(Options=_Options), raising=False)
