@@ -107,10 +107,10 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
-    if refused := refusal(arguments):
-        print(f"error: {refused}", file=sys.stderr, flush=True)
-        return USER_ERROR
     try:
+        if refused := refusal(arguments):
+            print(f"error: {refused}", file=sys.stderr, flush=True)
+            return USER_ERROR
         torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as failed:
         return report(failed)
@@ -120,6 +120,9 @@ def main(arguments: Sequence[str]) -> int:
         reason = str(error.__cause__ or error).splitlines()[0]
         print(f"\nthe launchers of this run did not meet: {reason}", file=sys.stderr, flush=True)
         return RETRYABLE
+    except (OSError, ValueError) as error:  # an address, a folder or a program that cannot be
+        print(f"error: torchrun cannot start: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
     return 0
 
 

@@ -70,6 +70,14 @@ def test_a_crash_is_one_line(exitcode: int, status: int, line: str, capsys: pyte
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
+def test_an_address_that_cannot_be_is_one_message() -> None:
+    line = [sys.executable, "scripts/launch.py", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:99999"]
+    done = subprocess.run([*line, "pretrain.py"], cwd=repository(), capture_output=True, text=True, check=False)
+    assert done.returncode == USER_ERROR
+    assert done.stderr.startswith("error: torchrun cannot start: The port number of the rendezvous endpoint")
+    assert done.stderr.count("\n") == 1
+
+
 def test_launchers_that_do_not_meet_say_so() -> None:
     """Nobody serves port 9."""
     options = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=9", "--rdzv-conf=timeout=1"]
