@@ -17,6 +17,7 @@ from pangu.translation.launch_script import after_program, read_command, read_fl
 from pangu.translation.table import Translation, load_table
 
 MOST_BYTES = 16 * 2**20
+MOST_VALUES = 100_000
 """Of a file with settings."""
 
 
@@ -85,10 +86,22 @@ def _parsed(path: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any
     return values
 
 
+def _parse_yaml(text: str) -> Any:
+    """Raises ValueError where references stand for more values than a file of settings has, or for endlessly many."""
+    values = yaml.safe_load(text)
+    left, count = [values], 0
+    while left and count <= MOST_VALUES:
+        value, count = left.pop(), count + 1
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if left:
+        raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
+    return values
+
+
 _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "deepspeed": ("JSON", parse_json),
     "huggingface": ("JSON", parse_json),
-    "mindformers": ("YAML", yaml.safe_load),
+    "mindformers": ("YAML", _parse_yaml),
     "torchtitan": ("TOML", tomllib.loads),
 }
 _RULES: dict[str, Callable[[Translation], None]] = {

@@ -316,6 +316,7 @@ def test_what_has_to_be_given_is_asked_for() -> None:
 CASES: dict[str, tuple[str, str | None, str]] = {
     "not JSON": ("deepspeed", "{", "is no JSON"),
     "not YAML": ("mindformers", "a: [", "is no YAML"),
+    "a list of itself": ("mindformers", "a: &a [*a]", "is no YAML (its references stand for more than 100,000 values)"),
     "not TOML": ("torchtitan", "a = ", "is no TOML"),
     "a list": ("deepspeed", "[1]", "is no table of settings"),
     "empty": ("deepspeed", "{}", "holds no settings"),
