@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from pangu.config.schema import RunConfig
 from pangu.planning.layout_work import Plan, Shape, state_bytes
@@ -21,7 +22,7 @@ class Formulas:
     """They know all numbers of ranks."""
     system = MEGATRON_2021
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """Of the model."""
         return Program(self.config).shape
