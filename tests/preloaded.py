@@ -1,7 +1,13 @@
-"""What the fork server imports: modules only, nothing that starts threads."""
+"""What the fork server imports, once, of what runs import: modules only, nothing that starts threads."""
+# ruff: noqa: F401
 
-import torch.distributed.run  # noqa: F401
-import transformers  # noqa: F401
+import matplotlib.backends.backend_agg
+import torch._dynamo  # as every optimizer of torch does
+import torch.distributed.run
+import transformers
 
+import pangu.dryrun.report
+import pangu.metrics.plots
+import pangu.training.run
 import scripts.evaluate
-import scripts.generate  # noqa: F401
+import scripts.generate

@@ -113,6 +113,7 @@ def _rank(
     variables: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    use_one_core()
     redirect(folder / f"{rank}.out", 1)
     redirect(folder / f"{rank}.err", 2)
     try:
@@ -120,6 +121,13 @@ def _rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def use_one_core() -> None:
+    """Have this process, and those that it forks, compute on one thread: tests run side by side, and small products are
+    slower on several, many times where there are more threads than cores."""
+    torch.set_num_threads(1)
+    os.sched_getaffinity = lambda process: {0}  # which a run asks for its number of threads
 
 
 def redirect(log: Path, *descriptors: int) -> None:

@@ -30,7 +30,7 @@ from tests.dryrun.layouts import SMALL, values
 from tests.end_to_end.commands import called
 from tests.spawn import repository
 
-pytestmark = [pytest.mark.usefixtures("commands_share_it"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("commands_share_it")
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
 LARGER = ("model.hidden=256", "model.sequence=128", "model.layers=8", "precision=bf16")

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from pangu.dryrun.report import show_dry_run
 from pangu.training.command import pretrain as pretraining
-from tests.spawn import Program, fork_server, redirect, repository, run_ranks
+from tests.spawn import Program, fork_server, redirect, repository, run_ranks, use_one_core
 
 SMALL = (
     "model.layers=2",
@@ -90,6 +90,7 @@ def _torchrun(path: list[str], log: Path, line: list[str]) -> None:
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    use_one_core()
     redirect(log, 1, 2)
     close = MultiprocessContext._close
 
