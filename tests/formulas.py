@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from pangu.config.schema import RunConfig
 from pangu.planning.layout_work import Plan, Shape, state_bytes
+from pangu.planning.passing import Chunk, Stored
 from pangu.planning.program import Program
 from pangu.planning.published import MEGATRON_2021, describe
 from pangu.planning.workload import Workload
@@ -34,8 +35,6 @@ class Formulas:
         """The step of a layout."""
         return describe(self.shape, self.system, plan)
 
-    def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
-    ) -> tuple[float, float]:
+    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Collection[Chunk]) -> Stored:
         """Bytes that last."""
-        return state_bytes(self.system, plan, numbers), 0.0
+        return Stored(state_bytes(self.system, plan, numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -276,12 +276,17 @@ def _modules_of(
     layers: tuple[bool, ...], first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
 ) -> Counter[str]:
     """How many modules of each kind a chunk has; `layers`: which are dense."""
+    counts = Counter(kinds_of_layers(layers, recomputed, modules))
+    counts |= Counter(embedding=first, head=last, inner="inner" in modules and not (first or last))
+    return +counts
+
+
+def kinds_of_layers(layers: tuple[bool, ...], recomputed: int, modules: Collection[str]) -> list[str]:
+    """Kinds of the modules of a chunk's layers; `layers`: which are dense."""
     kinds = ["recomputed" if number < recomputed else "layer" for number in range(len(layers))]
     if RESIDENT in modules:
         kinds[-1] = RESIDENT
-    counts = Counter(DENSE * dense + kind for kind, dense in zip(kinds, layers, strict=True))
-    counts |= Counter(embedding=first, head=last, inner="inner" in modules and not (first or last))
-    return +counts
+    return [DENSE * dense + kind for kind, dense in zip(kinds, layers, strict=True)]
 
 
 def sent_to_host(layer: ModuleWork) -> ModuleWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -12,6 +13,7 @@ from pangu.planning.cost import Group, collective_seconds, groups_of, module_tim
 from pangu.planning.layout_work import DENSE, REDUCES_EACH, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
 from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.module_work import Piece
+from pangu.planning.passing import Chunk, Held
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Axis, Collective, ModuleWork
 
@@ -64,7 +66,7 @@ class Bounds:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._pieces: dict[tuple[Any, ...], tuple[Pieces, Pieces]] = {}
-        self._held: dict[Pipeline, list[tuple[int, int]]] = {}
+        self._held: dict[Pipeline, list[tuple[int, int, bool]]] = {}
         self._links: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -154,14 +156,17 @@ class Bounds:
         program, (layer, dense) = self._space.program, self._of(plan, plan.recompute)
         numbers, experts = self._least(plan)
         words = program.shape.embedding / plan.tensor
-        states = sum(program.stored_bytes(plan, numbers + words, min(layer.parameters, dense.parameters), words, 0.0))
-        if plan.layout.splits_experts:
-            states += sum(program.stored_bytes(plan, experts, min(layer.experts, dense.experts), 0.0, 0.0, True))
+        # what passes while all activations are saved
+        each = Held(min(layer.parameters, dense.parameters), min(layer.experts, dense.experts), math.inf)
+        shared = plan.pipeline > 1 and program.shape.tied
+        embedding = Held(0.0 if shared else words)
+        chunk = Chunk(min(plan.layers) * (each,), embedding, words=words if shared else None)
+        stored = program.stored_bytes(plan, numbers + words, experts, [chunk])
+        states = stored.lasting + stored.passing
         saved, deferred = self._kept(plan, layer, dense)
-        if not saved:
-            held = 0.0
-        else:
-            held = max(forwards * saved + inputs * deferred for forwards, inputs in self._most(plan.steps))
+        moments = self._most(plan.steps)
+        held = max(forwards * saved + inputs * deferred + summed * stored.sums for forwards, inputs, summed in moments)
+        if saved:
             held += min(layer.working, dense.working)
             if "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
                 held += min(layer.saved, dense.saved)
@@ -180,14 +185,15 @@ class Bounds:
             return min(chunk.of(saved) for chunk in chunks), min(chunk.of(deferred) for chunk in chunks)
         return number * min(saved), number * min(deferred)
 
-    def _most(self, pipeline: Pipeline) -> list[tuple[int, int]]:
-        """Most forwards whose backward is to come on the first stage, and with these gradients of weights that are."""
+    def _most(self, pipeline: Pipeline) -> list[tuple[int, int, bool]]:
+        """Most forwards whose backward is to come on the first stage, with these gradients of weights that are, and
+        whether there are sums of gradients."""
         if pipeline not in self._held:
-            sums = {(sum(one.forwards), sum(one.inputs)) for one in most_held(pipeline)[0]}
-            most: dict[int, int] = {}
-            for forwards, inputs in sums:
-                most[forwards] = max(inputs, most.get(forwards, 0))
-            self._held[pipeline] = list(most.items())
+            most: dict[tuple[int, bool], int] = {}
+            for one in most_held(pipeline)[0]:
+                key = sum(one.forwards), one.summed
+                most[key] = max(sum(one.inputs), most.get(key, 0))
+            self._held[pipeline] = [(forwards, inputs, summed) for (forwards, summed), inputs in most.items()]
         return self._held[pipeline]
 
     def _of(self, plan: Plan, recompute: Recompute) -> tuple[Pieces, Pieces]:

@@ -51,7 +51,10 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     stages = []
     for step, of_stage, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
         saved, deferred, working = zip(*of_stage, strict=True)
-        most = max(sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) for one in held)
+        most = max(
+            sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) + one.summed * step.sum_bytes
+            for one in held
+        )
         most = max(most + max(working) + messages, step.update_working_bytes - step.buffer_bytes)
         states = (step.state_bytes + step.buffer_bytes) / _GIB
         overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
@@ -89,6 +92,8 @@ class Held(NamedTuple):
     """Whose gradient of the input is to come."""
     inputs: tuple[int, ...]
     """Whose gradients of weights alone are to come."""
+    summed: bool
+    """There are gradients of some before."""
 
 
 @lru_cache(maxsize=1000)
@@ -97,7 +102,7 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     p, m = pipeline.stages, pipeline.micro_batches
     if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
         often = 2 if pipeline.schedule == "zb-2p" else 1
-        return [[Held((min(m, often * (p - stage)),), (0,))] for stage in range(p)]
+        return [[Held((min(m, often * (p - stage)),), (0,), True)] for stage in range(p)]
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
@@ -105,21 +110,20 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
 
 
 def _moments(order: Order) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk and then inputs."""
+    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are."""
     chunks = sorted({chunk for _, chunk, _ in order})
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
-    held = [0] * (2 * count)
+    held, summed = [0] * (2 * count), False
     for kind, chunk, _ in order:
         slot = place[chunk]
-        if kind is Kind.FORWARD:
-            held[slot] += 1
-            yield tuple(held)  # before a backward it is the same as before
-        elif kind is Kind.BACKWARD_WEIGHT:
-            yield tuple(held)
+        held[slot] += kind is Kind.FORWARD
+        yield *held, summed
+        if kind is Kind.BACKWARD_WEIGHT:
             held[slot + count] -= 1
-        else:
+        elif kind is not Kind.FORWARD:
             held[slot] -= 1
             held[slot + count] += kind is Kind.BACKWARD_INPUT
+        summed |= kind is not Kind.FORWARD
 
 
 def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:
@@ -128,4 +132,5 @@ def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:
     for one in sorted(moments, key=sum, reverse=True):
         if not any(all(map(ge, other, one)) for other in fullest):
             fullest.append(one)
-    return [Held(one[: len(one) // 2], one[len(one) // 2 :]) for one in fullest]
+    count = len(fullest[0]) // 2
+    return [Held(one[:count], one[count:-1], bool(one[-1])) for one in fullest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -23,16 +23,20 @@ from pangu.planning.layout_work import (
     Update,
     Weights,
     assemble,
+    cut,
+    kinds_of_chunks,
+    kinds_of_layers,
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
+from pangu.planning.passing import Chunk, Formats, Held, Passing, Stored, most_passing, numbers_of
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
-from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
+from pangu.zero.grouping import Sharding, buffer_table
 
 HIDDEN = 0.9
 """Share of the communication of replicas that runs beside computing, where `parallel.overlap` asks for it."""
@@ -106,30 +110,33 @@ class Program:
         numbers_of_layer = numbers.parameters + numbers.experts
         update = Update(*self._counts.update(pieces["layer"], plan.micro_size, numbers_of_layer))
         workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
-        kinds: list[set[str]] = [set() for _ in range(plan.pipeline)]
-        for stage, counts in zip(plan.steps.stage_of, workload.chunks, strict=True):
-            kinds[stage].update(counts)
+        chunks: list[list[Chunk]] = [[] for _ in range(plan.pipeline)]
+        for stage, chunk in zip(plan.steps.stage_of, self._chunks(plan, modules), strict=True):
+            chunks[stage].append(chunk)
         message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
         stored: dict[tuple[int, int], StepWork] = {}  # most stages are alike
         steps = []
         for stage, step in enumerate(workload.steps):
             key = id(step), _communicators(plan, stage, self.config.model)
             if key not in stored:
-                stored[key] = replace(self._stored(plan, step, modules, kinds[stage]), communicators=key[1])
+                stored[key] = replace(self._stored(plan, step, modules["layer"], chunks[stage]), communicators=key[1])
             steps.append(stored[key])
         return replace(workload, steps=tuple(steps), message_bytes=message)
 
-    def _stored(self, plan: Plan, step: StepWork, modules: Mapping[str, ModuleWork], kinds: set[str]) -> StepWork:
-        """What a stage that has modules of these kinds does once a step, with what this program stores and sends."""
-        layers = [modules[kind] for kind in ("layer", DENSE + "layer") if kind in modules]
-        embedding, head = (modules[kind].parameters * (kind in kinds) for kind in ("embedding", "head"))
-        lasting, buffers = self.stored_bytes(
-            plan, step.parameters, max(one.parameters for one in layers), embedding, head
-        )
-        if plan.layout.splits_experts:
-            each = max(one.experts for one in layers)
-            of_experts = self.stored_bytes(plan, step.experts, each, 0.0, 0.0, experts=True)
-            lasting, buffers = lasting + of_experts[0], buffers + of_experts[1]
+    def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork]) -> Iterator[Chunk]:
+        """What each chunk stores."""
+        words = _words(self.config.model, plan.tensor) if self.config.model.tied_head else None
+        embedding, head = (_held(modules[kind], words or 0) for kind in ("embedding", "head"))
+        chunks = kinds_of_chunks(self.shape.dense, tuple(cut(self.shape, plan)))
+        for number, of_chunk in enumerate(chunks):
+            first, last = number == 0, number == len(chunks) - 1
+            layers = [_held(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
+            together = first and last and words is not None
+            yield Chunk(tuple(layers), embedding if first else None, head if last else None, words, together)
+
+    def _stored(self, plan: Plan, step: StepWork, layer: ModuleWork, chunks: Sequence[Chunk]) -> StepWork:
+        """What a stage of these chunks does once a step, with what this program stores and sends."""
+        stored = self.stored_bytes(plan, step.parameters, step.experts, chunks)
         # what the ends share is summed after it was reduced
         share = self._bytes[1] / self.system.gradient_bytes / _sharding(plan).size
         sends = [one._replace(bytes=one.bytes * share) if one.axis == "ends" else one for one in step.collectives]
@@ -139,9 +146,10 @@ class Program:
         return replace(
             step,
             collectives=tuple(sends),
-            state_bytes=lasting,
-            buffer_bytes=buffers,
-            update_working_bytes=max(step.update_working_bytes, self._ending(plan, step, modules["layer"])),
+            state_bytes=stored.lasting,
+            buffer_bytes=stored.passing,
+            sum_bytes=stored.sums,
+            update_working_bytes=max(step.update_working_bytes, self._ending(plan, step, layer)),
         )
 
     def _pieces(self, plan: Plan) -> dict[str, Piece]:
@@ -231,32 +239,29 @@ class Program:
                 sent, of_layer = sent + both * weights.numbers, of_layer + both * each.numbers
         return sent + max(0.0, layer.working_bytes - of_layer) if sent else 0.0
 
-    def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
-    ) -> tuple[float, float]:
-        """What a stage of so many parameters stores on the device: bytes that last, and those of whole parameters and
-        gradients that come and go; of them those of a layer, and of the embedding and the head where it has them.
-        `experts`: they are of experts that the layout splits."""
-        sharding, schedule, (narrow, wide) = _sharding(plan, experts), SCHEDULES[plan.schedule], self._bytes
-        rows = buffer_table(math.ceil(numbers), narrow < wide, sharding, True)
-        stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Collection[Chunk]) -> Stored:
+        """What a stage of so many parameters, and of `experts` that the layout splits, stores on the device."""
+        narrow, wide = self._bytes
         moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
-        lasting = (
-            sum(row.numel * (wide if row.wide else narrow) for row in stored_rows) + moments * numbers / sharding.size
-        )
-        # in two phases a chunk at a time is gathered, and reduced when its gradients are complete
-        chunk, buffers = numbers / (plan.virtual if schedule.two_phases else 1), 0.0
-        if sharding.stage == 3:  # of the module that computes and of the next one
-            buffers += narrow * (chunk if schedule.two_phases else min(max(head, layer) + layer, chunk))
-        if sharding.stage >= 2 and plan.schedule in REDUCES_EACH:
-            # of those that are being reduced, with their shards: while layers are in backward, and after the last one
-            each = self.system.gradient_bytes * (1 + 1 / sharding.size)
-            number = IN_FLIGHT // (1 + plan.layout.splits_experts)  # of a layer there are two then
-            flying = max(each * number * layer + wide * layer, each * (embedding + (number - 1) * layer))
-            buffers += min(flying, each * chunk + wide * layer)
-        elif sharding.stage >= 2:
-            buffers += wide * chunk
-        return lasting, buffers
+        formats = Formats(narrow, wide, self.system.gradient_bytes)
+        kinds, lasting, sums = [], 0.0, 0.0
+        two_phases, reduces = SCHEDULES[plan.schedule].two_phases, plan.schedule in REDUCES_EACH
+        for weights in Weights.of(plan, numbers, experts):
+            sharding = _sharding(plan, weights.experts)
+            kinds.append(Passing.of(sharding))
+            rows = buffer_table(math.ceil(weights.numbers), narrow < wide, sharding, True)
+            stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
+            lasting += sum(row.numel * (wide if row.wide else narrow) for row in stored_rows)
+            lasting += moments * weights.numbers / sharding.size
+            sums += wide * weights.numbers * kinds[-1].sums
+        both = kinds[0], kinds[-1]
+        if not two_phases:
+            passing = max(most_passing(chunk, *both, formats, reduces) for chunk in chunks)
+            return Stored(lasting, passing, 0.0 if reduces else sums)
+        # a chunk at a time is gathered, and reduced when its gradients are complete
+        passing = max(_numbers_of(chunk, [kind.weights for kind in both]) for chunk in chunks)
+        sums = max(_numbers_of(chunk, [kind.sums for kind in both]) for chunk in chunks)
+        return Stored(lasting, narrow * passing, wide * sums)
 
     @cached_property
     def _bytes(self) -> tuple[int, int]:
@@ -294,6 +299,16 @@ def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
 
     embedding, head = beside(range(1), first=True), beside(top, last=True)
     return {"layer": layer, "embedding": embedding, "head": head, "inner": _Numbers(0, 0)}
+
+
+def _held(module: ModuleWork, words: float = 0.0) -> Held:
+    """What it holds, without `words`."""
+    return Held(module.parameters - words, module.experts, module.saved_bytes)
+
+
+def _numbers_of(chunk: Chunk, kinds: Sequence[bool]) -> float:
+    """Weights of a chunk: those that replicas share, and those of experts, where it is asked for them."""
+    return sum(numbers_of(chunk, experts) for experts, asked in zip((False, True), kinds, strict=True) if asked)
 
 
 def _dense_layers(model: ModelConfig) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -27,6 +27,7 @@ from pangu.planning.cost import StepTime, step_time
 from pangu.planning.layout_work import Plan, Recompute, Shape, System, Weights
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
+from pangu.planning.passing import Chunk, Stored
 from pangu.planning.program import Program
 from pangu.planning.workload import Workload
 
@@ -99,11 +100,8 @@ class StepModel(Protocol):
     def describe(self, plan: Plan) -> Workload:
         """The step of a layout."""
 
-    def stored_bytes(
-        self, plan: Plan, numbers: float, layer: float, embedding: float, head: float, experts: bool = False
-    ) -> tuple[float, float]:
-        """What a stage of so many parameters, or of its `experts` that the layout splits, stores on the device: bytes
-        that last, and bytes that come and go."""
+    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Collection[Chunk]) -> Stored:
+        """What a stage of so many parameters, and of `experts` that the layout splits, stores on the device."""
 
 
 class Space(NamedTuple):

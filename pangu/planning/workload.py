@@ -124,6 +124,8 @@ class StepWork:
     """Groups in which the stage sends, each with buffers of its own."""
     buffer_bytes: float = 0.0
     """Whole parameters and gradients that come and go, at most."""
+    sum_bytes: float = 0.0
+    """Whole gradients that are there from the first backward to the end of the micro-batches."""
     update_working_bytes: float = 0.0
     """Besides states, once the micro-batches are done."""
 

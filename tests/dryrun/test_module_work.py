@@ -35,14 +35,14 @@ A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
 LARGER = ("model.hidden=256", "model.sequence=128", "model.layers=8", "precision=bf16")
 PLANNED = (
-    "batch.global_size=16 batch.micro_size=4 parallel.data=2 parallel.zero=2",
+    "batch.global_size=16 batch.micro_size=4 parallel.data=2 parallel.zero=2 model.vocab=8192",
     "batch.global_size=16 parallel.pipeline=4 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 memory.recompute=1",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=2 parallel.data=2 "
     "parallel.zero=1 memory.recompute=full",
     "batch.global_size=16 parallel.pipeline=2 batch.micro_size=2 parallel.data=2 memory.offload=[optimizer]",
     "batch.global_size=8 optimizer=lamb model.positions=relative parallel.pipeline=2",
-    "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2",
+    "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2 model.vocab=8192",
     "batch.global_size=32 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
     "batch.global_size=16 parallel.context=2 parallel.data=2 parallel.zero=2 model.attention=flash",
@@ -56,7 +56,7 @@ PLANNED = (
     "batch.global_size=32 model.kind=gpt model.experts=4 parallel.data=4 parallel.expert=2 parallel.zero=2 "
     "parallel.overlap_chunks=2 model.shared_experts=1",
     "batch.global_size=32 model.kind=gpt model.experts=4 parallel.data=4 parallel.expert=2 parallel.zero=3 "
-    "parallel.zero_group=2",
+    "parallel.zero_group=2 memory.offload=[optimizer,parameters]",
     "batch.global_size=16 model.experts=8 parallel.tensor=2 parallel.sequence=true parallel.data=2 parallel.expert=4 "
     "parallel.expert_tensor=1 parallel.pipeline=2",
     "batch.global_size=16 model.kind=gpt model.experts=4 model.dense_layers=1 model.expert_every=2 parallel.data=2 "

@@ -1,0 +1,170 @@
+"""Whole weights and gradients of ZeRO-2 and 3 that are there for a while only (Rajbhandari et al. 2020, section 5)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
+
+
+class Held(NamedTuple):
+    """By a module on one rank."""
+
+    parameters: float
+    """Before any sharding over replicas, as the next ones."""
+    experts: float = 0.0
+    """Of experts that the layout splits, which `parameters` leave out."""
+    saved: float = 0.0
+    """Bytes from forward to backward of a micro-batch."""
+
+
+class Chunk(NamedTuple):
+    """Modules that follow one another in forward."""
+
+    layers: tuple[Held, ...]
+    embedding: Held | None = None
+    """Without `words`; None: it is not here."""
+    head: Held | None = None
+    """The same."""
+    words: float | None = None
+    """Of the words' table that embedding and head share; None: it is part of their numbers."""
+    together: bool = False
+    """On this stage they have one table."""
+
+
+class Stored(NamedTuple):
+    """Bytes of a stage on the device."""
+
+    lasting: float
+    passing: float = 0.0
+    """Of whole weights and gradients that come and go, at most."""
+    sums: float = 0.0
+    """Of whole gradients that are there from the first backward to the end of the micro-batches."""
+
+
+class Passing(NamedTuple):
+    """What of some weights is there for a while only."""
+
+    weights: bool
+    sums: bool
+    """Whole sums of gradients."""
+    shards: int
+    """Ranks that share them."""
+
+    @classmethod
+    def of(cls, sharding: Sharding) -> Passing:
+        """By the table of buffers."""
+        lasting = {row.name for row in buffer_table(sharding.size, True, sharding, True) if row.lasting}
+        return cls("weights" not in lasting, "total" not in lasting, sharding.size)
+
+
+class Formats(NamedTuple):
+    """Bytes of a number."""
+
+    weights: int
+    sums: int
+    """Of gradients over micro-batches."""
+    messages: int
+    """Of gradients that are sent."""
+
+
+class _Flat(NamedTuple):
+    """A flat parameter."""
+
+    place: int
+    numbers: float
+    experts: bool
+
+
+def numbers_of(chunk: Chunk, experts: bool) -> float:
+    """All weights of a chunk, of `experts` that the layout splits or of others."""
+    if experts:
+        return sum(layer.experts for layer in chunk.layers)
+    tables = (chunk.embedding is not None) + (chunk.head is not None and not chunk.together)
+    modules = (*chunk.layers, *filter(None, (chunk.embedding, chunk.head)))
+    return sum(module.parameters for module in modules) + (chunk.words or 0.0) * tables
+
+
+@lru_cache(maxsize=10_000)
+def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, reduces: bool) -> float:
+    """Most bytes that pass while the modules of a chunk compute one after the other, less what is not saved then of a
+    micro-batch's activations: weights that are gathered for the one that computes and for the next (`zero.unshard`);
+    with `reduces` also gradients that are summed, and sent once they are complete (`zero.gradients`)."""
+    if not any(kind.weights or (reduces and kind.sums) for kind in (dense, experts)):
+        return 0.0
+    names = [chunk.embedding, *chunk.layers, chunk.head]
+    saved = [module.saved for module in names if module is not None]
+    modules = list(_modules(chunk))
+    first = int(chunk.embedding is not None)  # backward of a lookup reads no weights
+    kinds = dense, experts
+    whole, sums, flying = set[_Flat](), set[_Flat](), deque[float]()
+    most = 0.0
+
+    def measure(place: int) -> None:
+        nonlocal most
+        weights, gradients = (sum(flat.numbers for flat in flats) for flats in (whole, sums))
+        now = formats.weights * weights + formats.sums * gradients + sum(flying) - sum(saved[place + 1 :])
+        most = max(most, now)
+
+    def compute(place: int, following: int) -> None:
+        """And gather for the next one."""
+        beside = modules[following]
+        whole.update(flat for flat in (*modules[place], *beside) if kinds[flat.experts].weights)
+        measure(place)
+        whole.difference_update(set(modules[place]) - set(beside))
+
+    def send(place: int) -> None:
+        """The gradients that no module before it adds to."""
+        unfinished = {flat for before in modules[:place] for flat in before}
+        for flat in reversed(modules[place]):
+            if flat in sums and flat not in unfinished:
+                if len(flying) == IN_FLIGHT:
+                    flying.popleft()
+                message = formats.messages * flat.numbers
+                if formats.messages == formats.sums:
+                    sums.discard(flat)
+                flying.append(message + message / kinds[flat.experts].shards)
+                measure(place)
+                sums.discard(flat)
+
+    last = len(modules) - 1
+    for _ in range(2):  # what the first one sent last is there when the next one begins
+        for place in range(len(modules)):
+            compute(place, min(place + 1, last))
+        for place in range(last, -1, -1):
+            sums.update(flat for flat in modules[place] if reduces and kinds[flat.experts].sums)
+            if place >= first:
+                compute(place, max(place - 1, first))
+            measure(place)
+            send(place)
+        whole.clear()
+    return most
+
+
+def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:
+    """The flat parameters of each module in the order of forward."""
+    number = 0
+
+    def flat(numbers: float, experts: bool = False) -> _Flat:
+        nonlocal number
+        number += 1
+        return _Flat(number, numbers, experts)
+
+    table: tuple[_Flat, ...] = ()
+    if chunk.embedding is not None:
+        if chunk.together:
+            table = (flat(chunk.embedding.parameters + (chunk.words or 0.0)),)
+            yield table
+        else:
+            apart = () if chunk.words is None else (flat(chunk.words),)
+            yield *apart, flat(chunk.embedding.parameters)
+    for layer in chunk.layers:
+        apart = (flat(layer.experts, True),) if layer.experts else ()
+        yield flat(layer.parameters), *apart
+    if chunk.head is not None:
+        if chunk.words is not None and not table:
+            table = (flat(chunk.words),)
+        yield *table, flat(chunk.head.parameters)
