@@ -19,6 +19,7 @@ from pangu.config.data import PackingConfig
 from pangu.config.layout_checks import data_size
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
+from pangu.topology.launch import choose_memory_settings
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import choose
@@ -113,7 +114,8 @@ def loop(
                 with torch.autocast(batch.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     value = loss(part[:, :-1], part[:, 1:]) / len(parts)
                 value.backward()
-            total += value.detach()
+            value = value.detach()
+            total += value.full_tensor() if isinstance(value, DTensor) else value
         clip(groups)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -149,6 +151,7 @@ def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
+    choose_memory_settings()
     folder = str(Path(__file__).resolve().parent.parent / "configs")
     with initialize_config_dir(folder, version_base="1.3"):
         shape = [f"model.{key}={value}" for key, value in SHAPE.items()]

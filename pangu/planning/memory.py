@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES, Order
+from pangu.planning.layout_work import REDUCES_EACH
 from pangu.planning.pipeline_time import Pipeline, orders
 from pangu.planning.workload import ModuleWork, Workload
 
@@ -106,14 +107,16 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
-    return [_fullest(set(_moments(order))) for order in orders(pipeline._replace(micro_batches=most))]
+    never_whole = pipeline.schedule in REDUCES_EACH  # then it makes no difference
+    return [_fullest(set(_moments(order, never_whole))) for order in orders(pipeline._replace(micro_batches=most))]
 
 
-def _moments(order: Order) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are."""
+def _moments(order: Order, summed: bool) -> Iterator[tuple[int, ...]]:
+    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are; `summed`:
+    whether they are at the beginning."""
     chunks = sorted({chunk for _, chunk, _ in order})
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
-    held, summed = [0] * (2 * count), False
+    held = [0] * (2 * count)
     for kind, chunk, _ in order:
         slot = place[chunk]
         held[slot] += kind is Kind.FORWARD

@@ -128,11 +128,15 @@ class Program:
         words = _words(self.config.model, plan.tensor) if self.config.model.tied_head else None
         embedding, head = (_held(modules[kind], words or 0) for kind in ("embedding", "head"))
         chunks = kinds_of_chunks(self.shape.dense, tuple(cut(self.shape, plan)))
+        made: dict[tuple[Any, ...], Chunk] = {}  # most chunks are alike
         for number, of_chunk in enumerate(chunks):
             first, last = number == 0, number == len(chunks) - 1
-            layers = [_held(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
-            together = first and last and words is not None
-            yield Chunk(tuple(layers), embedding if first else None, head if last else None, words, together)
+            if (key := (of_chunk, first, last)) not in made:
+                layers = [_held(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
+                together = first and last and words is not None
+                ends = embedding if first else None, head if last else None
+                made[key] = Chunk(tuple(layers), *ends, words, together)
+            yield made[key]
 
     def _stored(self, plan: Plan, step: StepWork, layer: ModuleWork, chunks: Sequence[Chunk]) -> StepWork:
         """What a stage of these chunks does once a step, with what this program stores and sends."""

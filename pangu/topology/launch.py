@@ -51,11 +51,18 @@ PLUG_IN = "torch_npu"
 GROWING = "expandable_segments:True"
 
 
-def choose_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have torch's allocator grow its segments, so that blocks of changing sizes leave no gaps, unless the user has set
-    it up. Before torch is imported."""
+SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+"""Shapes of products that oneDNN and torch's bridge to it keep kernels and buffers for, by default 1,024: experts have
+other numbers of tokens in every step, and those of the quickstart's size filled 0.8 GB."""
+
+
+def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -> None:
+    """What the user has not set: torch's allocator grows its segments, so that blocks of changing sizes leave no gaps;
+    a CPU keeps kernels for few shapes. Before torch is imported."""
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
+    for name, capacity in SHAPES.items():
+        environment.setdefault(name, capacity)
 
 
 def load_torch(requested: object) -> None:

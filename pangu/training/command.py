@@ -19,7 +19,7 @@ from pangu.config.build import build
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
-from pangu.topology.launch import Launch, choose_allocator, load_torch
+from pangu.topology.launch import Launch, choose_memory_settings, load_torch
 
 
 def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
@@ -34,7 +34,7 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
     def train(values: Mapping[str, Any]) -> None:
-        choose_allocator()
+        choose_memory_settings()
         group = values.get("train")
         # all of the trainer, which those who only compose do without
         load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)

@@ -12,7 +12,7 @@ import torch
 
 from pangu.config.errors import UserError
 from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import Launch, choose_allocator, choose_device
+from pangu.topology.launch import SHAPES, Launch, choose_device, choose_memory_settings
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -100,10 +100,11 @@ def test_a_plug_in_that_cannot_be_imported_is_told_with_its_cause(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"])
-def test_the_allocator_is_as_the_user_has_set_it(name: str) -> None:
-    environment = {name: "max_split_size_mb:128"}
-    choose_allocator(environment)
-    assert environment == {name: "max_split_size_mb:128"}
+def test_memory_settings_are_as_the_user_has_set_them(name: str) -> None:
+    given = {name: "max_split_size_mb:128", "LRU_CACHE_CAPACITY": "7"}
+    environment = dict(given)
+    choose_memory_settings(environment)
+    assert environment == {**given, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
     empty: dict[str, str] = {}
-    choose_allocator(empty)
-    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    choose_memory_settings(empty)
+    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SHAPES}
