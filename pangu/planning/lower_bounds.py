@@ -13,7 +13,7 @@ from pangu.planning.cost import Group, collective_seconds, groups_of, module_tim
 from pangu.planning.layout_work import DENSE, REDUCES_EACH, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
 from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.module_work import Piece
-from pangu.planning.passing import Chunk, Held
+from pangu.planning.passing import Chunk, Module
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Axis, Collective, ModuleWork
 
@@ -157,9 +157,9 @@ class Bounds:
         numbers, experts = self._least(plan)
         words = program.shape.embedding / plan.tensor
         # what passes while all activations are saved
-        each = Held(min(layer.parameters, dense.parameters), min(layer.experts, dense.experts), math.inf)
+        each = Module(min(layer.parameters, dense.parameters), min(layer.experts, dense.experts), math.inf)
         shared = plan.pipeline > 1 and program.shape.tied
-        embedding = Held(0.0 if shared else words)
+        embedding = Module(0.0 if shared else words)
         chunk = Chunk(min(plan.layers) * (each,), embedding, words=words if shared else None)
         stored = program.stored_bytes(plan, numbers + words, experts, [chunk])
         states = stored.lasting + stored.passing

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
 
 
-class Held(NamedTuple):
-    """By a module on one rank."""
+class Module(NamedTuple):
+    """What a module has on one rank."""
 
     parameters: float
     """Before any sharding over replicas, as the next ones."""
@@ -24,10 +24,10 @@ class Held(NamedTuple):
 class Chunk(NamedTuple):
     """Modules that follow one another in forward."""
 
-    layers: tuple[Held, ...]
-    embedding: Held | None = None
+    layers: tuple[Module, ...]
+    embedding: Module | None = None
     """Without `words`; None: it is not here."""
-    head: Held | None = None
+    head: Module | None = None
     """The same."""
     words: float | None = None
     """Of the words' table that embedding and head share; None: it is part of their numbers."""

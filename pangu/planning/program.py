@@ -29,7 +29,7 @@ from pangu.planning.layout_work import (
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
-from pangu.planning.passing import Chunk, Formats, Held, Passing, Stored, most_passing, numbers_of
+from pangu.planning.passing import Chunk, Formats, Module, Passing, Stored, most_passing, numbers_of
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
@@ -126,13 +126,13 @@ class Program:
     def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork]) -> Iterator[Chunk]:
         """What each chunk stores."""
         words = _words(self.config.model, plan.tensor) if self.config.model.tied_head else None
-        embedding, head = (_held(modules[kind], words or 0) for kind in ("embedding", "head"))
+        embedding, head = (_module(modules[kind], words or 0) for kind in ("embedding", "head"))
         chunks = kinds_of_chunks(self.shape.dense, tuple(cut(self.shape, plan)))
         made: dict[tuple[Any, ...], Chunk] = {}  # most chunks are alike
         for number, of_chunk in enumerate(chunks):
             first, last = number == 0, number == len(chunks) - 1
             if (key := (of_chunk, first, last)) not in made:
-                layers = [_held(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
+                layers = [_module(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
                 together = first and last and words is not None
                 ends = embedding if first else None, head if last else None
                 made[key] = Chunk(tuple(layers), *ends, words, together)
@@ -305,9 +305,9 @@ def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
     return {"layer": layer, "embedding": embedding, "head": head, "inner": _Numbers(0, 0)}
 
 
-def _held(module: ModuleWork, words: float = 0.0) -> Held:
-    """What it holds, without `words`."""
-    return Held(module.parameters - words, module.experts, module.saved_bytes)
+def _module(module: ModuleWork, words: float = 0.0) -> Module:
+    """Of its weights those that are not `words`."""
+    return Module(module.parameters - words, module.experts, module.saved_bytes)
 
 
 def _numbers_of(chunk: Chunk, kinds: Sequence[bool]) -> float:
