@@ -16,8 +16,7 @@ from pangu.translation import deepspeed, huggingface, megatron, mindformers, tor
 from pangu.translation.launch_script import after_program, read_command, read_flags
 from pangu.translation.table import Translation, load_table
 
-MOST_BYTES = 16 * 2**20
-MOST_VALUES = 100_000
+MOST_BYTES, MOST_VALUES = 16 * 2**20, 100_000
 """Of a file with settings."""
 
 

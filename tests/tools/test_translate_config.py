@@ -321,6 +321,7 @@ CASES: dict[str, tuple[str, str | None, str]] = {
     "a list": ("deepspeed", "[1]", "is no table of settings"),
     "empty": ("deepspeed", "{}", "holds no settings"),
     "nothing there": ("torchtitan", None, "No such file or directory"),
+    "many": ("deepspeed", json.dumps(dict.fromkeys(map(str, range(10_001)), 1)), "more than 10,000 settings"),
     "no type": ("huggingface", '{"hidden_size": 8}', "model_type = '': cannot be converted"),
     "text for a number": ("deepspeed", '{"train_batch_size": "many"}', "train_batch_size = many: must be a number"),
     "not whole": ("deepspeed", '{"train_batch_size": 1.5}', "train_batch_size = 1.5: must be a whole number"),
@@ -335,7 +336,7 @@ CASES: dict[str, tuple[str, str | None, str]] = {
         "mindformers",
         "a: &a {x: 1, y: 2}\n"
         + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 30)).replace("*a0", "*a"),
-        "more than 10,000 settings",
+        "is no YAML (its references stand for more than 100,000 values)",
     ),
 }
 
