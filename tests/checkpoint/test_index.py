@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -211,8 +211,10 @@ Box = tuple[tuple[int, int], tuple[int, int]]
     st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 4))] * 2), max_size=5),
     st.booleans(),
 )
+@example((1, 1), [((0, 0), (0, 2)), ((0, 1), (0, 1))], False)
 def test_covering_is_that_every_element_is_in_one_box(shape: tuple[int, int], boxes: list[Box], cut: bool) -> None:
-    """Against counting the elements one by one; random boxes, and half of the time those of a cut."""
+    """Against counting the elements one by one; random boxes, and half of the time those of a cut. Not even an empty
+    box may reach outside."""
     if cut:
         low, wide = 1 + shape[0] // 2, shape[1]
         boxes = [((0, low), (0, wide)), ((low, shape[0] - low), (0, wide - wide // 2))]
@@ -224,7 +226,8 @@ def test_covering_is_that_every_element_is_in_one_box(shape: tuple[int, int], bo
     expected = torch.zeros(10, 10, dtype=torch.int64)
     expected[: shape[0], : shape[1]] = 1
     pieces = [{"offsets": [top, left], "shape": [height, width]} for (top, height), (left, width) in boxes]
-    assert cover(list(shape), pieces) == torch.equal(counts, expected)
+    inside = all(top + height <= shape[0] and left + width <= shape[1] for (top, height), (left, width) in boxes)
+    assert cover(list(shape), pieces) == (inside and torch.equal(counts, expected))
 
 
 def test_many_pieces_take_a_time_in_proportion_to_their_number() -> None:
