@@ -46,7 +46,9 @@ OURS = {
     "zb_h1": ONCE,
     "zb_v": IN_A_V,
 }
-PEERS = ("plain", *TORCH, "deepspeed", *OURS)
+RECOMPUTED = "1f1b_norms"
+"""1F1B whose norms are computed again in backward."""
+PEERS = ("plain", *TORCH, "deepspeed", *OURS, RECOMPUTED)
 
 
 class Chunk(nn.Module):
@@ -115,17 +117,20 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return torch_pipeline(*TORCH[peer], precision, vocab)
     if peer == "deepspeed":
         return with_deepspeed.pipeline(precision, vocab, micro, MICRO_BATCHES, ONCE)
-    layers = OURS[peer]
+    more = ("memory.recompute=selective", "memory.selective=[norm]") if peer == RECOMPUTED else ()
+    schedule = peer.removesuffix("_norms")
+    layers = OURS[schedule]
     return pangu_step(
         precision,
         vocab,
         micro,
         f"parallel.pipeline={PROCESSES}",
         f"parallel.virtual={len(layers) // PROCESSES}",
-        f"parallel.schedule={peer}",
+        f"parallel.schedule={schedule}",
         f"parallel.layers={list(layers)}",
         f"batch.micro_size={micro}",
         f"batch.global_size={MICRO_BATCHES * micro}",
+        *more,
     )
 
 

@@ -35,6 +35,9 @@ class Builder:
     context: ContextRegion | None = None
     """Those that share a sequence; None: nobody does."""
     store: WeightGradientStore | None = None
+    """Takes the gradients of the words' table and of the head; None: they are autograd's."""
+    layers_store: WeightGradientStore | None = None
+    """The same for the matrices of layers."""
     scales: Fp8Scales | None = None
     balance: ExpertBalance | None = None
     """Of a model with experts."""

@@ -189,7 +189,7 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, build: Builder, name: str) -> None:
         super().__init__()
-        self.store = build.store
+        self.store = build.layers_store
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
 
     def forward(self, x: Tensor, dispatch: Dispatch, members: Tensor | None, of_tokens: bool = False) -> Tensor:

@@ -43,7 +43,7 @@ class ParallelLinear(nn.Module):
         super().__init__()
         self.placements, self.dim = build.placements(f"{name}.weight"), dim
         assert all(placement.shape[dim] % build.region.size == 0 for placement in self.placements), self.placements
-        self.region, self.store, self.fp8 = build.region, build.store, build.fp8_products(f"{name}.weight")
+        self.region, self.store, self.fp8 = build.region, build.layers_store, build.fp8_products(f"{name}.weight")
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.in_graph: Callable[[ParallelLinear, Tensor], Tensor] | None = None
         """Stands for it in the graph of a compiled layer."""

@@ -105,16 +105,22 @@ def _transposed(fp8: Fp8, weight: Tensor) -> Multiply:
     return _linear(None, weight.t()) if fp8 is None else fp8.input_gradient(weight)
 
 
+def _of_rows(x: Tensor, multiply: Multiply) -> Tensor:
+    # flat: for a batch of one, whose strides may be any, torch would multiply each row alone
+    rows = multiply(x.flatten(0, -2))
+    return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
 def _gather_and_multiply(x: Tensor, multiply: Multiply, region: TensorRegion) -> tuple[list[Tensor], list[Tensor]]:
     """Gathered chunks of x, and the value of each; all gathers are under way before the first matmul. Without sequence
     parallelism x is one chunk."""
-    count = min(region.chunks, x.shape[0]) if region.slices_sequence else 1
-    gathers = [start_gather(chunk, region) for chunk in x.tensor_split(count)]
+    if not region.slices_sequence:
+        return [x], [_of_rows(x, multiply)]
+    gathers = [start_gather(chunk, region) for chunk in x.tensor_split(min(region.chunks, x.shape[0]))]
     wholes, values = [], []
     for wait in gathers:
         wholes.append(wait())
-        # flat: for a batch of one, whose strides may be any, torch would multiply each row alone
-        values.append(multiply(wholes[-1].flatten(0, -2)).unflatten(0, wholes[-1].shape[:-1]))
+        values.append(_of_rows(wholes[-1], multiply))
     return wholes, values
 
 
@@ -124,6 +130,9 @@ def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> li
     A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's slice:
     with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
     """
+    if region.size == 1:
+        value = _of_rows(x, multiply)
+        return [lambda: value]
     slices = x.unflatten(0, (region.num_slices, -1))
     chunks = slices.tensor_split(min(region.chunks, slices.shape[1]), dim=1)
     values = (multiply(chunk.flatten(0, -2)).unflatten(0, (-1, *chunk.shape[2:-1])) for chunk in chunks)

@@ -61,7 +61,7 @@ def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
 
         scales = Fp8Scales(logical_shapes(config.model), mesh.device)
         scales.known = True  # every step but the first
-    build = Builder(region=region, store=store, scales=scales)
+    build = Builder(region=region, layers_store=store, scales=scales)
     model, table = build_model(config.model, Options.of(config, kernel), build, [part])
     dtype, device = DTYPES[config.precision.compute], mesh.device
     model.balance_on(device)

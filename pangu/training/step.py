@@ -16,6 +16,7 @@ from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch
 from pangu.layers.builder import DTYPES, Builder
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.models.language_model import Options, build_model
 from pangu.models.parameters import logical_shapes
 from pangu.optim.build import make_optimizer
@@ -28,6 +29,7 @@ from pangu.topology.mesh import Algorithms, Mesh
 from pangu.zero.flat_parameter import Shard
 from pangu.zero.gradients import Norms, products_add
 from pangu.zero.sharded import ShardedParameters
+from pangu.zero.weight_products import WeightProducts
 
 if TYPE_CHECKING:
     from pangu.training.autotune import Choices
@@ -98,26 +100,20 @@ class Trainer:
         self.doing = "starting"
         """What this rank is at, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
-        store, adds_products = None, products_add(mesh.device)
-        if schedule.splits_backward or adds_products:
-            from pangu.layers.weight_gradient_store import WeightGradientStore
-
-            store = WeightGradientStore()
-        self.scales = None
+        store, self.scales = WeightGradientStore(), None
+        in_layers = schedule.splits_backward or products_add(mesh.device)
         if config.precision.matmul == "fp8":
             from pangu.layers.fp8 import Fp8Scales
 
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        build = Builder.on(mesh, config, store=store, scales=self.scales)
+        stores = {"store": store, "layers_store": store if in_layers else None}
+        build = Builder.on(mesh, config, scales=self.scales, **stores)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, table, chunks, mesh, config, schedule.reduce_each)
-        if store is not None and adds_products:
-            from pangu.zero.weight_products import WeightProducts
-
-            products = WeightProducts(self.parameters.gradients, self.model)
-            store.add_product, store.add_rows = products.add, products.add_rows
+        products = WeightProducts(self.parameters.gradients, self.model)
+        store.add_product, store.add_rows = products.add, products.add_rows
         if config.compile is True or (choices is not None and choices.compile == "true"):
             from pangu.models.compiled import CompiledBlocks
 

@@ -19,8 +19,8 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 
 
 def products_add(device: torch.device) -> bool:
-    """Whether products of matrices can add to sums in fp32 (`weight_products`). Other gradients, on a CPU all, are made
-    by autograd and added then."""
+    """Whether the products of layers add their gradients to the sums too (`weight_products`), as that of the head does
+    everywhere. Elsewhere autograd makes them, which takes less of the host's time, and they are added then."""
     return device.type == "cuda"
 
 

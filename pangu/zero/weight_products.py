@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-    """Add [m, k] x [k, n] to a sum in fp32, or begin the sum, whatever it holds. The kernel is torch's for CUDA;
-    `tests/gpu` has what a device must show, none has run it. apex's `wgrad_gemm_accum_fp32` is the same product of
-    cuBLAS, which cannot begin a sum: it would have to be filled with zeros first."""
-    torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
+    """Add [m, k] x [k, n] to a sum, or begin the sum, whatever it holds.
+
+    To a sum in a wider format only cuBLAS adds; `tests/gpu` has what a device must show, none has run it. apex's
+    `wgrad_gemm_accum_fp32` is the same product, which cannot begin a sum: it would have to be filled with zeros first.
+    """
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, beta=0 if begins else 1, out=total)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
+    else:
+        (total.copy_ if begins else total.add_)(left @ right)
 
 
 class WeightProducts:
@@ -50,5 +57,9 @@ class WeightProducts:
         total, begins = self._gradients.sum_of(table)
         if begins:
             total.zero_()
-        total.index_put_((rows,), grad.to(total.dtype), accumulate=True)
+        grad = grad.to(total.dtype)
+        if total.device.type == "cpu":  # each of the two adds in one order on its own kind of device only
+            total.index_add_(0, rows.flatten(), grad.flatten(0, -2))
+        else:
+            total.index_put_((rows,), grad, accumulate=True)
         self._gradients.complete(table)

@@ -10,13 +10,10 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
-
 from pangu.topology import mesh
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms
 from pangu.training import step
-from pangu.zero import weight_products
 from tests.covering import Case, Rule
 from tests.parallel.harness import OVERRIDES, compare, one_process, train_layout
 from tests.threads import Ranks
@@ -72,7 +69,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
     "loss_chunk": ("null", "5", "1000"),
-    "products": ("false", "true"),  # gradients of matrices made by autograd and then added, or added by the product
+    "products": ("false", "true"),  # gradients of layers' matrices made by autograd and then added, or by the product
     # the run
     "micro_batches": ("1", "2", "3", "4"),
     "micro_size": ("1", "2"),
@@ -272,20 +269,14 @@ def name_of(case: Case) -> str:
     return " ".join(f"{name}={value}" for name, value in case.items() if value != FACTORS.get(name, ("",))[0])
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-    """What a device's matrix product does with a sum in a wider format."""
-    total.copy_(left.to(total.dtype) @ right.to(total.dtype) + (0 if begins else total))
-
-
 @contextmanager
 def ways_of(case: Case) -> Iterator[None]:
-    """On all ranks, lets collectives do what they do on gloo, or not, and matrix products add to the buffers of
+    """On all ranks, lets collectives do what they do on gloo, or not, and products of layers add to the buffers of
     gradients, or not."""
     way = "exchange" if case["exchange"] == "true" else "own"
     with (
         patch.object(mesh, "Algorithms", lambda: Algorithms(way, way)),
         patch.object(step, "products_add", lambda device: case["products"] == "true"),
-        patch.object(weight_products, "add_product", add_product),
     ):
         yield
 

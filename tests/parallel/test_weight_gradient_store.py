@@ -38,7 +38,9 @@ class Run:
         memory = config.memory
         options = Options("reference", memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk)
         region = TensorRegion.of(self.mesh, config.parallel.overlap_chunks)
-        self.model, table = build_model(config.model, options, Builder(PlacementTable(), region=region, store=store))
+        self.model, table = build_model(
+            config.model, options, Builder(PlacementTable(), region=region, store=store, layers_store=store)
+        )
         parts = {0: ModelPart.whole(config.model)}
         self.parameters = ShardedParameters.of_run(self.model, table, parts, self.mesh, config, reduce_each=False)
         self.gradients = self.parameters.gradients
