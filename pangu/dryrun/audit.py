@@ -131,7 +131,7 @@ class Audit(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not for each operation: within a dry run nothing compiles."""
+        """torch asks: true would have its compiler told to stay away at every operation, and nothing compiles here."""
         return False
 
     def __enter__(self) -> Audit:

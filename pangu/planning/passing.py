@@ -31,8 +31,19 @@ class Chunk(NamedTuple):
     """The same."""
     words: float | None = None
     """Of the words' table that embedding and head share; None: it is part of their numbers."""
-    together: bool = False
-    """On this stage they have one table."""
+
+    @property
+    def has_both(self) -> bool:
+        """Whether embedding and head have one table here."""
+        return None not in (self.embedding, self.head, self.words)
+
+    def numbers(self, parameters: bool, experts: bool) -> float:
+        """All weights of the chunk: those that all replicas share, and those of experts that the layout splits, where
+        it is asked for them."""
+        tables = (self.embedding is not None) + (self.head is not None and not self.has_both)
+        modules = (*self.layers, *filter(None, (self.embedding, self.head)))
+        whole = sum(module.parameters for module in modules) + (self.words or 0.0) * tables
+        return whole * parameters + sum(layer.experts for layer in self.layers) * experts
 
 
 class Stored(NamedTuple):
@@ -77,15 +88,6 @@ class _Flat(NamedTuple):
     place: int
     numbers: float
     experts: bool
-
-
-def numbers_of(chunk: Chunk, experts: bool) -> float:
-    """All weights of a chunk, of `experts` that the layout splits or of others."""
-    if experts:
-        return sum(layer.experts for layer in chunk.layers)
-    tables = (chunk.embedding is not None) + (chunk.head is not None and not chunk.together)
-    modules = (*chunk.layers, *filter(None, (chunk.embedding, chunk.head)))
-    return sum(module.parameters for module in modules) + (chunk.words or 0.0) * tables
 
 
 @lru_cache(maxsize=10_000)
@@ -155,7 +157,7 @@ def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:
 
     table: tuple[_Flat, ...] = ()
     if chunk.embedding is not None:
-        if chunk.together:
+        if chunk.has_both:
             table = (flat(chunk.embedding.parameters + (chunk.words or 0.0)),)
             yield table
         else:

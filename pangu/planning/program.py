@@ -29,7 +29,7 @@ from pangu.planning.layout_work import (
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
-from pangu.planning.passing import Chunk, Formats, Module, Passing, Stored, most_passing, numbers_of
+from pangu.planning.passing import Chunk, Formats, Module, Passing, Stored, most_passing
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
@@ -133,9 +133,8 @@ class Program:
             first, last = number == 0, number == len(chunks) - 1
             if (key := (of_chunk, first, last)) not in made:
                 layers = [_module(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
-                together = first and last and words is not None
                 ends = embedding if first else None, head if last else None
-                made[key] = Chunk(tuple(layers), *ends, words, together)
+                made[key] = Chunk(tuple(layers), *ends, words)
             yield made[key]
 
     def _stored(self, plan: Plan, step: StepWork, layer: ModuleWork, chunks: Sequence[Chunk]) -> StepWork:
@@ -263,8 +262,8 @@ class Program:
             passing = max(most_passing(chunk, *both, formats, reduces) for chunk in chunks)
             return Stored(lasting, passing, 0.0 if reduces else sums)
         # a chunk at a time is gathered, and reduced when its gradients are complete
-        passing = max(_numbers_of(chunk, [kind.weights for kind in both]) for chunk in chunks)
-        sums = max(_numbers_of(chunk, [kind.sums for kind in both]) for chunk in chunks)
+        passing = max(chunk.numbers(*(kind.weights for kind in both)) for chunk in chunks)
+        sums = max(chunk.numbers(*(kind.sums for kind in both)) for chunk in chunks)
         return Stored(lasting, narrow * passing, wide * sums)
 
     @cached_property
@@ -308,11 +307,6 @@ def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
 def _module(module: ModuleWork, words: float = 0.0) -> Module:
     """Of its weights those that are not `words`."""
     return Module(module.parameters - words, module.experts, module.saved_bytes)
-
-
-def _numbers_of(chunk: Chunk, kinds: Sequence[bool]) -> float:
-    """Weights of a chunk: those that replicas share, and those of experts, where it is asked for them."""
-    return sum(numbers_of(chunk, experts) for experts, asked in zip((False, True), kinds, strict=True) if asked)
 
 
 def _dense_layers(model: ModelConfig) -> tuple[int, ...]:

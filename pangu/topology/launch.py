@@ -51,7 +51,7 @@ PLUG_IN = "torch_npu"
 GROWING = "expandable_segments:True"
 
 
-SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+REMEMBERED_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 """Shapes of products that oneDNN and torch's bridge to it keep kernels and buffers for, by default 1,024: experts have
 other numbers of tokens in every step, and two layers of width 512 filled 0.8 GB."""
 
@@ -61,7 +61,7 @@ def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -
     a CPU keeps kernels for few shapes. Before torch is imported."""
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
-    for name, capacity in SHAPES.items():
+    for name, capacity in REMEMBERED_SHAPES.items():
         environment.setdefault(name, capacity)
 
 

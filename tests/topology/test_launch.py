@@ -12,7 +12,7 @@ import torch
 
 from pangu.config.errors import UserError
 from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import SHAPES, Launch, choose_device, choose_memory_settings
+from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_memory_settings
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -107,4 +107,4 @@ def test_memory_settings_are_as_the_user_has_set_them(name: str) -> None:
     assert environment == {**given, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
     empty: dict[str, str] = {}
     choose_memory_settings(empty)
-    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SHAPES}
+    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **REMEMBERED_SHAPES}
