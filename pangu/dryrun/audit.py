@@ -257,7 +257,7 @@ class Audit(TorchDispatchMode):
         if operator.name in _ANY_ORDER and (operator.name != "cumsum" or inputs[0].is_floating_point()):
             self._count("any_order", operator.name)
         if operator.product:
-            self._hide(stream)
+            self.hide(stream)
             # without the sum that a product is added to
             shapes = tuple(tuple(tensor.shape) for tensor in inputs if all(tensor is not made for made in outputs))
             format_ = str(inputs[0].dtype).removeprefix("torch.")
@@ -322,7 +322,7 @@ class Audit(TorchDispatchMode):
 
         return watched
 
-    def _hide(self, computing: Stream) -> None:
+    def hide(self, computing: Stream = 0) -> None:
         """A product hides what has begun and what its stream has not waited for, be it another stream's wait."""
         for one in self._under_way(computing):
             self._count_hidden("hidden", one)

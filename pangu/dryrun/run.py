@@ -250,6 +250,11 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
 
     with patch.object(trainer, "stages", audited_stages), patch.object(Batch, "to", moved):
         trainer.train_step(batches)
+    # the next step waits for a module's weights where it uses them: its first products hide the gathers of the rest
+    unsharder = trainer.parameters.unsharder
+    modules = list(unsharder.uses)
+    unsharder.wait(modules[: 1 + sum(module in unsharder.regions.lookups for module in modules)])
+    audit.hide()
 
 
 def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:

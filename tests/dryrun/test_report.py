@@ -135,3 +135,14 @@ def test_what_no_product_hides_is_told_of_each_axis() -> None:
     said = dict(line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("over "))
     assert said["tensor"].endswith(" exposed")
     assert " exposed" in said["shard"]
+
+
+def test_the_next_steps_products_hide_gathers_after_an_update(process: SharedWorker) -> None:
+    """But that of the words, which come before the first product."""
+    layout = "parallel.data=2 parallel.zero=1"
+    hidden, waited = (
+        process.report(values(f"{layout} parallel.overlap={overlap}"), 0)["collectives"]["gather"]["all_gather"]
+        for overlap in ("true", "false")
+    )
+    assert 0 < hidden["hidden_bytes"] < hidden["bytes"]
+    assert "hidden_bytes" not in waited
