@@ -67,6 +67,7 @@ class _OnItsWay(NamedTuple):
     """What its stream knows once it is done."""
     buffers: list[Tensor]
     """NCCL keeps them until somebody waits."""
+    begun: _Begun
 
 
 @dataclass
@@ -305,8 +306,8 @@ class Audit(TorchDispatchMode):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
-        self._works[id(work)] = _OnItsWay(work, clock, sources + targets)
         self._begun.append(_Begun(stream, clock.get(stream, 0), self.action, axis, kind, size))
+        self._works[id(work)] = _OnItsWay(work, clock, sources + targets, self._begun[-1])
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -317,6 +318,9 @@ class Audit(TorchDispatchMode):
             done = original(work, *args) or isinstance(work, _WORKS[1])
             if done and id(work) in self._works:
                 pending = self._works.pop(id(work))
+                if not waits and pending.begun in self._begun:  # who asks goes on either way: nothing is held up by it
+                    self._begun.remove(pending.begun)
+                    self._count_hidden("hidden", pending.begun)
                 self.detector.order(pending.clock, self._stream() if waits else HOST)
             return done
 
