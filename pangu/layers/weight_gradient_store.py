@@ -69,6 +69,10 @@ class WeightGradientStore:
         if parameter.requires_grad:
             self._open.append(_Work(parameter, part.detach(), region, gradient))
 
+    def parameters(self, key: Hashable) -> set[Tensor]:
+        """Those whose gradients are postponed under this key."""
+        return {work.parameter for work in self._stored[key]}
+
     @torch.no_grad()
     def flush(self, key: Hashable) -> None:
         """Compute the gradients in the order in which they came and give them to the parameters as backward would:

@@ -51,8 +51,7 @@ class Action(NamedTuple):
     peer: int | None = None
     """The other stage of a message."""
     reduce: bool = False
-    """Whether the chunk's gradients are reduced over the replicas: as they become complete in a BACKWARD, all of them
-    after a BACKWARD_WEIGHT."""
+    """Whether the chunk's gradients are reduced over the replicas, as they become complete in this action."""
 
     def __str__(self) -> str:
         """E.g. `B of chunk 3, micro-batch 7, reduce` or `RECV_GRADIENT of chunk 3, micro-batch 7, peer stage 1`."""

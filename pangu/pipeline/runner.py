@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -97,8 +97,9 @@ class ParameterHooks:
     unshard: Callable[[int], None] = lambda chunk: None
     """Its parameters, once gathered, are needed until `reshard`."""
     reshard: Callable[[int], None] = lambda chunk: None
-    expect: Callable[[int], None] = lambda chunk: None
-    """A whole backward of it is about to run, with `reduce` behind it: what becomes complete may be reduced at once."""
+    expect: Callable[[int, Collection[Tensor] | None], None] = lambda chunk, parameters: None
+    """The gradients of these parameters (None: of all) are about to be made, with `reduce` behind them: what becomes
+    complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
 
 
@@ -239,7 +240,7 @@ class Runner(Generic[M]):
         match action.kind:
             case Kind.BACKWARD:
                 if action.reduce:
-                    self.hooks.expect(action.chunk)
+                    self.hooks.expect(action.chunk, None)
                 self._go_back(action)
             case Kind.BACKWARD_INPUT:
                 assert self.store is not None
@@ -247,6 +248,8 @@ class Runner(Generic[M]):
                     self._go_back(action)
             case Kind.BACKWARD_WEIGHT:
                 assert self.store is not None
+                if action.reduce:
+                    self.hooks.expect(action.chunk, self.store.parameters(_key(action)))
                 self.store.flush(_key(action))
         if action.reduce:
             self.hooks.reduce(action.chunk)

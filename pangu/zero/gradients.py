@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,13 @@ class GradientSum:
         self._num_sent.clear()
         self.norms = []
 
-    def expect(self, chunk: int) -> None:
-        """A whole backward of a chunk follows, with `reduce` behind it: send what becomes complete."""
-        self._missing[chunk] = [len(flat.parameters) for flat in self.flat_parameters.get(chunk, ())]
+    def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
+        """The gradients of these parameters of a chunk (None: of all) follow, the last ones before `reduce`: send what
+        becomes complete."""
+        self._missing[chunk] = [
+            sum(parameters is None or parameter in parameters for parameter, _ in flat.parameters)
+            for flat in self.flat_parameters.get(chunk, ())
+        ]
 
     def reduce(self, chunk: int) -> None:
         """Send the rest of a chunk, for which other replicas wait, including flat parameters with parameters that

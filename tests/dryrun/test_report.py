@@ -148,3 +148,9 @@ def test_the_next_steps_products_hide_gathers_after_an_update(process: SharedWor
     )
     assert 0 < hidden["hidden_bytes"] < hidden["bytes"]
     assert "hidden_bytes" not in waited
+
+
+def test_postponed_weight_gradients_hide_the_reduction_of_those_before_them(process: SharedWorker) -> None:
+    layout = "parallel.pipeline=2 parallel.schedule=zb_h1 parallel.data=2 parallel.zero=1 model.layers=4"
+    reduced = process.report(values(layout), 0)["collectives"]["shard"]["reduce_scatter"]
+    assert reduced.get("hidden_bytes", 0) > 0
