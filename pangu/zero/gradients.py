@@ -20,7 +20,8 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 
 def products_add(device: torch.device) -> bool:
     """Whether the products of layers add their gradients to the sums too (`weight_products`), as that of the head does
-    everywhere. Elsewhere autograd makes them, which takes less of the host's time, and they are added then."""
+    everywhere, and postponed ones do. Elsewhere autograd makes them, which takes less of the host's time, and they are
+    added then."""
     return device.type == "cuda"
 
 
