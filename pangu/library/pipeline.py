@@ -35,7 +35,9 @@ class DeferredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         rows = x if x.dim() > 1 else x[None]
-        y = column_parallel_matmul(rows, self.weight, self.bias, ALONE, self.store)
+        # what makes a weight of others, as `weight_norm` does, has its backward in that of the input
+        leaves = self.weight.is_leaf and (self.bias is None or self.bias.is_leaf)
+        y = column_parallel_matmul(rows, self.weight, self.bias, ALONE, self.store if leaves else None)
         return y if x.dim() > 1 else y[0]
 
 
@@ -73,7 +75,7 @@ class Pipeline:
     Schedules: `gpipe`, `1f1b`, `interleaved` and `breadth_first` (several chunks on each stage), and the zero-bubble
     schedules `zb_h1` and `zb_v` (two chunks on each; Qi et al. 2024, arXiv 2401.10241), whose backward is split: the
     weight gradients of every `nn.Linear` and parallel layer wait for a gap. Those of other modules (convolutions,
-    norms, attention that takes its matrices from elsewhere, such as `nn.MultiheadAttention`'s) are computed with the
+    norms, `nn.MultiheadAttention`'s matrices, linear layers whose weight `weight_norm` makes) are computed with the
     gradient of the input, which makes that part longer and the gaps less well filled, with the same results.
     """
 

@@ -23,7 +23,8 @@ MICRO, CHUNKS = 4, 4
 
 
 class Chunk(nn.Module):
-    """Hands on two tensors, the second one in a shape of its chunk; splits its backward in part."""
+    """Hands on two tensors, the second one in a shape of its chunk, by a layer whose weight is made of a parameter;
+    splits its backward in part."""
 
     def __init__(self, number: int, mesh: Mesh | None = None) -> None:
         super().__init__()
@@ -32,6 +33,8 @@ class Chunk(nn.Module):
         self.words = nn.Embedding(7, 6) if number == 0 else None
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.conv, self.side = nn.Conv1d(6, 6, 3, padding=1), nn.Linear(number + 1, number + 2)
+        self.logarithm = nn.Parameter(self.side.weight.detach())
+        del self.side.weight
         self.register_buffer("calls", torch.zeros(()))
         self.double()
         if mesh is not None:
@@ -44,6 +47,7 @@ class Chunk(nn.Module):
             value = x, x.mean((0, 1))[:1]
         x, side = value
         x = x + self.conv(self.down(self.up(x).tanh()).mT).mT
+        self.side.weight = self.logarithm.exp()
         return x, self.side(side)
 
 
