@@ -19,9 +19,8 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 
 
 def products_add(device: torch.device) -> bool:
-    """Whether the products of layers add their gradients to the sums too (`weight_products`), as that of the head does
-    everywhere, and postponed ones do. Elsewhere autograd makes them, which takes less of the host's time, and they are
-    added then."""
+    """Whether products of layers that are not postponed add their gradients to the sums (`weight_products`), as those
+    of others do everywhere. If not, autograd makes them, which takes less of the host's time, and they are added."""
     return device.type == "cuda"
 
 
