@@ -182,7 +182,11 @@ class Pipeline:
             self._chunks.made = self._known[kind]
             self._runner.dtype = self._chunks.made[0][1]
         scale = torch.full((), 1.0 / schedule.micro_batches, dtype=torch.float64) if train else None
-        return self._runner.run(schedule, list(zip(inputs, targets, strict=True)), end, scale=scale)
+        try:
+            return self._runner.run(schedule, list(zip(inputs, targets, strict=True)), end, scale=scale)
+        except BaseException:
+            self.sharded.failed |= train
+            raise
 
     def _look_ahead(self, value: Any) -> dict[int, Made]:
         """What each chunk but the last hands on for such an input: each in turn, on its stage, computes with zeros."""

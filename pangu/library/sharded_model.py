@@ -83,6 +83,8 @@ class ShardedModel:
         if self._scheduled:
             begins = ends = _nothing
         self._hooks = RegionHooks(model, chunks, parts, unsharder, begins, ends, turns)
+        self.failed = False
+        """Whether an error has ended a pipeline's forwards and backwards."""
         model.register_state_dict_pre_hook(self._before_state)
         model.register_load_state_dict_pre_hook(_refuse_state)
         self.parameters.gradients.start_step()
@@ -168,7 +170,7 @@ class ShardedModel:
         `clip` that is not above 0, after a backward that has failed, and if the model has other parameters than `shard`
         gave it."""
         parameters, layout = self.parameters, self.mesh.layout
-        self._hooks.require_ended()
+        self._hooks.require_ended(self.failed)
         self._require_main_parameters(optimizer)
         self.require_same()
         if clip is not None and not clip > 0:

@@ -166,6 +166,21 @@ def refuse(rank: int, world: int, make: Callable[[], nn.Module], numbers: Any, s
     return str(caught.value)
 
 
+def test_no_step_follows_micro_batches_that_failed(ranks: Ranks) -> None:
+    """Gradients of some are summed already."""
+    ranks.run(1, fail_in_the_second)
+
+
+def fail_in_the_second(rank: int, world: int) -> None:
+    pipeline = pangu.Pipeline([partial(nn.Linear, 2, 2)], Mesh.connect(Layout(), torch.device("cpu")), 2)
+    losses = iter([lambda x: x.sum(), lambda x: 1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        pipeline.forward_backward(TWO, TWO, lambda x, _: next(losses)(x))
+    pipeline.forward_backward(TWO, TWO, lambda x, _: x.sum())
+    with pytest.raises(UserError, match="the last backward has failed and leaves a part of the gradients"):
+        pipeline.sharded.step(pipeline.sharded.adamw(1e-3))
+
+
 class Integers(nn.Linear):
     """Returns what has no gradient."""
 
