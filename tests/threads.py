@@ -95,9 +95,9 @@ class _Message(_Work):
 
 
 def _total(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduced in the order of the ranks."""
-    whole = tensors[0].clone()
-    for tensor in tensors[1:]:
+    """Reduced from the last rank to the first, as gloo adds a message of one or two numbers."""
+    whole = tensors[-1].clone()
+    for tensor in tensors[-2::-1]:
         if op == dist.ReduceOp.SUM:
             whole.add_(tensor)
         elif op == dist.ReduceOp.MAX:

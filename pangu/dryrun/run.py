@@ -252,8 +252,8 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
         trainer.train_step(batches)
     # the next step waits for a module's weights where it uses them: its first products hide the gathers of the rest
     unsharder = trainer.parameters.unsharder
-    modules = list(unsharder.uses)
-    unsharder.wait(modules[: 1 + sum(module in unsharder.regions.lookups for module in modules)])
+    num_before = 1 + sum(module in unsharder.regions.lookups for module in unsharder.uses)
+    unsharder.wait(flat for flats in list(unsharder.uses.values())[:num_before] for flat in flats)
     audit.hide()
 
 

@@ -130,7 +130,7 @@ def _multiply_and_sum(x: Tensor, multiply: Multiply, region: TensorRegion) -> li
     A chunk holds the same rows of every rank's slice, so that a rank's part of its sum is a chunk of the rank's slice:
     with 2 ranks and 2 chunks of 8 rows, rank 0 stores rows 0 to 3, and the chunks are rows 0 1 4 5 and rows 2 3 6 7.
     """
-    if region.size == 1:
+    if region.size == 1:  # nothing is sent that cutting would hide
         value = _of_rows(x, multiply)
         return [lambda: value]
     slices = x.unflatten(0, (region.num_slices, -1))

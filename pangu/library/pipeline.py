@@ -185,7 +185,7 @@ class Pipeline:
         try:
             return self._runner.run(schedule, list(zip(inputs, targets, strict=True)), end, scale=scale)
         except BaseException:
-            self.sharded.failed |= train
+            self.sharded.hooks.failed |= train
             raise
 
     def _look_ahead(self, value: Any) -> dict[int, Made]:

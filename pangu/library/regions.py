@@ -194,6 +194,8 @@ class RegionHooks:
         self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
         self._stack: list[_Use] = []
         """Uses whose forward runs."""
+        self.failed = False
+        """Whether an error has ended a pipeline's forwards and backwards."""
         self._open: dict[_Use, None] = {}
         self._in_backward = False
         self._guarded = None if unsharder is None else guarded(unsharder)
@@ -245,9 +247,9 @@ class RegionHooks:
                     "is seen; tensors, lists, tuples, dictionaries and dataclasses of them work"
                 )
 
-    def require_ended(self, failed: bool = False) -> None:
-        """Raises UserError after a backward that an error has ended, or a run of a pipeline that has `failed`."""
-        if failed or (self._in_backward and torch._C._current_graph_task_id() == -1):
+    def require_ended(self) -> None:
+        """Raises UserError after a backward that an error has ended."""
+        if self.failed or (self._in_backward and torch._C._current_graph_task_id() == -1):
             raise UserError(
                 "the last backward has failed and leaves a part of the gradients; go on from a checkpoint, with a "
                 "module that is sharded anew"

@@ -82,9 +82,7 @@ class ShardedModel:
         begins, ends = self._begin_backward, self._end_backward
         if self._scheduled:
             begins = ends = _nothing
-        self._hooks = RegionHooks(model, chunks, parts, unsharder, begins, ends, turns)
-        self.failed = False
-        """Whether an error has ended a pipeline's forwards and backwards."""
+        self.hooks = RegionHooks(model, chunks, parts, unsharder, begins, ends, turns)
         model.register_state_dict_pre_hook(self._before_state)
         model.register_load_state_dict_pre_hook(_refuse_state)
         self.parameters.gradients.start_step()
@@ -152,14 +150,14 @@ class ShardedModel:
         uses = self.parameters.unsharder.uses
         self.parameters.unsharder.wait()
         for name in uses:
-            self._hooks.begin(name, {})
+            self.hooks.begin(name, {})
         self._is_whole = True
         try:
             yield
         finally:
             self._is_whole = False
             for name in uses:
-                self._hooks.end(name, {})
+                self.hooks.end(name, {})
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None, loss: Tensor | None = None) -> Update:
         """Update the parameters with the gradients of the backwards since the last step, and forget these; all ranks
@@ -170,7 +168,7 @@ class ShardedModel:
         `clip` that is not above 0, after a backward that has failed, and if the model has other parameters than `shard`
         gave it."""
         parameters, layout = self.parameters, self.mesh.layout
-        self._hooks.require_ended(self.failed)
+        self.hooks.require_ended()
         self._require_main_parameters(optimizer)
         self.require_same()
         if clip is not None and not clip > 0:
@@ -200,7 +198,7 @@ class ShardedModel:
             for flat in parameters.trained:
                 flat.grad.div_(divisor)
             parameters.update(optimizer, (), one_by_one=False)
-        self._hooks.guard()
+        self.hooks.guard()
         parameters.gradients.start_step()
         self._reduced = False
         return Update(norm, total)

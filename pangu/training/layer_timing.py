@@ -24,7 +24,7 @@ from pangu.models.compiled import CompiledBlocks
 from pangu.models.language_model import HiddenStates, Options, build_model
 from pangu.models.parameters import ModelPart, logical_shapes
 from pangu.topology.mesh import Mesh
-from pangu.zero.gradients import products_add
+from pangu.zero.gradients import layer_products_add
 
 log = logging.getLogger("pangu")
 BUDGET_S = 2.0
@@ -51,7 +51,7 @@ def time_layers(config: RunConfig, mesh: Mesh, kernel: str, products: str, timer
 def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
     region = replace(TensorRegion.of(mesh), sequence=False, group=None)
     store, scales, part = None, None, ModelPart(range(1))
-    if products_add(mesh.device):
+    if layer_products_add(mesh.device):
         store = WeightGradientStore()
         store.add_product = lambda weight, left, right, uses, fp8: (
             left @ right if fp8 is None else fp8.weight_gradient(left, right, left.dtype)

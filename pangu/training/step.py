@@ -27,7 +27,7 @@ from pangu.pipeline.stages import Stages, plan_stages
 from pangu.topology.copy_stream import Moment, host_memory
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.zero.flat_parameter import Shard
-from pangu.zero.gradients import Norms, products_add
+from pangu.zero.gradients import Norms, layer_products_add
 from pangu.zero.sharded import ShardedParameters
 from pangu.zero.weight_products import WeightProducts
 
@@ -101,13 +101,12 @@ class Trainer:
         """What this rank is at, for messages."""
         schedule, chunks = self.stages.schedule, self.stages.of(mesh.at.pipeline)
         store, self.scales = WeightGradientStore(), None
-        in_layers = schedule.splits_backward or products_add(mesh.device)
+        layers_store = store if schedule.splits_backward or layer_products_add(mesh.device) else None
         if config.precision.matmul == "fp8":
             from pangu.layers.fp8 import Fp8Scales
 
             self.scales = Fp8Scales(logical_shapes(config.model), mesh.device)
-        stores = {"store": store, "layers_store": store if in_layers else None}
-        build = Builder.on(mesh, config, scales=self.scales, **stores)
+        build = Builder.on(mesh, config, store=store, layers_store=layers_store, scales=self.scales)
         options, frozen = Options.of(config, kernel), config.train.frozen
         self.model, table = build_model(config.model, options, build, list(chunks.values()), frozen)
         self.balance = self.model.balance_on(mesh.device)

@@ -18,9 +18,10 @@ Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Of flat parameters in the order in which they were sent: the tensors, and their norms."""
 
 
-def products_add(device: torch.device) -> bool:
-    """Whether products of layers that are not postponed add their gradients to the sums (`weight_products`), as those
-    of others do everywhere. If not, autograd makes them, which takes less of the host's time, and they are added."""
+def layer_products_add(device: torch.device) -> bool:
+    """Whether products of layers add their gradients to the sums (`weight_products`), as that of the head and those
+    that are postponed do everywhere. If not, autograd makes them, which takes less of the host's time, and they are
+    added then."""
     return device.type == "cuda"
 
 

@@ -96,9 +96,9 @@ class Unsharder(ModuleHooks):
             if not self.overlap:
                 self._finish(flat)
 
-    def wait(self, modules: Iterable[str] | None = None) -> None:
-        """For all that is on its way, or for what these modules use."""
-        for flat in list(self._handles) if modules is None else [flat for name in modules for flat in self.uses[name]]:
+    def wait(self, flats: Iterable[FlatParameter] | None = None) -> None:
+        """For all that is on its way, or of it for these."""
+        for flat in list(self._handles if flats is None else flats):
             self._finish(flat)
 
     def unshard(self, chunk: int) -> None:

@@ -276,7 +276,7 @@ def ways_of(case: Case) -> Iterator[None]:
     way = "exchange" if case["exchange"] == "true" else "own"
     with (
         patch.object(mesh, "Algorithms", lambda: Algorithms(way, way)),
-        patch.object(step, "products_add", lambda device: case["products"] == "true"),
+        patch.object(step, "layer_products_add", lambda device: case["products"] == "true"),
     ):
         yield
 

@@ -6,7 +6,6 @@ Every schedule, every stage of ZeRO and every kind of collective is here once, s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -46,10 +45,7 @@ def test_threads_and_processes_give_the_same_bits(
     overrides = (*MODEL, f"precision={precision}", f"parallel.schedule={schedule}", *more.split())
     threads = ranks.run(layout.world, train_layout, layout, 2, *overrides)[0]
     processes = pool.run(layout.world, train_layout, layout, 2, *overrides)[0]
-    for mine, other in zip(threads["results"], processes["results"], strict=True):
-        # the squares of the norm are the one sum over all four ranks, in fp64
-        assert mine.grad_norm == (other.grad_norm if layout.world == 2 else pytest.approx(other.grad_norm, rel=4e-16))
-        assert replace(mine, grad_norm=0.0) == replace(other, grad_norm=0.0)
+    assert threads["results"] == processes["results"]
     assert threads["validation"] == processes["validation"]
     assert torch.equal(threads["logits"], processes["logits"])
     for mine, other in zip(threads["gradients"], processes["gradients"], strict=True):
