@@ -195,8 +195,9 @@ class ColumnBackward(_Backward):
         use, grad = ctx.use, grads[0].contiguous()
         postponed = _is_open(use.store)
         whole_x = start_gather(x, use.region) if use.weight.requires_grad and not postponed else None
-        # nobody asks for the gradient of an input below which all is frozen, or which is the first
-        sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region) if ctx.needs_input_grad[0] else []
+        # nobody asks for the gradient of an input above what is frozen, or of the first; in fp8 it notes magnitudes
+        asked = ctx.needs_input_grad[0] or use.fp8 is not None
+        sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region) if asked else []
         if postponed:
             _store(use, x, use.region, grad, grad)
         grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())

@@ -146,6 +146,17 @@ def test_later_steps_multiply_in_fp8(pair: tuple[Trainer, Trainer]) -> None:
     assert torch.equal(scales.amax, noted)
 
 
+def test_magnitudes_are_noted_above_what_is_frozen() -> None:
+    """Of the output's gradient too where nobody asks for the input's: it is a factor of the weight's."""
+    frozen = "train.frozen=[embedding.*,layers.0.attention_norm.*]"
+    trainer, batches = small_trainer(Layout(), *WORDS, "precision.matmul=fp8", frozen)
+    trainer.train_step(batches)
+    assert trainer.scales is not None
+    state = trainer.scales.state()
+    assert state is not None
+    assert all(row[0] for row in state["layers.0.attention.query.weight"])
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_scale() -> None:
     trainer, batches = small_trainer(Layout(), *WORDS, "precision.matmul=fp8")
     assert not trainer.train_step(batches).skipped
