@@ -193,16 +193,14 @@ class ColumnBackward(_Backward):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         use, grad = ctx.use, grads[0].contiguous()
-        postponed = _is_open(use.store)
-        whole_x = start_gather(x, use.region) if use.weight.requires_grad and not postponed else None
-        # nobody asks for the gradient of an input above what is frozen, or of the first; in fp8 it notes magnitudes
-        asked = ctx.needs_input_grad[0] or use.fp8 is not None
-        sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region) if asked else []
-        if postponed:
+        if _is_open(use.store):
+            sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
             _store(use, x, use.region, grad, grad)
+            return _finish(sums), None, None, None, None
+        whole_x = start_gather(x, use.region) if use.weight.requires_grad else None
+        sums = _multiply_and_sum(grad, _transposed(use.fp8, weight), use.region)
         grad_weight = None if whole_x is None else _weight_gradient(use, grad, whole_x())
-        grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] and not postponed else None
-        return _finish(sums) if sums else None, grad_weight, grad_bias, None, None
+        return _finish(sums), grad_weight, _bias_gradient(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
 class RowBackward(_Backward):

@@ -73,15 +73,6 @@ def test_chunks_of_a_column_product_overlap(events: list[str], length: int) -> N
     assert events == ["start gather", *SUMMED, "wait for gather", "weight gradient", *WAITED]
 
 
-def test_the_gradient_of_an_input_is_made_for_who_asks(events: list[str]) -> None:
-    """Not above a frozen part of a model."""
-    weight = torch.randn(6, 4, requires_grad=True)
-    y = column_parallel_matmul(torch.randn(4, 3, 4), weight, None, TensorRegion(0, 2, sequence=True), None)
-    events.clear()
-    y.sum().backward()
-    assert events == ["start gather", "wait for gather", "weight gradient"]
-
-
 def test_a_weight_is_cast_to_fp8_while_chunks_are_gathered(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunk that has come, the weight, once, and the next chunk; the same backward."""
     for name in ("cast", "cast_columns"):
