@@ -60,7 +60,7 @@ class WeightProducts:
         if begins:
             total.zero_()
         grad = grad.to(total.dtype)
-        if total.device.type == "cpu":  # each of the two adds in one order on its own kind of device only
+        if total.device.type == "cpu":  # a CPU adds in one order by this one, a GPU by the other
             total.index_add_(0, rows.flatten(), grad.flatten(0, -2))
         else:
             total.index_put_((rows,), grad, accumulate=True)

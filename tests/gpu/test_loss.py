@@ -72,6 +72,8 @@ def test_rows_that_were_looked_up_get_their_gradients() -> None:
 def test_rows_that_were_looked_up_are_added_in_one_order() -> None:
     """On a CPU by several threads."""
     device, threads = choose_device("auto", Launch()), torch.get_num_threads()
+    if device.type == "npu":
+        pytest.skip("the order in which an NPU adds rows is not known; its stand-in takes the CPU's operator of none")
     rows, grad = torch.randint(50, (2, 4000), device=device), torch.randn(2, 4000, 256, device=device)
     sums = [torch.empty(100, 256, device=device) for _ in range(8)]
     torch.set_num_threads(2)
