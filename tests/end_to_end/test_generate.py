@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import pytest
 from pangu.config.errors import printable
 from scripts.generate import main
 from tests.end_to_end.commands import called, on_ranks
-from tests.spawn import repository
 from tools.convert_checkpoint import main as convert
 
-SCRIPT = str(repository() / "scripts" / "generate.py")
 PROMPTS = ["def ", "import ", "盘古 é"]
 
 
@@ -78,23 +74,30 @@ def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capsys: 
     assert said[0] == said[1]
 
 
-def test_one_prompt_is_streamed_to_a_terminal(folder: Path) -> None:
-    """The same text as without one, in several pieces."""
+class Terminal(io.StringIO):
+    """Keeps what can be read on it after each flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.shown.append(self.getvalue())
+
+
+def test_one_prompt_is_streamed_to_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text as without one: the prompt first, then as it is drawn."""
     words = [str(folder), "--prompt", "盘古", "--max-tokens", "20", "--temperature", "0"]
-    plain = called("scripts/generate", *words).stdout
-    ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, SCRIPT, *words], stdout=theirs, stderr=subprocess.PIPE) as process:
-        os.close(theirs)
-        pieces = []
-        while True:
-            try:
-                pieces.append(os.read(ours, 1 << 16))
-            except OSError:  # the other side is closed
-                break
-    os.close(ours)
-    assert process.returncode == 0
-    assert b"".join(pieces).decode().replace("\r\n", "\n") == plain
-    assert len(pieces) > 2  # a busy machine joins some
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        assert main(words) == 0
+    assert terminal.getvalue() == plain
+    assert terminal.shown[0] == "盘古"
+    assert len(set(terminal.shown)) > 2
 
 
 @pytest.mark.parametrize(
