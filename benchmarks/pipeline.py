@@ -46,9 +46,9 @@ OURS = {
     "zb_h1": ONCE,
     "zb_v": IN_A_V,
 }
-RECOMPUTED = "1f1b_norms"
-"""1F1B whose norms are computed again in backward."""
-PEERS = ("plain", *TORCH, "deepspeed", *OURS, RECOMPUTED)
+UNTIMED = "1f1b_highest"
+"""1F1B that is told which products to take: kernels of a library that was only timed stay in the process."""
+PEERS = ("plain", *TORCH, "deepspeed", *OURS, UNTIMED)
 
 
 class Chunk(nn.Module):
@@ -117,8 +117,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return torch_pipeline(*TORCH[peer], precision, vocab)
     if peer == "deepspeed":
         return with_deepspeed.pipeline(precision, vocab, micro, MICRO_BATCHES, ONCE)
-    more = ("memory.recompute=selective", "memory.selective=[norm]") if peer == RECOMPUTED else ()
-    schedule = peer.removesuffix("_norms")
+    more = ("precision.fp32_products=highest",) if peer == UNTIMED else ()
+    schedule = peer.removesuffix("_highest")
     layers = OURS[schedule]
     return pangu_step(
         precision,
