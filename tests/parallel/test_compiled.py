@@ -30,14 +30,14 @@ TRACED = "aot_eager_decomp_partition"
 """What the compiler begins with: forward and backward in simple operations, divided between the two."""
 MODES = ("one_layer", "selective", "full", "none")
 FIRST = {name: values[0] for name, values in FACTORS.items()}
-THREE = {  # the ways in which a gradient of a matrix gets where it belongs: autograd, the store, the product itself
+THREE = {  # the ways of a gradient of a matrix to where it belongs: autograd, a split backward, the product itself
     "autograd": {"tensor": "2", "sequence": "true", "data": "2", "zero": "3", "recompute": "selective"},
-    "store": {"tensor": "2", "pipeline": "2", "schedule": "zb_h1", "recompute": "one_layer", "frozen": "scattered"},
+    "split": {"tensor": "2", "pipeline": "2", "schedule": "zb_h1", "recompute": "one_layer", "frozen": "scattered"},
     "product": {"pipeline": "2", "schedule": "zb_v", "data": "2", "zero": "2", "frozen": "bottom", "products": "true"},
 }
 MORE = {
     "autograd": {"overlap_chunks": "3", "offload": "activations", "qk_norm": "true", "residual_scores": "true"},
-    "store": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
+    "split": {"sequence": "true", "loss_chunk": "5", "norm_placement": "post", "activation": "swiglu"},
     "product": {"tensor": "2", "recompute": "full", "kind": "gpt", "micro_batches": "3", "matmul": "fp8"},
 }
 
@@ -102,7 +102,7 @@ def test_every_option_with_compiled_layers_is_one_process(ranks: Ranks, case: Ca
 @pytest.mark.slow
 def test_the_compiler_leaves_postponed_gradients_what_they_need(ranks: Ranks) -> None:
     """Its own code, with tensor and sequence parallelism and a backward that is split."""
-    case = {**FIRST, **THREE["store"], "sequence": "true", "kind": "gpt", "frozen": "nothing", "recompute": "selective"}
+    case = {**FIRST, **THREE["split"], "sequence": "true", "kind": "gpt", "frozen": "nothing", "recompute": "selective"}
     same_run(ranks, case, "inductor")
 
 
