@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.models import PlainGPT, loop, loss_of, pangu_step
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 
-PEERS = ("plain", "pangu", "pangu_chunked", "transformers", "compiled", "pangu_compiled")
+PEERS = ("plain", "pangu", "pangu_whole", "transformers", "compiled", "pangu_compiled")
 
 
 class TransformersGPT2(nn.Module):
@@ -60,8 +60,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
             return loop(model, torch.compile(model), precision, micro)
         case "transformers":
             return transformers_gpt2(precision, vocab, micro)
-        case "pangu_chunked":
-            return pangu_step(precision, vocab, micro, "loss.chunk=512")
+        case "pangu_whole":
+            return pangu_step(precision, vocab, micro, "loss.chunk=null")
         case "pangu_compiled":
             return pangu_step(precision, vocab, micro, "compile=true")
         case _:

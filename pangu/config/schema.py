@@ -7,6 +7,7 @@ dictionaries and `pangu.config.checks` finds contradictions between fields.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -136,8 +137,10 @@ class MemoryConfig:
 class LossConfig:
     """The head and the loss."""
 
-    chunk: Length | None
-    """Tokens of a micro-batch whose logits exist at a time; they are computed again in backward. null: all, kept."""
+    chunk: Length | Literal["auto"] | None
+    """Tokens of a micro-batch whose logits exist at a time: gradients are made of them at once, in forward. null: all.
+    `auto`: all, half, a quarter or less, so that their logits take about what a layer keeps for backward: the more, the
+    larger `model.vocab` is beside 17 times `model.hidden`."""
 
 
 @dataclass(frozen=True)
@@ -359,3 +362,15 @@ class RunConfig:
     and stop. `all`: of each distinct role of a rank."""
     cluster: dict[str, object] | None = None
     """Devices that a plan is made for, see `config.cluster`; null: nothing is said of time."""
+
+    @property
+    def loss_chunk(self) -> int | None:
+        """Tokens whose logits exist at a time; None: those of the whole micro-batch."""
+        if self.loss.chunk != "auto":
+            return self.loss.chunk
+        # 2 bytes of each logit, 34 of each hidden unit (Korthikanti et al. 2022, table 2), and both twice in fp32. Of a
+        # power of two chunks, which divide the tokens of a sequence, each is of one shape
+        times_larger = max(1.0, self.model.vocab / (17 * self.model.hidden))
+        tokens = self.model.sequence // self.parallel.context
+        num_chunks = math.gcd(tokens, 2 ** round(math.log2(times_larger)))
+        return None if num_chunks == 1 else tokens * self.batch.micro_size // num_chunks

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from pangu.collectives.reduce import largest
 from pangu.collectives.regions import enter, gather_last
-from pangu.layers.loss import Head, VocabParallelLoss
+from pangu.layers.loss import Head
 from pangu.layers.loss_rows import block_rows, widened
+from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 from pangu.topology.placement import room
 
 

@@ -42,25 +42,24 @@ class Use(NamedTuple):
     bias: Tensor | None
     region: TensorRegion
     store: Store
-    uses: int = 1
     fp8: Fp8 = None
 
 
 def column_parallel_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, uses: int = 1, fp8: Fp8 = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorRegion, store: Store, fp8: Fp8 = None
 ) -> Tensor:
     """x Wᵀ + b where every rank holds some rows of W and b (Shoeybi et al. 2019, section 3).
 
     x [sequence (/ ranks with sequence parallelism), ..., inputs], weight [outputs / ranks, inputs], bias [outputs /
     ranks] -> [sequence, ..., outputs / ranks]. x is saved as it is, and gathered again in backward; weight and bias are
-    leaves, whose gradients `store` takes while it is open. `uses`: matmuls with this weight in a micro-batch. `fp8`:
-    multiplies in training; communication stays in the format of x.
+    leaves, whose gradients `store` takes while it is open. `fp8`: multiplies in training; communication stays in the
+    format of x.
     """
     fp8 = fp8 if torch.is_grad_enabled() else None
     if region.size == 1 and store is None and fp8 is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()  # both passes would copy it
-    rows, use = x.shape[0] * region.num_slices, Use(weight, bias, region, store, uses, fp8)
+    rows, use = x.shape[0] * region.num_slices, Use(weight, bias, region, store, fp8)
     backward = _node(ColumnBackward, x, rows, use)
 
     def value() -> Tensor:
@@ -85,7 +84,7 @@ def row_parallel_matmul(
         total = _finish(_multiply_and_sum(x, _linear(fp8, weight), region))
         return total if bias is None else total.add_(bias)
 
-    rows, use = x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8=fp8)
+    rows, use = x.shape[0] // region.num_slices, Use(weight, bias, region, store, fp8)
     return _Value.apply(_node(RowBackward, x, rows, use), value)
 
 
@@ -157,7 +156,7 @@ def _weight_gradient(use: Use, grad: Tensor, x: Tensor) -> Tensor | None:
     fp8 = use.fp8 if use.fp8 is not None and use.fp8.known else None
     if use.store is None or use.store.add_product is None:
         return left @ right if fp8 is None else fp8.weight_gradient(left, right, x.dtype)
-    use.store.add_product(use.weight, left, right, use.uses, fp8)
+    use.store.add_product(use.weight, left, right, fp8)
     return None
 
 
@@ -218,9 +217,13 @@ class RowBackward(_Backward):
 
 
 def _node(kind: type[_Backward], x: Tensor, rows: int, use: Use) -> Tensor:
-    # torch calls the hooks of a weight that gets no gradient in another thread; without an edge to it, not at all
-    apart = use.store is not None and use.store.add_product is not None and x.requires_grad
-    return kind.apply(x, use.weight.detach() if apart else use.weight, use.bias, rows, use)
+    return kind.apply(x, use.weight.detach() if leaves_no_gradient(x, use.store) else use.weight, use.bias, rows, use)
+
+
+def leaves_no_gradient(x: Tensor, store: Store) -> bool:
+    """Whether a product with x has no edge to its weight in autograd's graph, since it adds to the weight's sum itself:
+    torch calls the hooks of a weight that gets no gradient in another thread; without an edge to it, not at all."""
+    return store is not None and store.add_product is not None and x.requires_grad
 
 
 def _is_open(store: Store) -> bool:

@@ -33,7 +33,7 @@ class WeightGradientStore:
 
     A matrix gets one gradient of a micro-batch however often it was used, as from one backward. (Torch calls its hooks
     in the first backward too, with a gradient of None.) Each matmul's input and its output's gradient stay in memory;
-    for the head that is the gradient of all logits, even where the loss is computed in chunks.
+    for the head that is the gradient of all logits, unless the loss is computed in chunks: then nothing is postponed.
     """
 
     def __init__(self) -> None:
@@ -42,6 +42,9 @@ class WeightGradientStore:
         self.add_product: Callable[..., None] | None = None
         """Adds the gradient of a matrix, a product of two, to the sum of its gradients (`WeightProducts.add`); None:
         autograd is given the product."""
+        self.complete: Callable[[Tensor], None] | None = None
+        """Told that all products of a matrix in a backward have been added, where they did not say so themselves
+        (`WeightProducts.complete`)."""
         self.add_rows: Callable[..., None] | None = None
         """The same for the gradient of a table of which rows were looked up (`WeightProducts.add_rows`)."""
 

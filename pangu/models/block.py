@@ -41,7 +41,7 @@ class Options:
     def of(cls, config: RunConfig, kernel: str) -> Options:
         memory = config.memory
         offload = "activations" in memory.offload
-        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss.chunk, offload)
+        return cls(kernel, memory.recomputed_layers, memory.recomputed_parts, config.loss_chunk, offload)
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,12 @@ class LanguageModel(nn.Module):
         hidden = hooks.before("head", hidden)
         return HiddenStates(hidden if self.config.norms_before_query else self.final_norm(hidden))
 
-    def loss_of(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of a micro-batch's weighted token losses; the caller divides by the global number of targets."""
+    def loss_of(self, hidden: Tensor, batch: Batch, scale: Tensor | None = None) -> Tensor:
+        """Sum of a micro-batch's weighted token losses; the caller divides by the global number of targets, and knows
+        the `scale` of `Head.loss`."""
         assert self.head is not None
-        return self.hooks.after("head", self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights))
+        loss = self.head.loss(hidden, self._output_matrix, batch.labels, batch.weights, scale)
+        return self.hooks.after("head", loss)
 
     def token_losses_of(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Losses and misses [2, batch, sequence], see `scores.token_losses`."""

@@ -31,6 +31,8 @@ from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.planning.module_reports import Modules, Report, at_size, inner, modules_of, on_more_ranks, recomputed
 from pangu.planning.roles import run_jobs
+from pangu.planning.states import BYTES
+from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
 
 log = logging.getLogger("pangu")
@@ -164,8 +166,20 @@ class ModuleCounts:
             if counted != piece:
                 times, fixed = piece.expert // counted.expert, self._at(counted, 0)
                 modules = {kind: on_more_ranks(module, fixed[kind], times) for kind, module in modules.items()}
+            if "head" in modules:
+                modules = modules | {"head": self._with_logits(modules["head"], piece, size)}
             self._modules[piece, size] = modules
         return self._modules[piece, size]
+
+    def _with_logits(self, head: ModuleWork, piece: Piece, size: int) -> ModuleWork:
+        """The head, which works with as many logits at a time as are asked for, not those that were counted."""
+        if not isinstance(chunk := self.config.loss.chunk, int):
+            return head
+        tokens, counted = size * self.config.model.sequence // piece.context, _even_chunk(self.config, piece)
+        columns = -(-self.config.model.vocab // piece.tensor)
+        more = (min(chunk, tokens) - counted) * columns * BYTES[self.config.precision.compute]
+        forward, *back = head.working
+        return replace(head, working=(forward + more, *back))
 
     def _counted_for(self, piece: Piece) -> Piece:
         return piece if self.exact else piece.counted
@@ -246,6 +260,8 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
         "train": {"frozen": ()},
         "checkpoint": {"upcycle": False},
     }
+    if isinstance(config.loss.chunk, int):
+        changes["loss"] = {"chunk": _even_chunk(config, piece)}
     values |= {group: {**values[group], **change} for group, change in changes.items()}
     # a query layer among layers of experts is recomputed unlike them
     ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)
@@ -253,6 +269,14 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
     sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in micro_sizes)
     batches = [{**values, "batch": size} for size in sizes]
     return [(batch, stage * layout.tensor * layout.replicas) for stage in stages for batch in batches]
+
+
+def _even_chunk(config: RunConfig, piece: Piece) -> int:
+    """At most as many tokens as `loss.chunk`, and a divisor of those of a sequence: so micro-batches of all sizes have
+    chunks of one shape, and what is counted of them lies on a line."""
+    assert isinstance(config.loss.chunk, int)
+    tokens = config.model.sequence // piece.context
+    return max(size for size in range(1, min(config.loss.chunk, tokens) + 1) if tokens % size == 0)
 
 
 def cache_folder() -> Path:

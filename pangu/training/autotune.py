@@ -216,7 +216,7 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
     if len(precisions) == 1:
         return seconds
     tokens = model.sequence // mesh.layout.context * config.batch.micro_size
-    chunk = min(tokens, config.loss.chunk or tokens)
+    chunk = min(tokens, config.loss_chunk or tokens)
     sizes = Counter(sizes for layer in range(model.layers) for sizes in layer_matrices(model, ranks, layer))
     matmuls = [Matmul(tokens, *size, count) for size, count in sizes.items()]
     matmuls.append(Matmul(chunk, model.hidden, -(-model.vocab // ranks), -(-tokens // chunk)))

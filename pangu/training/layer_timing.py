@@ -53,7 +53,7 @@ def _trial(config: RunConfig, mesh: Mesh, kernel: str, compiled: bool) -> Trial:
     store, scales, part = None, None, ModelPart(range(1))
     if layer_products_add(mesh.device):
         store = WeightGradientStore()
-        store.add_product = lambda weight, left, right, uses, fp8: (
+        store.add_product = lambda weight, left, right, fp8: (
             left @ right if fp8 is None else fp8.weight_gradient(left, right, left.dtype)
         )
     if config.precision.matmul == "fp8":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,7 +113,7 @@ class Trainer:
         self.balance = self.model.balance_on(mesh.device)
         self.parameters = ShardedParameters.of_run(self.model, table, chunks, mesh, config, schedule.reduce_each)
         products = WeightProducts(self.parameters.gradients, self.model)
-        store.add_product, store.add_rows = products.add, products.add_rows
+        store.add_product, store.complete, store.add_rows = products.add, products.complete, products.add_rows
         if config.compile is True or (choices is not None and choices.compile == "true"):
             from pangu.models.compiled import CompiledBlocks
 
@@ -154,7 +155,7 @@ class Trainer:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
-        losses = self.runner.run(self.stages.schedule, batches, self.model.loss_of, keys, scale)
+        losses = self.runner.run(self.stages.schedule, batches, partial(self.model.loss_of, scale=scale), keys, scale)
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum() if losses else None

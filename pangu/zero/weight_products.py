@@ -3,7 +3,6 @@ each weight and micro-batch, and no hook. Those of tables are added to the rows 
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,19 +38,20 @@ class WeightProducts:
         self._gradients = gradients
         # the gradient of their lookup is the last one where the head is tied
         self._looked_up = set() if model.embedding is None else set(model.embedding.parameters())
-        self._done: Counter[Tensor] = Counter()
-        """Parts of gradients that backward is at."""
 
-    def add(self, weight: Tensor, left: Tensor, right: Tensor, parts: int, fp8: Fp8Products | None = None) -> None:
-        """Add left x right, multiplied by `fp8` if given, to the gradient of a matrix, which comes in so many parts in
-        each backward."""
+    def add(
+        self, weight: Tensor, left: Tensor, right: Tensor, fp8: Fp8Products | None = None, completes: bool = True
+    ) -> None:
+        """Add left x right, multiplied by `fp8` if given, to the gradient of a matrix. `completes`: that is all of it
+        for a micro-batch; otherwise `complete` says when it is."""
         total, begins = self._gradients.sum_of(weight)
         (add_product if fp8 is None else fp8.add_product)(total, left, right, begins)
-        self._done[weight] += 1
-        if self._done[weight] == parts:
-            del self._done[weight]
-            if weight not in self._looked_up:
-                self._gradients.complete(weight)
+        if completes:
+            self.complete(weight)
+
+    def complete(self, weight: Tensor) -> None:
+        if weight not in self._looked_up:
+            self._gradients.complete(weight)
 
     def add_rows(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
         """Add gradients [..., width] of rows [...] that were looked up, the last ones of a table in each backward: the

@@ -42,7 +42,8 @@ PLANNED = (
     "parallel.zero=1 memory.recompute=full",
     "batch.global_size=16 parallel.pipeline=2 batch.micro_size=2 parallel.data=2 memory.offload=[optimizer]",
     "batch.global_size=8 optimizer=lamb model.positions=relative parallel.pipeline=2",
-    "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2 model.vocab=8192",
+    "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2 model.vocab=8192 "
+    "batch.micro_size=2 loss.chunk=90",
     "batch.global_size=32 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
     "batch.global_size=16 parallel.context=2 parallel.data=2 parallel.zero=2 model.attention=flash",

@@ -10,7 +10,7 @@ from torch._inductor import metrics
 from torch.utils._triton import has_triton
 
 from pangu.collectives.regions import TensorRegion
-from pangu.layers.loss import VocabParallelLoss
+from pangu.layers.vocab_parallel_loss import VocabParallelLoss
 from pangu.topology.launch import Launch, choose_device
 from pangu.zero.weight_products import WeightProducts, add_product
 

@@ -122,8 +122,8 @@ def test_full_recompute_repeats_forward(ranks: Ranks, dropout: float, sequence: 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_embedding_head_and_loss(ranks: Ranks, sequence: bool, chunk: int | None) -> None:
-    """What is left of a GPT without its layers: two hidden states each way at most, and three numbers per token, once
-    more where chunks are recomputed; never the logits."""
+    """What is left of a GPT without its layers: two hidden states each way at most, and three numbers per token, of
+    each chunk in messages of its own; never the logits."""
     tokens, chunks = 2 * 16, 1 if chunk is None else 7
     overrides = [
         setting("gpt", 2, sequence, f"loss.chunk={'null' if chunk is None else chunk}", layers=n) for n in (1, 2)
@@ -135,13 +135,11 @@ def test_embedding_head_and_loss(ranks: Ranks, sequence: bool, chunk: int | None
         taken = {kind: Traffic(calls, int(units * HIDDEN)) for kind, (calls, units) in of_layer.items()}
         rest.append(minus(counts, taken))
     loss = (2 * chunks, 3 * 4 * tokens / HIDDEN)
-    none = {ALL_REDUCE: loss} if chunk else {}
     if sequence:
         states = {ALL_GATHER: (1, 1), REDUCE_SCATTER: (1, 1)}
-        assert rest == [states | {ALL_REDUCE: loss}, states | none]
+        assert rest == [states | {ALL_REDUCE: loss}, states]
     else:
-        again = loss if chunk else (0, 0)
-        assert rest == [{ALL_REDUCE: (1 + loss[0], 1 + loss[1])}, {ALL_REDUCE: (1 + again[0], 1 + again[1])}]
+        assert rest == [{ALL_REDUCE: (1 + loss[0], 1 + loss[1])}, {ALL_REDUCE: (1, 1)}]
     assert loss[1] * HIDDEN < 4 * tokens * 101 / 2  # one rank's logits
 
 

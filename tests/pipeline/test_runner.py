@@ -63,8 +63,8 @@ class Recorder:
             self.watch_backward(carried.hidden)
         return carried
 
-    def loss_of(self, model: LanguageModel, *more: Any) -> Tensor:
-        loss = LanguageModel.loss_of(model, *more)
+    def loss_of(self, model: LanguageModel, *more: Any, **scale: Tensor) -> Tensor:
+        loss = LanguageModel.loss_of(model, *more, **scale)
         self.watch_backward(loss)
         return loss
 

@@ -1,0 +1,82 @@
+"""A loss of which only the logits of some tokens exist at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from pangu.collectives.regions import TensorRegion
+from pangu.layers.vocab_parallel_loss import losses_of, overwrite
+
+if TYPE_CHECKING:
+    from pangu.layers.weight_gradient_store import WeightGradientStore
+
+
+class Chunks(NamedTuple):
+    """Of a loss that is computed a chunk of tokens at a time."""
+
+    size: int
+    """Tokens of one."""
+    table: Tensor
+    """The output matrix, as the parameter that it is."""
+    store: WeightGradientStore | None
+    region: TensorRegion
+    vocab: int
+    train: bool
+    """Whether gradients are made."""
+
+
+class ChunkedLoss(Function):
+    """The sum of weighted losses of which only the logits of a chunk of tokens exist at a time.
+
+    Nothing is computed twice: a chunk's logits become their gradient at once, and that the gradients of the chunk's
+    hidden states and of the matrix, in forward (Hsu et al. 2024, arXiv 2410.10989, section 3.2). For that forward has
+    to know what backward will be given. Of two chunks:
+
+        forward    x0 Wᵀ | loss, dlogits | dx0, dW += | x1 Wᵀ | loss, dlogits | dx1, dW += |
+        backward   -> dx0, dx1
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, table: Tensor, labels: Tensor, weights: Tensor, scale: Tensor | None, chunks: Chunks
+    ) -> Tensor:
+        """tokens [n, width], table [vocab / ranks, width], labels and weights [n]; `scale`: the gradient that backward
+        is going to be given, None: 1."""
+        of_table, add = chunks.train and chunks.table.requires_grad, chunks.store and chunks.store.add_product
+        ctx.chunks, ctx.grad = chunks, torch.empty_like(tokens) if chunks.train and tokens.requires_grad else None
+        ctx.sum = torch.zeros_like(table) if of_table and not add else None
+
+        def of_chunk(rows: slice) -> Tensor:
+            x, label = tokens[rows], labels[rows]
+            logits = F.linear(x, table)
+            losses, log_sum = losses_of(logits, label, chunks.region, chunks.vocab)
+            if chunks.train:
+                overwrite(logits, log_sum, label, of_losses[rows], chunks.region, chunks.vocab)
+            if ctx.grad is not None:
+                torch.mm(logits, table, out=ctx.grad[rows])
+            if ctx.sum is not None:
+                ctx.sum += logits.t() @ x
+            elif of_table and add:
+                add(chunks.table, logits.t(), x, completes=False)
+            return losses
+
+        weights = weights.to(torch.promote_types(tokens.dtype, torch.float32))
+        of_losses = weights if scale is None else weights * scale
+        starts = range(0, len(tokens), chunks.size)
+        losses = torch.cat([of_chunk(slice(start, start + chunks.size)) for start in starts])
+        return (losses * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chunks, grad, total = ctx.chunks, ctx.grad, ctx.sum
+        ctx.grad = ctx.sum = None
+        if total is None and chunks.table.requires_grad:
+            assert chunks.store is not None
+            assert chunks.store.complete is not None
+            chunks.store.complete(chunks.table)
+        return grad, total, None, None, None, None
