@@ -16,8 +16,13 @@ from benchmarks.gpu_suite.setting import Setting
 from pangu.config.attention import ABILITIES
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
+from pangu.layers.attention import AttentionCore
+from pangu.layers.builder import Builder
+from pangu.layers.dropout import DropoutKeys
 from pangu.layers.kernel_choice import AttentionShape, attention_trial
+from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
+from pangu.topology.placement import PlacementTable
 from tools.calibrate import Clock
 
 BACKENDS = {
@@ -95,6 +100,15 @@ def variable(case: Case, device: torch.device) -> Attention:
     return attention
 
 
+def by_hash(kernel: str, case: Case, device: torch.device) -> Attention:
+    """One of the trainer's kernels that drop the same elements in every layout."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    compute = kernel_named(kernel)(MaskAndBias(case.mask(device), None, case.sequence, dtype, device))
+    core = AttentionCore(Builder(PlacementTable()), case.dropout)
+    keys = DropoutKeys(0, 0, tuple(range(case.rows))).on(torch.zeros(case.rows, case.sequence, device=device))
+    return lambda *parts: core(QKV(*parts), compute, keys)[0]
+
+
 def trials(
     case: Case, dtype: torch.dtype, device: torch.device, own: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -103,7 +117,9 @@ def trials(
     makers: dict[str, Callable[[Case, torch.device], Attention]] = {
         f"torch {name}": partial(torchs, backend) for name, backend in BACKENDS.items()
     }
-    if case.dropout == 0:
+    if case.dropout > 0:
+        makers |= {f"trainer's {kernel}": partial(by_hash, kernel) for kernel in ("flex", "reference")}
+    else:
         makers |= {"varlen": variable, **({} if own else {"flex, compiled": flex})}
     for name, make in makers.items():
         yield name, partial(_trial, make, case, dtype, device)

@@ -21,8 +21,6 @@ class Abilities:
     """Smallest and largest width of a head; None: all."""
     head_multiple: int = 1
     """What the width of a head is a multiple of."""
-    dropout: bool = True
-    """Drops probabilities."""
     positions: tuple[str, ...] = ("learned", "rope", "alibi", "relative")
     """Values of `model.positions`."""
     scores: bool = False
@@ -41,7 +39,7 @@ ABILITIES = {
         ("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope"), sparse=False, blocks=True
     ),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
-    "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), dropout=False),
+    "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256)),
     "flash_attn": Abilities(
         ("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi"), sparse=False
     ),
@@ -70,9 +68,6 @@ def obstacles(kernel: str, model: ModelConfig, precision: str, device: str | Non
         yield problem(
             f"takes heads of a multiple of {can.head_multiple} columns, and {model.head_size_key} = {model.head_size}"
         )
-    if model.attention_dropout > 0 and not can.dropout:
-        rule = f"cannot drop probabilities (model.attention_dropout = {model.attention_dropout:g})"
-        yield problem(rule, "model.attention_dropout=0 works")
     if model.positions not in can.positions:
         yield problem(f"cannot add the bias of model.positions = {model.positions} to its scores")
     if model.sparse is not None and not can.sparse:

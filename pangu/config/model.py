@@ -127,8 +127,8 @@ class ModelConfig:
     attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "flex", "flash_attn"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
     `cudnn`: the same by cuDNN; `flash`: torch's flash attention, which skips other documents and what is outside of the
-    window; `flex`: torch's FlexAttention, without attention dropout; `flash_attn`: the package flash-attn; all but the
-    first two on GPUs, `cudnn`, `flash` and `flash_attn` in bf16 and fp16. `auto`: the fastest one on this device, timed
+    window; `flex`: torch's FlexAttention, which drops what `reference` does; `flash_attn`: the package flash-attn; all
+    but the first two on GPUs, `cudnn`, `flash` and `flash_attn` in bf16 and fp16. `auto`: the fastest one here, timed
     at the start and named in the log."""
 
     # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from pangu.layers import gpu_kernels
 from pangu.layers.attention_blocks import Lengths
+from pangu.layers.kernels import QKV
 
 
 def attention(
@@ -83,8 +86,28 @@ def flash_backward(
     return tuple(one.transpose(1, 2).reshape(part.shape) for one, part in zip(gradients, tensors[1:4], strict=True))
 
 
-def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: object, block_mask: object, enable_gqa: bool
-) -> Tensor:
+class _Sums(Function):
+    """What FlexAttention needs for the sums of a softmax: it attends to few columns of values, and keeps the result."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sums = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[1]
+        ctx.save_for_backward(query, key, value, query.new_empty(*query.shape[:-1], value.shape[-1]), sums)
+        return sums.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, sums = ctx.saved_tensors
+        state, length = query.new_empty(2, dtype=torch.int64), query.shape[2]
+        of_query, of_key, _ = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            output, query, key, value, output, sums, state, state, length, length, 0.0, True, state, state
+        )
+        return of_query, of_key, None
+
+
+def flex(qkv: QKV, score_mod: object, blocks: object, rows: Tensor | None, dropout: float) -> Tensor:
     """As much memory and as many products; the audit knows of how many blocks."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    output = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
+    if rows is None:
+        return output
+    return output * _Sums.apply(qkv.query, qkv.key, qkv.value[..., : gpu_kernels.FEWEST_COLUMNS].detach())[..., None]

@@ -50,8 +50,8 @@ def plan_dry_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_kernels(config: RunConfig) -> None:
     """Raises ConfigError if a kernel is asked for that no dry run can carry out."""
-    if config.model.attention in ("flex", "flash_attn"):
-        rule = "a dry run cannot carry out a kernel that is compiled at run time, or comes from another package"
+    if config.model.attention == "flash_attn":
+        rule = "a dry run cannot carry out a kernel that comes from another package"
         works = "model.attention=auto works, and takes as much memory where both are fused"
         raise ConfigError([Problem("model.attention", config.model.attention, rule, works)])
 

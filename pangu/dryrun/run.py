@@ -163,7 +163,7 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
         stack.enter_context(patch.object(gpu_kernels, "flash_attention", kernels.flash_attention))
         stack.enter_context(patch.object(attention_blocks, "flash_forward", kernels.flash_forward))
         stack.enter_context(patch.object(attention_blocks, "flash_backward", kernels.flash_backward))
-        stack.enter_context(patch.object(gpu_kernels, "_flex", lambda compiled: kernels.flex_attention))
+        stack.enter_context(patch.object(gpu_kernels, "_flex", lambda compiled: kernels.flex))
         stack.enter_context(patch.object(gpu_kernels, "can_run", lambda kernel, device: True))
         stack.enter_context(patch.object(expert_exchange, "host_numbers", _evenly))
         if world > 1:
@@ -181,8 +181,10 @@ def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
 
 
 def _skips_blocks(config: RunConfig, device: torch.device) -> bool:
-    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model."""
-    return "flex" in kernels_of(config, device) and not config.train.deterministic
+    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model. Where probabilities
+    are dropped, or nothing may depend on times, there are none."""
+    timed = config.model.attention_dropout == 0 and not config.train.deterministic
+    return timed and "flex" in kernels_of(config, device)
 
 
 @contextmanager

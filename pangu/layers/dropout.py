@@ -67,13 +67,18 @@ class Dropout:
         return DropAndAdd.apply(x, None, self.rows_of(x, keys), self.key(keys), self.probability)
 
     def rows_of(self, x: Tensor, keys: DropoutKeys) -> Tensor:
-        """Row keys of probabilities [batch, heads / ranks, queries, keys]."""
+        """int64 [batch, heads / ranks, queries], row keys of probabilities [batch, heads / ranks, queries, keys] or of
+        queries [batch, heads / ranks, queries, head size]."""
         from pangu.layers.dropout_masks import row_keys
 
         assert keys.rows is not None
         # -1 is no sample
         heads = row_keys(x.detach()[:1, :, 0, 0], -1, self.region.rank * x.shape[1])
         return keys.rows.t()[:, None] ^ heads
+
+    def mask_keys(self, query: Tensor, keys: DropoutKeys | None) -> Tensor | None:
+        """Row keys of queries xor the place key, for a kernel that makes masks of `probabilities`; None: no mask."""
+        return None if keys is None or self.probability == 0.0 else self.rows_of(query, keys) ^ self.key(keys)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel

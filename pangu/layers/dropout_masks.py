@@ -53,24 +53,39 @@ row_keys = fused(
 )
 
 
+def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """int32: a and b | 1 of int64 keys, of a row xor of a place."""
+    return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1
+
+
+def _factors(columns: Tensor) -> Tensor:
+    """int32, what is of the numbers of columns. From int64: where a kernel counts in that and calls it int32, a
+    conversion to int32 would be left out."""
+    return (columns.to(torch.int64) * _GOLDEN).to(torch.int32)
+
+
 def _words(rows: Tensor, key: Tensor | int, first: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: a and b | 1 [..., 1] of int64 row keys [...] and a place key, and what is of the columns [width] from
-    `first` on."""
-    keys = (rows ^ key)[..., None]
-    columns = (torch.arange(width, dtype=torch.int32, device=rows.device) + first) * _GOLDEN
-    return keys.to(torch.int32), (keys >> 32).to(torch.int32) | 1, columns
+    """Halves [..., 1] of int64 row keys [...] and a place key, and factors [width] of the columns from `first` on."""
+    columns = torch.arange(width, dtype=torch.int32, device=rows.device) + first
+    return *_halves((rows ^ key)[..., None]), _factors(columns)
 
 
-def _mix(low: Tensor, high: Tensor, columns: Tensor, out: tuple[Tensor, Tensor]) -> Tensor:
-    """int32 [..., width] in the first of `out`; both are overwritten."""
-    mixed, shifted = out
-    torch.bitwise_xor(low, columns, out=mixed).mul_(high)
-    return mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, 16, out=shifted)).mul_(_FACTOR)
+def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    """int32 [..., width], in the first of `out` if they are there; both are overwritten."""
+    memory, shifted = out
+    mixed = torch.mul(torch.bitwise_xor(low, factors, out=memory), high, out=memory)
+    mixed = torch.bitwise_xor(mixed, torch.bitwise_right_shift(mixed, 16, out=shifted), out=memory)
+    return torch.mul(mixed, _FACTOR, out=memory)
 
 
 def _bound(probability: float) -> int:
     """That share of all 32-bit integers is below it."""
     return round(probability * 2**32) - 2**31
+
+
+def is_kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
+    """bool, of row keys xor the place key and numbers of columns, which broadcast; of one element of a kernel too."""
+    return _mix(*_halves(rows), _factors(columns)) >= _bound(probability)
 
 
 def _drop_in_blocks(
@@ -79,7 +94,7 @@ def _drop_in_blocks(
     """`drop` in steps that a CPU does fast: to compare into floats and to multiply by them takes a tenth of the time
     of filling where a mask says so."""
     width, scale = x.shape[-1], 1.0 / (1.0 - probability)
-    low, high, columns = _words(rows.reshape(-1), key, first, width)
+    low, high, factors = _words(rows.reshape(-1), key, first, width)
     threads = torch.get_num_threads()
     elements = _BLOCK // 2 if threads > 1 and x.numel() <= _LARGE else _BLOCK * threads
     size = min(max(1, elements // width), len(low))
@@ -88,7 +103,7 @@ def _drop_in_blocks(
     matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
     for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
         block = slice(len(a))
-        torch.ge(_mix(a, b, columns, (mixed[block], shifted[block])), _bound(probability), out=keep_mask[block])
+        torch.ge(_mix(a, b, factors, (mixed[block], shifted[block])), _bound(probability), out=keep_mask[block])
         if residual is None:
             torch.mul(part, keep_mask[block], out=result).mul_(scale)
         else:

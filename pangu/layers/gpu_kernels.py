@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,16 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from pangu.config.errors import Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.dropout_masks import is_kept
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
 from pangu.layers.masks import AttentionMask
 from pangu.layers.sparse import FLEX_TILE
 
 MOST_PAIRS = 1 << 26
 """Of tokens, of which a mask is looked at at a time."""
+FEWEST_COLUMNS = 16
+"""Of a head, that FlexAttention's compiled kernel takes."""
 
 
 class Cudnn(Sdpa):
@@ -34,8 +38,8 @@ class Cudnn(Sdpa):
 
 
 class Flex:
-    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids. Without dropout, and on a
-    CPU without backward."""
+    """torch's FlexAttention (Dong et al. 2024), which skips the blocks that the mask forbids. It drops what `reference`
+    drops, and keeps no mask. On a CPU without backward."""
 
     def __init__(self, terms: MaskAndBias) -> None:
         self.blocks = block_mask(terms.mask, terms.length, terms.device)
@@ -45,7 +49,39 @@ class Flex:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.compute(*qkv, self.score, self.blocks, enable_gqa=qkv.is_grouped), None
+        rows = dropout.mask_keys(qkv.query, keys)
+        return self.compute(qkv, self.score, self.blocks, rows, dropout.probability), None
+
+
+def flex(
+    qkv: QKV, score_mod: Callable[..., Tensor] | None, blocks: BlockMask, rows: Tensor | None, dropout: float
+) -> Tensor:
+    """FlexAttention, dropping by `rows` (`Dropout.mask_keys`) if they are there.
+
+    A kernel changes scores before the softmax, and dropout stands after it. With s a score, m 1 where a probability is
+    kept, and lse the log of the sum of exp over keys,
+
+        sum_j m_j exp(s_j) v_j / sum_j exp(s_j) = (sum_j m_j exp(s_j) v_j / sum_j m_j exp(s_j)) exp(lse(s, m) - lse(s))
+
+    The first factor and lse(s, m) are attention with the scores -inf that are dropped, lse(s) is attention without. Of
+    a query of which all are dropped lse(s, m) is -inf, and its output and gradients are 0.
+    """
+    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": qkv.is_grouped}
+    if rows is None:
+        return flex_attention(*qkv, score_mod, **options)
+
+    def kept(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        biased = score if score_mod is None else score_mod(score, batch, head, query, key)
+        # added: where exp gives 0, so is the gradient of the score, and backward needs no mask for it
+        return biased + torch.where(is_kept(rows[batch, head, query], key, dropout), 0.0, -math.inf)
+
+    options["return_aux"] = AuxRequest(lse=True)
+    output, of_kept = flex_attention(*qkv, kept, **options)
+    # for its sums, so of few values; torch's compiler has no backward without a gradient of the output, here 0
+    few = qkv.value[..., :FEWEST_COLUMNS].detach()
+    nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
+    share = (of_kept.lse - (of_all.lse + 0.0 * nothing[..., 0])).exp() / (1 - dropout)
+    return (output * share[..., None]).to(output.dtype)
 
 
 def block_mask(mask: AttentionMask, length: int, device: torch.device) -> BlockMask:
@@ -71,11 +107,9 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """FlexAttention; only its compiled form is a fused kernel, which on a CPU needs a C++ compiler."""
-    if compiled:
-        return torch.compile(flex_attention)
-    return flex_attention
+def _flex(compiled: bool) -> Callable[..., Tensor]:
+    """`flex`; only its compiled form is a fused kernel, which on a CPU needs a C++ compiler."""
+    return torch.compile(flex) if compiled else flex
 
 
 class Flash:

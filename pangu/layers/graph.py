@@ -172,6 +172,12 @@ class GraphDropout(Dropout):
         assert keys.heads is not None
         return drop(x, None, keys.heads, keys.places[self.name], self.probability)
 
+    def mask_keys(self, query: Tensor, keys: DropoutKeys | None) -> Tensor | None:
+        if self.probability == 0.0 or not isinstance(keys, TensorKeys):
+            return super().mask_keys(query, keys)
+        assert keys.heads is not None
+        return keys.heads ^ keys.places[self.name]
+
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The generator has been seeded before."""
         return self.probability if isinstance(keys, TensorKeys) else super().in_kernel(keys)

@@ -24,7 +24,7 @@ def attention_kernels(
     model: ModelConfig, precision: str, device: torch.device, documents: bool = False, context: str | None = None
 ) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding, but each draws different dropout masks: with dropout the first is taken; on a
+    They give the same result to rounding, but most draw their own dropout masks: with dropout the first is taken; on a
     CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
     theirs. `context`: how ranks that share sequences attend (`context_kind`); where they do it in blocks, only the
     preferred kernel. Raises UserError if the requested kernel cannot train this model on this device."""

@@ -151,12 +151,18 @@ def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
     operator, shapes, calls = product["operator"], product["shapes"], product["calls"]
     if "attention" in operator:
         # shapes of the gradient, then of query, key and value; or of the latter
-        (rows, heads, queries, width), (_, _, keys, _) = shapes[1:3] if "backward" in operator else shapes[:2]
-        count = calls * product["computed"]
-        scores = Matmul(queries, keys, width, rows * heads, count, fused=True)
-        mixed = Matmul(queries, width, keys, rows * heads, count, fused=True)
-        # backward: the scores again, the gradients of probabilities, values, queries and keys
-        return [scores, mixed] if "backward" not in operator else [scores, scores, mixed, mixed, mixed]
+        backward = "backward" in operator
+        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
+
+        def fused(m: int, n: int, depth: int) -> Matmul:
+            return Matmul(m, n, depth, rows * heads, calls * product["computed"], fused=True)
+
+        scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
+        if not backward:
+            return [scores, mixed]
+        of_query = fused(queries, width, keys)
+        # the scores again, the gradients of probabilities, values, queries and keys
+        return [scores, fused(queries, keys, columns), mixed, of_query, of_query]
     if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
         (rows, depth), other, (groups,) = shapes
         of_each = math.ceil(rows / groups)

@@ -250,8 +250,8 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
         "expert_tensor": piece.expert_tensor or None,
         **_PIECES,
     }
-    # kernels that a dry run cannot carry out keep as much
-    attention = "auto" if model.attention in ("flex", "flash_attn") else model.attention
+    # a kernel that a dry run cannot carry out keeps as much
+    attention = "auto" if model.attention == "flash_attn" else model.attention
     changes: dict[str, dict[str, Any]] = {
         "model": {"layers": _LAYERS + 2, "attention": attention, "dense_layers": 0, "expert_every": 1},
         "parallel": parallel,

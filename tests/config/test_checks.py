@@ -113,10 +113,6 @@ CONTRADICTIONS = {
         "model.attention = sdpa: never holds the scores that model.residual_scores=true passes on; reference works, "
         "or model.attention=auto works"
     ),
-    "model.attention=flex model.attention_dropout=0.1": (
-        "model.attention = flex: cannot drop probabilities (model.attention_dropout = 0.1); "
-        "model.attention_dropout=0 works, or model.attention=auto works"
-    ),
     "model.attention=cudnn precision=bf16 train.deterministic=true": (
         "model.attention = cudnn: may add up in another order each time, and train.deterministic = True; "
         "model.attention=auto works, or train.deterministic=false"

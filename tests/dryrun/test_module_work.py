@@ -198,17 +198,41 @@ def test_a_layer_sends_what_formulas_say_to_ranks_that_share_sequences(kind: str
 
 
 def test_of_blocks_that_nobody_sees_nothing_is_computed() -> None:
-    """FlexAttention in tiles of 128: 4 x 4, of which 10 are causal; blocks see themselves and every other one."""
+    """FlexAttention in tiles of 128: 4 x 4, of which 10 are causal; blocks see themselves and every other one. Where
+    probabilities are dropped nothing is timed, and `sdpa` computes all scores."""
     sparse = "model.sparse={kind:strided,block:128,local_blocks:1,stride:2}"
     counts = [
         ModuleCounts(choose_layout(values("", *SHAPE, "model.sequence=512", *more), 1).config)
-        for more in ((), [sparse])
+        for more in ((), [sparse], [sparse, "model.attention_dropout=0.1"])
     ]
-    dense, skipping = (count.of(Piece(1, False), 3)["layer"] for count in counts)
+    dense, skipping, dropping = (count.of(Piece(1, False), 3)["layer"] for count in counts)
     for part in ("forward", "backward_input"):
-        whole, left = (sum(m.flops for m in getattr(one, part).matmuls if m.fused) for one in (dense, skipping))
+        whole, left, square = (
+            sum(m.flops for m in getattr(one, part).matmuls if m.fused) for one in (dense, skipping, dropping)
+        )
         assert left == 0.6 * whole > 0
+        assert square == 2 * whole
     assert skipping.saved_bytes == dense.saved_bytes
+
+
+def test_flexattention_that_drops_attends_twice() -> None:
+    """The second time to 16 columns of values: two products of scores, and one of them, in forward, eight and two in
+    backward. It keeps the output before it is scaled, and the second one with its sums."""
+    counts = [
+        ModuleCounts(choose_layout(values("", *SHAPE, "model.attention=flex", *more), 1).config)
+        for more in ((), ["model.attention_dropout=0.1"])
+    ]
+    whole, twice = (count.of(Piece(1, False), 3)["layer"] for count in counts)
+    model = counts[0].config.model
+    size, width, tokens = model.head_size, 16, 3 * model.sequence
+    for part, before, after in (
+        ("forward", 2 * size, 3 * size + width),
+        ("backward_input", 5 * size, 8 * size + 2 * width),
+    ):
+        once, both = (sum(m.flops for m in getattr(one, part).matmuls if m.fused) for one in (whole, twice))
+        assert both * before == once * after > 0
+    kept = tokens * (2 * model.hidden + model.heads * (2 * width + 6))
+    assert twice.saved_bytes - whole.saved_bytes == pytest.approx(kept, rel=1e-3)
 
 
 def sent(workload: Workload, plan: Plan, stage: int) -> Counter[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""What torch's flash attention drops over documents, for which the operator has no CPU kernel; what kernels are chosen
-by."""
+"""What torch's flash attention drops over documents, for which the operator has no CPU kernel, and its compiled
+FlexAttention; what kernels are chosen by."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import time
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._triton import has_triton
 
 from pangu.layers.attention import AttentionCore
+from pangu.layers.biases import Bias
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
 from pangu.layers.gpu_kernels import can_run
@@ -48,6 +51,54 @@ def test_what_is_dropped_over_documents() -> None:
     kept = left != 0
     torch.testing.assert_close(left[kept], whole[kept] / 0.7, atol=0.01, rtol=0.02)
     assert kept[whole > 1e-3].float().mean() == pytest.approx(0.7, abs=0.03)
+
+
+def flex_and_reference(length: int, groups: int, kind: str, dtype: torch.dtype, values: Tensor) -> list[list[Tensor]]:
+    """Output and gradients of the two, in a micro-batch of 2 rows; of the second of two steps."""
+    device, heads, size = choose_device("auto", Launch()), 4, 64
+    documents = None
+    if kind == "documents":
+        documents = (torch.arange(length, device=device) >= 20).long().expand(2, -1).contiguous()
+    bias = None
+    if kind == "bias":
+        bias = Bias(torch.randn(length, heads, device=device).requires_grad_())
+    parts = [torch.randn(2, n, length, size, device=device).to(dtype) for n in (heads, groups)]
+    given = QKV(*(part.requires_grad_() for part in (*parts, values.to(device, dtype))))
+    found = []
+    for name in ("flex", "reference"):
+        core = AttentionCore(Builder(PlacementTable()), 0.3)
+        kernel = kernel_named(name)(MaskAndBias(AttentionMask(documents), bias, length, dtype, device))
+        for step in (1, 2):
+            output, _ = core(given, kernel, DropoutKeys(1, step, (3, 4)).on(torch.zeros(2, length, device=device)))
+        inputs = [*given, *([] if bias is None else [bias.by_distance])]
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), inputs)])
+    return found
+
+
+@pytest.mark.usefixtures("empty_compiler")
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize("length", [64, 256, 300])
+@pytest.mark.parametrize(("groups", "kind"), [(4, "plain"), (2, "documents"), (4, "bias")])
+def test_flex_drops_what_the_reference_drops(length: int, groups: int, kind: str) -> None:
+    """fp32: 1e-5 of the largest, sums of up to 600 products in another order, 6e-8 each. Short sequences have a kernel
+    of their own; 300 is no multiple of its blocks. A query of which all keys are dropped, as the first one's often are,
+    has zeros."""
+    values = torch.randn(2, groups, length, 64)
+    mine, theirs = flex_and_reference(length, groups, kind, torch.float32, values)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=0)
+    assert torch.equal(mine[0] == 0, theirs[0] == 0)
+
+
+@pytest.mark.usefixtures("empty_compiler")
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+def test_flex_drops_the_same_elements_in_bf16() -> None:
+    """One-hot values read the probabilities that were left. A probability that rounds to 0 in one only is smaller than
+    any here."""
+    values = torch.eye(128).expand(2, 4, -1, -1).clone()
+    mine, theirs = flex_and_reference(128, 4, "plain", torch.bfloat16, values)
+    assert torch.equal(mine[0] == 0, theirs[0] == 0)
+    torch.testing.assert_close(mine[0], theirs[0], atol=0.01, rtol=0.02)
 
 
 def test_a_candidate_is_timed_by_the_device() -> None:

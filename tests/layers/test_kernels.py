@@ -93,7 +93,8 @@ def test_sdpa_equals_reference(case: tuple[Any, ...]) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_flex_equals_reference_forward(case: tuple[Any, ...]) -> None:
-    """fp32, 1e-6: sums of 16 products, 6e-8 each. Torch has no backward of it on a CPU: tests/gpu goes on from here."""
+    """fp32, 1e-6: sums of 16 products, 6e-8 each. Torch refuses its backward on a CPU: test_flex_dropout.py goes on
+    from here, and tests/gpu."""
     documents, window, kind, groups, pattern = case
     given, bias = heads(groups, torch.float32), bias_of(kind, torch.float32)
     mask = AttentionMask(documents, window, sparse=blocks_of(pattern))
@@ -363,7 +364,7 @@ def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.
     assert attention_kernels(drops, "bf16", CPU) == attention_kernels(drops, "bf16", CPU, True) == ["reference"]
     assert attention_kernels(drops, "bf16", CUDA)[0] == "sdpa"
     assert attention_kernels(drops, "bf16", CUDA, documents=True)[0] == "flash"
-    assert "flex" not in attention_kernels(drops, "bf16", CUDA, documents=True)
+    assert attention_kernels(replace(drops, attention="flex"), "bf16", CUDA, documents=True) == ["flex"]
 
 
 @pytest.mark.parametrize(
