@@ -10,6 +10,10 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+MOST_KINDS = 64
+"""Codes of one function in a process: for shapes and formats of an operator; for layers with and without a query,
+recompute, frozen weights. torch's own limit is 8, and what comes behind it runs uncompiled: the layers of one model
+have more shapes than that for a cast to fp8."""
 
 
 def fused(
@@ -38,6 +42,20 @@ def fused(
     return operator
 
 
+def allow_kinds() -> None:
+    """Let torch compile a function `MOST_KINDS` times."""
+    torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
+
+
+def of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same, for operators: one kernel serves all numbers of rows, where each would have its own."""
+    if has_triton():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
+
+
 def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    allow_kinds()
     compute = torch.compile(function, dynamic=False)
     return lambda *args: compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))
