@@ -170,10 +170,10 @@ def test_the_package_stays_small() -> None:
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
     none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out; 20 gradients
     of words that products add up on every device, and products that are not cut; 13 what hides
-    behind products that came late; 18 operators that are compiled for all shapes of a model, 7
+    behind products that came late; 28 operators that are compiled for all shapes of a model, 7
     a folder for compiled code that cannot be made."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_817
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_827
 
 
 @pytest.mark.parametrize("folder", APART)

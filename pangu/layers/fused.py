@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
@@ -58,4 +58,12 @@ def of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     allow_kinds()
     compute = torch.compile(function, dynamic=False)
-    return lambda *args: compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))
+    return lambda *args: compute(*map(_argument, args))
+
+
+def _argument(value: Any) -> Any:
+    """Of a compiled function. A parameter comes as a plain tensor: the code would be another one for tensors that want
+    a gradient, and would take all parameters of a shape to lie at multiples of 16 bytes because the first one does."""
+    if isinstance(value, int):
+        return torch.tensor(value)
+    return value.detach() if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False) else value

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
@@ -48,6 +48,21 @@ def test_all_shapes_of_a_model_are_compiled() -> None:
         for limit, shape in sorted(shapes):
             cast(torch.ones(shape), torch.ones(()), torch.zeros(()), limit)
     assert graphs() == len(shapes) > 8
+
+
+def test_parameters_and_what_wants_a_gradient_are_plain_tensors() -> None:
+    """No code of their own, and none that takes every parameter to lie as the first one."""
+    cast = compiled(fp8._cast)
+    seen: list[Tensor] = []
+    with patch.object(torch, "compile", lambda *_, **__: lambda *args: seen.extend(args)):
+        watched = fused._compiled(fp8._cast)
+    for weight in (torch.ones(16, 32), torch.ones(16, 32, requires_grad=True), nn.Parameter(torch.ones(16, 32))):
+        for trained in (True, False):
+            x = weight if trained else nn.Parameter(weight.detach(), requires_grad=False)
+            cast(x, torch.ones(()), torch.zeros(()), E4M3)
+            watched(x)
+    assert graphs() == 1
+    assert not any(isinstance(x, nn.Parameter) or x.requires_grad for x in seen)
 
 
 def test_any_number_of_scored_tokens_shares_a_kernel() -> None:
