@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 _LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+MOST_KINDS = 64
+"""Codes of one function in a process: for shapes and formats of an operator; for layers with and without a query,
+recompute, frozen weights. torch's own limit is 8, and what comes behind it runs uncompiled: the layers of one model
+have more shapes than that for a cast to fp8."""
 
 
 def fused(
@@ -38,6 +42,28 @@ def fused(
     return operator
 
 
+def allow_kinds() -> None:
+    """Let torch compile a function `MOST_KINDS` times."""
+    torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
+
+
+def of_any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same, for operators: one kernel serves all numbers of rows, where each would have its own."""
+    if has_triton():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
+
+
 def _compiled(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    allow_kinds()
     compute = torch.compile(function, dynamic=False)
-    return lambda *args: compute(*(torch.tensor(value) if isinstance(value, int) else value for value in args))
+    return lambda *args: compute(*map(_argument, args))
+
+
+def _argument(value: Any) -> Any:
+    """Of a compiled function. A parameter comes as a plain tensor: the code would be another one for tensors that want
+    a gradient, and would take all parameters of a shape to lie at multiples of 16 bytes because the first one does."""
+    if isinstance(value, int):
+        return torch.tensor(value)
+    return value.detach() if isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False) else value

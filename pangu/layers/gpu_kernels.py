@@ -194,5 +194,5 @@ def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
 
 def candidates(device: torch.device, dense: bool) -> list[str]:
     """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` needs mask or bias as a matrix."""
-    kernels = ["flash", "sdpa", "flex"] if dense else ["sdpa", "flash", "cudnn"]
+    kernels = ["flash", "sdpa", "flex", "cudnn"] if dense else ["sdpa", "flash", "cudnn", "flex"]
     return [kernel for kernel in (*kernels, "flash_attn", "reference") if not any(missing(kernel, device))]

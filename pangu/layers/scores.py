@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from pangu.collectives.reduce import largest
 from pangu.collectives.regions import enter, gather_last
+from pangu.layers.fused import of_any_length
 from pangu.layers.loss import Head
 from pangu.layers.loss_rows import block_rows, widened
 from pangu.layers.vocab_parallel_loss import VocabParallelLoss
@@ -23,7 +24,8 @@ def token_losses(head: Head, hidden: Tensor, table: Tensor, labels: Tensor, weig
     results = torch.zeros(2, len(tokens), dtype=wide, device=tokens.device)
     counted = weights.t().flatten().nonzero()[:, 0]
     for places in counted.split(block_rows(table.shape[0], tokens.device.type)):
-        rows, label = F.linear(tokens[places], table), flat_labels[places]
+        # as many as count: any number
+        rows, label = of_any_length(F.linear(tokens[places], table), flat_labels[places])
         results[0, places] = VocabParallelLoss.apply(rows, label, head.region, head.vocab)
         results[1, places] = (_likeliest(head, rows) != label).to(wide)
     return results.view(2, *labels.t().shape).transpose(1, 2)

@@ -14,6 +14,7 @@ from torch.utils._triton import has_triton
 
 from pangu.config.errors import ConfigError, LocalError, Problem
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.fused import allow_kinds
 from pangu.layers.graph import GraphDropout, GraphTensors, TensorKeys, hold_in_graph
 from pangu.layers.kernels import Reference
 from pangu.layers.recompute import checkpointed
@@ -24,8 +25,6 @@ from pangu.topology.placement import TensorRank
 log = logging.getLogger("pangu")
 
 BACKEND = "inductor"
-MOST_KINDS = 64
-"""Of layers: with and without a query, recompute, frozen weights, in one process."""
 ALIGNMENT = 16
 """Bytes that a kernel of a GPU reads at once."""
 
@@ -75,7 +74,7 @@ class CompiledBlocks:
             block.attention_dropout = GraphDropout(block.attention_dropout)
             block.mlp_dropout = GraphDropout(block.mlp_dropout)
             block.attention.core.dropout = GraphDropout(block.attention.core.dropout)
-        torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
+        allow_kinds()
         self._compute = _compiled(splits_backward)
 
     def __call__(

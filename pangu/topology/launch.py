@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pangu.config.errors import UserError
@@ -68,6 +69,12 @@ def choose_memory_settings(environment: MutableMapping[str, str] = os.environ) -
 def load_torch(requested: object) -> None:
     """Import torch, and Ascend's plug-in where a device of the `requested` kind (`train.device`) may need it: torch
     does that by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0. Raises UserError if either cannot be imported."""
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # which the first optimizer has torch make
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            rule = f"torch cannot make this folder for compiled code ({error.strerror})"
+            raise UserError(f"TORCHINDUCTOR_CACHE_DIR = {folder}: {rule}; another one works") from error
     try:
         import torch
     except RuntimeError as error:

@@ -52,6 +52,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_a_folder_for_compiled_code_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes it whether anything is compiled or not."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    done = pretrain(tmp_path / "run", *SMALL, "data=synthetic", "validation.every=0", "train.steps=1")
+    assert done.returncode == 2
+    assert f"TORCHINDUCTOR_CACHE_DIR = {tmp_path}/file/cache: torch cannot make this folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_run_folder_of_another_run(tmp_path: Path) -> None:
     quiet = [*SMALL, "data=synthetic", "validation.every=0", "train.steps=1"]
     assert pretrain(tmp_path, *quiet).returncode == 0
