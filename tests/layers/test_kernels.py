@@ -335,26 +335,21 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
-    package, built_in, flash_alone = (["flash_attn"], ["flash", "cudnn"], ["flash"]) if flash else ([], [], [])
+    package, flash_alone, cudnn = (["flash_attn"], ["flash"], ["cudnn"]) if flash else ([], [], [])
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        assert attention_kernels(model, "bf16", CUDA, documents) == [
-            *flash_alone,
-            "sdpa",
-            "flex",
-            *package,
-            "reference",
-        ]
+        kernels = [*flash_alone, "sdpa", "flex", *cudnn, *package, "reference"]
+        assert attention_kernels(model, "bf16", CUDA, documents) == kernels
         assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
         assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
     biased = variant(**large, positions="alibi")
     assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
     blocks = variant(**large, sparse=PATTERNS[0])
-    assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", "flex", "reference"]
+    assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", "flex", *cudnn, "reference"]
     assert attention_kernels(blocks, "bf16", CPU) == ["sdpa", "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *built_in, *package, "reference"]
-    assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, "flex", *package, "reference"]
+    assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "flex", "reference"]
 
 
 def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
