@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.launch import ALLOCATOR, GROWING
 
 URGENT = ("tensor", "messages")
 """Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
 MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
-WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
+WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies", *EXPERT_GROUPS)
 """Groups that every run sends in which has them."""
 SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Beginnings of the names of variables that the start of a run shows."""

@@ -58,8 +58,12 @@ class _Options(SimpleNamespace):
         super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
 
 
-def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaced is NCCL: what it would be asked for is recorded, by the group's ranks."""
+Nccl = tuple[dict[tuple[int, ...], Any], list[object]]
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    """Replaced is NCCL: the groups of rank 0 of 16 by their ranks, with their options; and those it sends in."""
     made: dict[tuple[int, ...], Any] = {}
     sent: list[object] = []
 
@@ -78,6 +82,11 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(Options=_Options), raising=False)
     monkeypatch.setattr(dist, "group", Mock(WORLD="world"))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    return made, sent
+
+
+def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(nccl: Nccl) -> None:
+    made, sent = nccl
     mesh = Mesh.connect(Layout(tensor=2, pipeline=2, data=4, zero=1, zero_group=2), torch.device("cpu"))
     tensor, replicas, shards, copies, stages = (0, 1), (0, 2, 4, 6), (0, 2), (0, 4), (0, 8)
     assert sent == ["world", tensor, replicas, shards, shards, copies]  # stages send in theirs where they share weights
@@ -87,6 +96,14 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
     assert made[stages].is_high_priority_stream
     assert made[stages].config.max_ctas == 4
     assert {options._timeout.total_seconds() for options in made.values()} == {600.0}
+
+
+def test_the_groups_of_experts_connect_at_once_too(nccl: Nccl) -> None:
+    _, sent = nccl
+    Mesh.connect(Layout(data=16, expert=4, zero=1, zero_group=8), torch.device("cpu"))
+    every, shards, copies = tuple(range(16)), tuple(range(8)), (0, 8)
+    dense = ["world", every, shards, shards, copies]
+    assert sent == [*dense, (0, 1, 2, 3), (0, 4, 8, 12), (0, 4), (0, 4), (0, 8)]
 
 
 def _sends_before_the_first_step(rank: int, world: int, *overrides: str) -> list[str]:
