@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,14 +79,9 @@ def run(values: Mapping[str, Any]) -> int:
 
         raise_open_files(launch.world)
     output = Path(config.train.output)
-    if device.type != "cpu":
-        from pangu.topology.backends import backend_of, describe_environment, record_collectives
-
-        given = dict(os.environ)
-        if launch.world > 1 and backend_of(device) == "nccl":
-            record_collectives(output)
-        log.info("%-12s %s", "environment", describe_environment(given))
     with ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(_told_backend(device, launch, output))
         if config.train.deterministic:
             from pangu.training.determinism import deterministic
 
@@ -103,6 +98,18 @@ def run(values: Mapping[str, Any]) -> int:
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
         signals = StopSignals(began, config.train.stop_after_s)
         return _train(config, mesh, launch, stages, signals, forecast)
+
+
+@contextmanager
+def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterator[None]:
+    """Within the block, the backend of a device is told what pangu has it do."""
+    from pangu.topology.backends import backend_of, describe_environment, record_collectives
+
+    given = dict(os.environ)
+    is_nccl = launch.world > 1 and backend_of(device) == "nccl"
+    with record_collectives(output) if is_nccl else nullcontext():
+        log.info("%-12s %s", "environment", describe_environment(given))
+        yield
 
 
 def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:

@@ -127,20 +127,31 @@ def test_what_stages_share_connects_its_groups_before_the_first_step(pool: Pool)
 
 
 def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Path) -> None:
-    """And that a user's own choice stays."""
+    """That a user's own choice stays, under the older name of a variable too, which torch looks at only where the newer
+    one is missing; and that a sweep's next run, in the same process, has a folder of its own."""
     environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
-    record_collectives(tmp_path, environment)
-    assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
-    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == environment["TORCH_FR_DUMP_TEMP_FILE"]
-    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/collectives-"
+    for run in ("first", "second"):
+        with record_collectives(tmp_path / run, environment):
+            size, temporary = (
+                next(environment[name] for name in names if name in environment)
+                for names in (
+                    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+                    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+                )
+            )
+            assert size == "0"
+            assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+            assert temporary == f"{tmp_path / run}/collectives-"
+    assert environment == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    with record_collectives(tmp_path, environment := {}):
+        # torch warns of older names
+        assert sorted(environment) == ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]
 
 
 def test_the_start_says_what_the_allocator_and_nccl_are_told_and_by_whom(tmp_path: Path) -> None:
     given = {"NCCL_SOCKET_IFNAME": "eth0", "PYTORCH_ALLOC_CONF": GROWING, "HOME": "/root"}
-    environment = dict(given)
-    record_collectives(tmp_path, environment)
-    default, yours = describe_environment(given, environment).split("; ")
+    with record_collectives(tmp_path, environment := dict(given)):
+        default, yours = describe_environment(given, environment).split("; ")
     assert yours == "yours: NCCL_SOCKET_IFNAME=eth0"
     assert default.startswith("default: PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_FR_BUFFER_SIZE=2000, ")
     assert "HOME" not in default
