@@ -170,10 +170,10 @@ def test_the_package_stays_small() -> None:
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
     none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out; 20 gradients
     of words that products add up on every device, and products that are not cut; 13 what hides
-    behind products that came late; 65 that whoever waits longest says who is stuck where, from the start of a run on
+    behind products that came late; 69 that whoever waits longest says who is stuck where, from the start of a run on
     and where no file can be written, and that a recording keeps what collectives read."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_857
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_861
 
 
 @pytest.mark.parametrize("folder", APART)

@@ -14,6 +14,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from pangu.collectives.agreement import answer_of_store
 from pangu.collectives.meeting import absent
 from pangu.config.errors import STORE_SECONDS, printable
 from pangu.topology.mesh import Mesh
@@ -100,11 +101,18 @@ class Watchdog:
         store = self._mesh.store
         assert store is not None
         self._leave(f"rank-{self._mesh.rank}.txt", f"{self._mesh.name}: {place.words}", stacks=True)
-        if store.add(f"speaks-{place.step}", 1) == 1:
-            text = printable(self._all_places())
-            with suppress(OSError):  # a log on a full disk
-                print(f"\n{text}", file=sys.stderr, flush=True)
-            self._leave("where.txt", text)
+        try:
+            if answer_of_store(STORE_SECONDS, lambda: store.add(f"speaks-{place.step}", 1)) > 1:
+                return
+            text = answer_of_store(LOOK * BEAT_SECONDS + STORE_SECONDS, self._all_places)
+        except RuntimeError:  # nobody can be asked
+            if self._mesh.rank > NAMED_RANKS or self._ended.is_set():
+                return
+            keeper = "the launcher" if self._mesh.keeper is None else self._mesh.named([self._mesh.keeper])
+            text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} is silent, stopped or gone"
+        with suppress(OSError):  # a log on a full disk
+            print(f"\n{printable(text)}", file=sys.stderr, flush=True)
+        self._leave("where.txt", text)
 
     def _leave(self, name: str, text: str, stacks: bool = False) -> None:
         """Write a file into `stacks/`, if asked for with the stacks of this process, which go to standard error where

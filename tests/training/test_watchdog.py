@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -98,6 +99,17 @@ def test_the_first_process_is_stopped_and_nothing_can_be_written(
     assert "rank 1: step 7 (cannot write" in said
     assert "read_until" in said
     assert "rank 0: silent, stopped or gone" in said
+
+
+def test_the_first_process_is_stopped_and_serves_the_store(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what is sent, and answers no question."""
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
+    monkeypatch.setattr(dist.PrefixStore, "add", lambda *_: time.sleep(5.0), raising=False)
+    with Watchdog(replace(mesh(1, 2, dist.HashStore()), keeper=0), tmp_path, lambda: Place(6, "step 7")):
+        said = read_until("gone", capfd)
+    assert said.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
 
 
 def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
