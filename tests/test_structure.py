@@ -170,10 +170,11 @@ def test_the_package_stays_small() -> None:
     workers that outlive the signals of schedulers, 30 tokens that a product of experts copies to rows, and rows of
     none; 150 Ascend's devices: their plug-in, and what their backend and their fused optimizer leave out; 20 gradients
     of words that products add up on every device, and products that are not cut; 13 what hides
-    behind products that came late; 69 that whoever waits longest says who is stuck where, from the start of a run on
-    and where no file can be written, and that a recording keeps what collectives read."""
+    behind products that came late; 94 that whoever waits longest says who is stuck where, and who did not
+    come, from the start of a run on and where no file can be written, and that a recording keeps what
+    collectives read."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_861
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 26_886
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -214,7 +215,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_480, "run": 12_120}
+MOST_LINES = {"trainer": 6_486, "run": 12_146}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
@@ -227,7 +228,7 @@ tokenizers;
 that change; 75 and 235 the keys of packed documents and of conversations, and rows of samples beside windows; 35 and
 125 the keys of streamed text, and positions of it in checkpoints; 35 and 60 a third kind of device; 7 of a
 run shapes of products that a CPU remembers; 155 the head's gradients, which products add up on every device; 10 what
-postponed ones hide; 20 of a run what is told to backends and watched from its start."""
+postponed ones hide; 6 and 46 what is told to backends and watched from its start, and who did not come."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

@@ -39,6 +39,18 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process hangs while it loads libraries."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for rank in (0, 1, 3):
+        server.set(f"attempt-0-1/here-{rank}", "")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LocalError, match=r"within 1 s \(parallel.timeout_s\), rank 2 did not; a process that"):
+        Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=1.0)
+
+
 def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where two nodes are started with different commands."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
