@@ -137,7 +137,9 @@ class Watchdog:
         self._ended.wait(LOOK * self._interval_s)
         ranks: dict[tuple[int, str], list[int]] = {}
         longest: dict[tuple[int, str], float] = {}
-        for rank, (beat, still_s, step, words) in self._beats().items():
+        beats = self._beats()
+        for rank in range(self._mesh.layout.world):
+            beat, still_s, step, words = beats.get(rank, [0, 0.0, 0, ""])
             is_silent = before.get(rank, [0])[0] == beat and rank != self._mesh.rank
             place = (-2, "silent, stopped or gone") if is_silent else (step, words)
             ranks.setdefault(place, []).append(rank)

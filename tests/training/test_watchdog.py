@@ -113,8 +113,11 @@ def test_the_first_process_is_stopped_and_serves_the_store(
 
 
 def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Watchdog(mesh(0, 1, dist.HashStore()), tmp_path) as one:
-        assert "rank 0: before the first step, for 1." in read_until("first step", capfd)
+    """Rank 1 was stopped before it was heard of."""
+    with Watchdog(mesh(0, 2, dist.HashStore()), tmp_path) as one:
+        said = read_until("first step", capfd)
+        assert "rank 0: before the first step, for 1." in said
+        assert "rank 1: silent, stopped or gone" in said
         trainer = Mock(step=3, doing="updating weights", runner=Mock(began=0.0))
         one.follow(trainer)
         assert "rank 0: step 4, updating weights, for 1." in read_until("step 4", capfd)
