@@ -172,9 +172,10 @@ def test_the_package_stays_small() -> None:
     of words that products add up on every device, and products that are not cut; 13 what hides
     behind products that came late; 125 logits of which a chunk exists at a time, and are made once; 28 operators that
     are compiled for all shapes of a model, 7 a folder for compiled code that cannot be made; 60 attention in tiles that
-    drops as the reference does."""
+    drops as the reference does; 94 that whoever waits longest says who is stuck where, and who did not come, from the
+    start of a run on and where no file can be written, and that a recording keeps what collectives read."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_015
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_110
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -215,7 +216,7 @@ from pangu.training.command import pretrain
 pretrain(Path("configs").resolve())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_530, "run": 12_155}
+MOST_LINES = {"trainer": 6_536, "run": 12_200}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
@@ -229,7 +230,8 @@ that change; 75 and 235 the keys of packed documents and of conversations, and r
 125 the keys of streamed text, and positions of it in checkpoints; 35 and 60 a third kind of device; 7 of a
 run shapes of products that a CPU remembers; 155 the head's gradients, which products add up on every device; 10 what
 postponed ones hide; 7 of a run the folder that torch makes for compiled code; 40 a loss whose gradients forward may
-make; 5 keys of masks that a kernel of attention makes."""
+make; 5 keys of masks that a kernel of attention makes; 6 and 46 what is told to backends and watched from its start,
+and who did not come."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _start_shift(received: Tensor, sent: Tensor, by: int, group: AxisGroup | Non
     come, go = ([sent.numel() * (peer == (rank + way) % size) for peer in range(size)] for way in (-by, by))
     flat = (received.view(-1), sent.view(-1))
     work = dist.all_to_all_single(*flat, come, go, group=group.process_group, async_op=True)
-    return group.recorder.watched(group.axis, work)
+    return group.recorder.watched(group.axis, work, sent)
 
 
 def _exchanged(parts: Tensor, region: ContextRegion) -> Tensor:

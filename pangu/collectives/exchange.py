@@ -51,10 +51,11 @@ def start_exchange(
     if group is None:
         received.copy_(rows)
         return Completion()
+    rows = rows.contiguous()
     work = dist.all_to_all_single(
-        received, rows.contiguous(), list(from_each), list(to_each), group=group.process_group, async_op=True
+        received, rows, list(from_each), list(to_each), group=group.process_group, async_op=True
     )
-    return group.recorder.watched(group.axis, work)
+    return group.recorder.watched(group.axis, work, rows)
 
 
 class Exchange:

@@ -50,7 +50,7 @@ def start_all_reduce(tensor: Tensor, group: AxisGroup | None, largest: bool = Fa
     if group is None:
         return Completion()
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    return _watched(group, dist.all_reduce(tensor, op=op, group=group.process_group, async_op=True))
+    return _watched(group, dist.all_reduce(tensor, op=op, group=group.process_group, async_op=True), tensor)
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
@@ -59,10 +59,11 @@ def start_all_gather(whole: Tensor, part: Tensor, group: AxisGroup | None, algor
     if group is None:
         return Completion()
     if algorithms.gather == "exchange":
-        copies = part.expand(group.size, -1).contiguous()
-        return _watched(group, dist.all_to_all_single(whole, copies.view(-1), group=group.process_group, async_op=True))
+        copies = part.expand(group.size, -1).contiguous().view(-1)
+        work = dist.all_to_all_single(whole, copies, group=group.process_group, async_op=True)
+        return _watched(group, work, copies)
     gather = _named("all_gather_single", "all_gather_into_tensor")
-    return _watched(group, gather(whole, part, group=group.process_group, async_op=True))
+    return _watched(group, gather(whole, part, group=group.process_group, async_op=True), part)
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, algorithms: Algorithms) -> Handle:
@@ -73,9 +74,9 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: AxisGroup | None, a
         return Completion()
     if algorithms.scatter == "own":
         scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        return _watched(group, scatter(part, whole, group=group.process_group, async_op=True))
+        return _watched(group, scatter(part, whole, group=group.process_group, async_op=True), whole)
     received = torch.empty_like(whole)
-    exchange = _watched(group, dist.all_to_all_single(received, whole, group=group.process_group, async_op=True))
+    exchange = _watched(group, dist.all_to_all_single(received, whole, group=group.process_group, async_op=True), whole)
 
     def add() -> None:
         exchange.wait()
@@ -101,9 +102,9 @@ def start_ordered_all_reduce(whole: Tensor, group: AxisGroup | None, algorithms:
     return Completion(join)
 
 
-def _watched(group: AxisGroup, work: dist.Work) -> Handle:
-    """What was begun, watched where steps are recorded."""
-    return group.recorder.watched(group.axis, work)
+def _watched(group: AxisGroup, work: dist.Work, read: Tensor) -> Handle:
+    """What was begun, and `read`s that, watched where steps are recorded."""
+    return group.recorder.watched(group.axis, work, read)
 
 
 def _named(name: str, before: str) -> Callable[..., dist.Work]:

@@ -4,7 +4,8 @@ priorities and blocks are worth."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pangu.topology.experts import GROUPS as EXPERT_GROUPS
 from pangu.topology.launch import ALLOCATOR, GROWING
 
 URGENT = ("tensor", "messages")
 """Axes whose communication is waited for as soon as it is sent: their kernels go before those of other streams."""
 MESSAGE_CTAS = 4
 """Blocks of a device, at most, that a message between stages takes from what computes beside it."""
-WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies")
+WARMED = ("world", "tensor", "context", "replicas", "shard", "gather", "copies", *EXPERT_GROUPS)
 """Groups that every run sends in which has them."""
 SHOWN = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "HCCL_", *ALLOCATOR)
 """Beginnings of the names of variables that the start of a run shows."""
@@ -47,14 +49,23 @@ def connect_groups(groups: Mapping[str, dist.ProcessGroup], device: torch.device
             dist.all_reduce(torch.zeros(1, device=device), group=groups[axis])
 
 
-def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let NCCL remember every process's last collectives, and write them to `folder`/collectives-RANK, which torch's
-    flight-recorder tools read, when one does not end in time. What the user has set stays. Before groups are made."""
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the latter before torch 2.10
-        environment.setdefault(name, str(RECORDED_COLLECTIVES))
-    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        environment.setdefault(name, str(folder.absolute() / "collectives-"))
+@contextmanager
+def record_collectives(folder: Path, environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Within the block, in which groups are made, NCCL remembers every process's last collectives, and writes them to
+    `folder`/collectives-RANK, which torch's flight-recorder tools read, when one does not end in time. What the user
+    has set stays, also under the name that a variable had before: torch takes the newer one if both are there."""
+    defaults = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(RECORDED_COLLECTIVES),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(folder.absolute() / "collectives-"),
+    }
+    missing = {names[0]: value for names, value in defaults.items() if environment.keys().isdisjoint(names)}
+    environment.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:  # a sweep's next run, in this process, has another folder
+            environment.pop(name, None)
 
 
 def describe_environment(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> str:

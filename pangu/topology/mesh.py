@@ -55,7 +55,7 @@ class Mesh:
         """Join the other processes of the run; one device needs no process group. `attempt`: restarts by the launcher.
         Raises LostError if not all processes arrive within `timeout_s`, LocalError if another one has another layout or
         the same device, UserError if there are not as many processes."""
-        from pangu.topology.orphan import end_with_launcher
+        from pangu.topology.orphan import end_with_launcher, missing_ranks
 
         end_with_launcher()
         if layout.world == 1:
@@ -63,10 +63,12 @@ class Mesh:
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
             timeout = timedelta(seconds=timeout_s)
+            store = None
             try:
                 store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
                 # torchrun's store outlives the processes that it starts again, and each run of a sweep
                 store = dist.PrefixStore(f"attempt-{attempt}-{store.add(f'runs-{attempt}-{rank}', 1)}", store)
+                store.set(f"here-{rank}", "")
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # before groups are made, in which processes of two layouts would wait for each other
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
@@ -81,9 +83,9 @@ class Mesh:
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise LostError(
                     f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this "
-                    f"run did not all come to {place} within {timeout_s:g} s (parallel.timeout_s); a process that "
-                    "could not start says why itself, otherwise look at that address and the firewall "
-                    f"({str(error).splitlines()[0]})"
+                    f"run did not all come to {place} within {timeout_s:g} s (parallel.timeout_s)"
+                    f"{missing_ranks(store, layout.world)}; a process that could not start says why itself, otherwise "
+                    f"look at that address and the firewall ({str(error).splitlines()[0]})"
                 ) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from pangu.topology.recording import Tape, Watched
@@ -28,15 +29,15 @@ class Recorder:
         """Within the block, a collective of this axis is begun and waited for."""
         return nullcontext() if self.tape is None else self.tape.meeting(axis)
 
-    def watched(self, axis: str, work: dist.Work) -> dist.Work | Watched:
-        """A collective of this axis that was just begun."""
+    def watched(self, axis: str, work: dist.Work, read: Tensor) -> dist.Work | Watched:
+        """A collective of this axis that was just begun, and what it reads."""
         if not self.watches:
             return work
         if self.tape is not None:
-            return self.tape.begun(self, axis, work)
+            return self.tape.begun(self, axis, work, read)
         from pangu.topology.recording import Watched
 
-        return Watched(self, axis, work.wait, None, None)
+        return Watched(self, axis, work.wait, None, None, None)
 
 
 @dataclass(frozen=True)

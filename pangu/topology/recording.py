@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pangu.topology.copy_stream import Moment
 from pangu.topology.recorder import Recorder
@@ -97,7 +98,7 @@ class Tape:
         """Within the block, a collective of this axis is begun and waited for."""
         return self.span(axis, self._come(axis)[0])
 
-    def begun(self, recorder: Recorder, axis: str, work: dist.Work) -> Watched:
+    def begun(self, recorder: Recorder, axis: str, work: dist.Work, read: Tensor) -> Watched:
         """Note that a collective begins, and when it will be over."""
         number, ended = self._come(axis)
         if self._device.type != "cpu":
@@ -105,10 +106,10 @@ class Tape:
             with self._streams.setdefault(axis, torch.Stream(self._device)):
                 work.wait()
                 ended.append(self._now())
-            return Watched(recorder, axis, ended[0].precede, self, number)
+            return Watched(recorder, axis, ended[0].precede, self, number, read)
         if isinstance(work, dist.Work):  # not if the ranks are threads
             work.get_future().add_done_callback(lambda _: ended.append(self._now()))
-        return Watched(recorder, axis, work.wait, self, number)
+        return Watched(recorder, axis, work.wait, self, number, None)
 
     def _come(self, axis: str) -> tuple[int, list[Moment]]:
         messages, ended = self._messages.setdefault(axis, []), list[Moment]()
@@ -145,6 +146,8 @@ class Watched(NamedTuple):
     tape: Tape | None
     """On which it began."""
     number: int | None
+    read: Tensor | None
+    """What it reads, if NCCL, for which some stream has waited, does not keep that from being given to others."""
 
     def wait(self) -> object:
         tape = self.recorder.tape

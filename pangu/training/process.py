@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,7 +99,8 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.beat(self._step, "ended" if kind is None else "failed")
+        with nullcontext() if kind is None else suppress(UserError):  # what went wrong first counts
+            self.beat(self._step, "ended" if kind is None else "failed")
 
 
 def describe_rank(mesh: Mesh, local_rank: int) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ from pangu.training.step import Trainer
 if TYPE_CHECKING:
     from pangu.planning.forecast import Forecast
     from pangu.training.validation import Benchmarks, Validation
+    from pangu.training.watchdog import Watchdog
 
 log = logging.getLogger("pangu")
 
@@ -79,14 +79,9 @@ def run(values: Mapping[str, Any]) -> int:
 
         raise_open_files(launch.world)
     output = Path(config.train.output)
-    if device.type != "cpu":
-        from pangu.topology.backends import backend_of, describe_environment, record_collectives
-
-        given = dict(os.environ)
-        if launch.world > 1 and backend_of(device) == "nccl":
-            record_collectives(output)
-        log.info("%-12s %s", "environment", describe_environment(given))
     with ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(_told_backend(device, launch, output))
         if config.train.deterministic:
             from pangu.training.determinism import deterministic
 
@@ -95,6 +90,11 @@ def run(values: Mapping[str, Any]) -> int:
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s, launch.attempt)
         stack.callback(mesh.close)
         stack.enter_context(name_silent_ranks(mesh, lambda: "before or after training"))
+        watchdog = None
+        if mesh.store is not None:
+            from pangu.training.watchdog import Watchdog
+
+            watchdog = stack.enter_context(Watchdog(mesh, output))
         agree(mesh, lambda: make_run_folder(output), runs_here=mesh.is_first)
         if launch.world > 1:
             from pangu.training.preflight import check_cluster
@@ -102,7 +102,19 @@ def run(values: Mapping[str, Any]) -> int:
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
         signals = StopSignals(began, config.train.stop_after_s)
-        return _train(config, mesh, launch, stages, signals, forecast)
+        return _train(config, mesh, launch, stages, signals, forecast, watchdog)
+
+
+@contextmanager
+def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterator[None]:
+    """Within the block, the backend of a device is told what pangu has it do."""
+    from pangu.topology.backends import backend_of, describe_environment, record_collectives
+
+    given = dict(os.environ)
+    is_nccl = launch.world > 1 and backend_of(device) == "nccl"
+    with record_collectives(output) if is_nccl else nullcontext():
+        log.info("%-12s %s", "environment", describe_environment(given))
+        yield
 
 
 def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:
@@ -123,7 +135,13 @@ def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | N
 
 
 def _train(
-    config: RunConfig, mesh: Mesh, launch: Launch, stages: Stages, signals: StopSignals, forecast: Forecast | None
+    config: RunConfig,
+    mesh: Mesh,
+    launch: Launch,
+    stages: Stages,
+    signals: StopSignals,
+    forecast: Forecast | None,
+    watchdog: Watchdog | None,
 ) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch)
@@ -139,18 +157,10 @@ def _train(
     choices = choose(config, mesh, recorded)
     torch.set_float32_matmul_precision(choices.products)
     trainer = Trainer(config, mesh, stages, choices)
+    if watchdog is not None:
+        watchdog.follow(trainer)
     _log_states(config, trainer)
-    index: dict[str, Any] = {}
-    if checkpoint is not None:
-        from pangu.training.resuming import load_checkpoint
-
-        index = load_checkpoint(checkpoint, config, trainer)
-        log.info("continuing from %s (step %d)", checkpoint, trainer.step)
-    elif config.checkpoint.init_from is not None:
-        from pangu.training.resuming import begin_with
-
-        begin_with(Path(config.checkpoint.init_from), config, trainer)
-        log.info("beginning with the weights of %s", config.checkpoint.init_from)
+    index = _begin(config, trainer, checkpoint)
     ranks = gather_objects(describe_rank(mesh, launch.local_rank), mesh.group("world"))
     # only now: a run that is refused must not overwrite what another one left
     agree(mesh, lambda: _describe_folder(output, config, choices, ranks), runs_here=mesh.is_first)
@@ -159,8 +169,7 @@ def _train(
         if trainer.step >= config.train.steps:
             log.info("all %d steps of this run are made; a larger train.steps continues it", config.train.steps)
         started = time.perf_counter()
-        with _watched(loop, output):
-            loop.run()
+        loop.run()
         if loop.stopped:
             _stop(loop, signals)
             return config.train.stop_status
@@ -168,13 +177,20 @@ def _train(
         return 0
 
 
-def _watched(loop: Loop, output: Path) -> AbstractContextManager[object]:
-    """Where several processes may wait for one another: says who is stuck where."""
-    if loop.trainer.mesh.store is None:
-        return nullcontext()
-    from pangu.training.watchdog import Watchdog, place_of
+def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict[str, Any]:
+    """Let a trainer go on from a checkpoint, whose index is returned, or begin."""
+    if checkpoint is not None:
+        from pangu.training.resuming import load_checkpoint
 
-    return Watchdog(loop.trainer.mesh, output, partial(place_of, loop.trainer))
+        index = load_checkpoint(checkpoint, config, trainer)
+        log.info("continuing from %s (step %d)", checkpoint, trainer.step)
+        return index
+    if config.checkpoint.init_from is not None:
+        from pangu.training.resuming import begin_with
+
+        begin_with(Path(config.checkpoint.init_from), config, trainer)
+        log.info("beginning with the weights of %s", config.checkpoint.init_from)
+    return {}
 
 
 def _log_states(config: RunConfig, trainer: Trainer) -> None:

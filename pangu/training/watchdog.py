@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from pangu.collectives.agreement import answer_of_store
 from pangu.collectives.meeting import absent
 from pangu.config.errors import STORE_SECONDS, printable
 from pangu.topology.mesh import Mesh
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 5.0
 """Between two messages of a process to the store; less if `parallel.timeout_s` is short."""
-PATIENCE = 0.75
+PATIENCE = 0.7
 """Part of `parallel.timeout_s` for which a process may be in one place: what is said comes before the end."""
+LOOK = 3
+"""Messages in whose time a process that sends none is silent."""
 NAMED_RANKS = 8
 """Ranks that a line names."""
 
@@ -37,6 +41,9 @@ class Place(NamedTuple):
     """When the action that is carried out began; any clock."""
 
 
+STARTING = Place(-1, "before the first step")
+
+
 def place_of(trainer: Trainer) -> Place:
     runner, words = trainer.runner, f"step {trainer.step + 1}, {trainer.doing}"
     if trainer.doing == "forward and backward" and runner.action is not None:
@@ -45,19 +52,23 @@ def place_of(trainer: Trainer) -> Place:
 
 
 class Watchdog:
-    """A thread beside training. It tells the other processes every few seconds where this one is. When that has not
+    """A thread beside the run. It tells the other processes every few seconds where this one is. When that has not
     changed for most of `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run
-    folder, and the first process says where all are, those first that are furthest behind. Nothing else: what makes no
-    progress may still come.
+    folder, and the first process to which that happens says where all are, those first that are furthest behind, also
+    to `stacks/where.txt`. Nothing else: what makes no progress may still come.
 
     A context manager. Training itself does nothing for it: the thread looks.
     """
 
-    def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place]) -> None:
+    def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] = lambda: STARTING) -> None:
         self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
         self._ended = Event()
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def follow(self, trainer: Trainer) -> None:
+        """Look at where a trainer is from now on."""
+        self._place = partial(place_of, trainer)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -80,29 +91,57 @@ class Watchdog:
                 store.set(f"beat-{self._mesh.rank}", json.dumps([beats, still_s, place.step, place.words]))
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
-                    self._write_stacks()
-                    if self._mesh.is_first:
-                        print(printable(f"\n{self._all_places()}"), file=sys.stderr, flush=True)
+                    self._speak(place)
             except RuntimeError:
                 return  # the store is gone, and with it the run
 
-    def _write_stacks(self) -> None:
-        path = self._folder / "stacks" / f"rank-{self._mesh.rank}.txt"
-        with suppress(OSError):  # what is said next counts more
+    def _speak(self, place: Place) -> None:
+        """Leave the stacks; where all are is for one process to say in each step: whoever has waited longest, because
+        the first one may be what is stopped, and because its backend ends that one first."""
+        store = self._mesh.store
+        assert store is not None
+        self._leave(f"rank-{self._mesh.rank}.txt", f"{self._mesh.name}: {place.words}", stacks=True)
+        try:
+            if answer_of_store(STORE_SECONDS, lambda: store.add(f"speaks-{place.step}", 1)) > 1:
+                return
+            text = answer_of_store(LOOK * BEAT_SECONDS + STORE_SECONDS, self._all_places)
+        except RuntimeError:  # nobody can be asked
+            if self._mesh.rank > NAMED_RANKS or self._ended.is_set():
+                return
+            keeper = "the launcher" if self._mesh.keeper is None else self._mesh.named([self._mesh.keeper])
+            text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} is silent, stopped or gone"
+        with suppress(OSError):  # a log on a full disk
+            print(f"\n{printable(text)}", file=sys.stderr, flush=True)
+        self._leave("where.txt", text)
+
+    def _leave(self, name: str, text: str, stacks: bool = False) -> None:
+        """Write a file into `stacks/`, if asked for with the stacks of this process, which go to standard error where
+        that cannot be written."""
+        path = self._folder / "stacks" / name
+        try:
             path.parent.mkdir(exist_ok=True)
             with path.open("w") as file:
-                faulthandler.dump_traceback(file)
+                print(text, file=file, flush=True)
+                if stacks:
+                    faulthandler.dump_traceback(file)
+        except OSError as error:
+            with suppress(OSError):
+                if stacks:
+                    print(f"\n{printable(text)} (cannot write {path}: {error.strerror})", file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(sys.stderr)
 
     def _all_places(self) -> str:
         """Where all processes are: those first whose threads are silent between two looks, because they are stopped or
         gone, then those that are steps behind, then those that are longest in one place."""
         before = self._beats()
-        self._ended.wait(5 * self._interval_s)
+        self._ended.wait(LOOK * self._interval_s)
         ranks: dict[tuple[int, str], list[int]] = {}
         longest: dict[tuple[int, str], float] = {}
-        for rank, (beat, still_s, step, words) in self._beats().items():
+        beats = self._beats()
+        for rank in range(self._mesh.layout.world):
+            beat, still_s, step, words = beats.get(rank, [0, 0.0, 0, ""])
             is_silent = before.get(rank, [0])[0] == beat and rank != self._mesh.rank
-            place = (-1, "silent, stopped or gone") if is_silent else (step, words)
+            place = (-2, "silent, stopped or gone") if is_silent else (step, words)
             ranks.setdefault(place, []).append(rank)
             longest[place] = max(longest.get(place, 0.0), still_s)
         places = sorted(ranks, key=lambda place: (place[0], -longest[place]))

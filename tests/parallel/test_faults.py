@@ -111,12 +111,12 @@ def slow(rank: int, world: int, layout: Layout, culprit: int) -> dict[int, float
         clock[0] += 1e12
         return original_wait(self)
 
-    def watched(self: Recorder, axis: str, work: Any) -> Any:
+    def watched(self: Recorder, axis: str, work: Any, read: Any) -> Any:
         def wait() -> Any:
             clock[0] += 1e12
             return work.wait()
 
-        return original_watched(self, axis, SimpleNamespace(wait=wait))  # type: ignore[arg-type]
+        return original_watched(self, axis, SimpleNamespace(wait=wait), read)  # type: ignore[arg-type]
 
     original_wait, original_watched = Transfer.wait, Recorder.watched
     now = replaced_here(Tape, _now=lambda self: At(clock[0]))

@@ -39,6 +39,18 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process hangs while it loads libraries."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for rank in (0, 1, 3):
+        server.set(f"attempt-0-1/here-{rank}", "")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LocalError, match=r"within 1 s \(parallel.timeout_s\), rank 2 did not; a process that"):
+        Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=1.0)
+
+
 def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where two nodes are started with different commands."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -58,8 +70,12 @@ class _Options(SimpleNamespace):
         super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
 
 
-def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaced is NCCL: what it would be asked for is recorded, by the group's ranks."""
+Nccl = tuple[dict[tuple[int, ...], Any], list[object]]
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    """Replaced is NCCL: the groups of rank 0 of 16 by their ranks, with their options; and those it sends in."""
     made: dict[tuple[int, ...], Any] = {}
     sent: list[object] = []
 
@@ -78,6 +94,11 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(Options=_Options), raising=False)
     monkeypatch.setattr(dist, "group", Mock(WORLD="world"))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    return made, sent
+
+
+def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(nccl: Nccl) -> None:
+    made, sent = nccl
     mesh = Mesh.connect(Layout(tensor=2, pipeline=2, data=4, zero=1, zero_group=2), torch.device("cpu"))
     tensor, replicas, shards, copies, stages = (0, 1), (0, 2, 4, 6), (0, 2), (0, 4), (0, 8)
     assert sent == ["world", tensor, replicas, shards, shards, copies]  # stages send in theirs where they share weights
@@ -87,6 +108,14 @@ def test_what_nccl_is_told_about_groups_and_which_it_connects_at_once(monkeypatc
     assert made[stages].is_high_priority_stream
     assert made[stages].config.max_ctas == 4
     assert {options._timeout.total_seconds() for options in made.values()} == {600.0}
+
+
+def test_the_groups_of_experts_connect_at_once_too(nccl: Nccl) -> None:
+    _, sent = nccl
+    Mesh.connect(Layout(data=16, expert=4, zero=1, zero_group=8), torch.device("cpu"))
+    every, shards, copies = tuple(range(16)), tuple(range(8)), (0, 8)
+    dense = ["world", every, shards, shards, copies]
+    assert sent == [*dense, (0, 1, 2, 3), (0, 4, 8, 12), (0, 4), (0, 4), (0, 8)]
 
 
 def _sends_before_the_first_step(rank: int, world: int, *overrides: str) -> list[str]:
@@ -110,20 +139,31 @@ def test_what_stages_share_connects_its_groups_before_the_first_step(pool: Pool)
 
 
 def test_what_nccl_remembers_of_collectives_and_where_it_is_written(tmp_path: Path) -> None:
-    """And that a user's own choice stays."""
+    """That a user's own choice stays, under the older name of a variable too, which torch looks at only where the newer
+    one is missing; and that a sweep's next run, in the same process, has a folder of its own."""
     environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
-    record_collectives(tmp_path, environment)
-    assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
-    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == environment["TORCH_FR_DUMP_TEMP_FILE"]
-    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/collectives-"
+    for run in ("first", "second"):
+        with record_collectives(tmp_path / run, environment):
+            size, temporary = (
+                next(environment[name] for name in names if name in environment)
+                for names in (
+                    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+                    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+                )
+            )
+            assert size == "0"
+            assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+            assert temporary == f"{tmp_path / run}/collectives-"
+    assert environment == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    with record_collectives(tmp_path, environment := {}):
+        # torch warns of older names
+        assert sorted(environment) == ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]
 
 
 def test_the_start_says_what_the_allocator_and_nccl_are_told_and_by_whom(tmp_path: Path) -> None:
     given = {"NCCL_SOCKET_IFNAME": "eth0", "PYTORCH_ALLOC_CONF": GROWING, "HOME": "/root"}
-    environment = dict(given)
-    record_collectives(tmp_path, environment)
-    default, yours = describe_environment(given, environment).split("; ")
+    with record_collectives(tmp_path, environment := dict(given)):
+        default, yours = describe_environment(given, environment).split("; ")
     assert yours == "yours: NCCL_SOCKET_IFNAME=eth0"
     assert default.startswith("default: PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_FR_BUFFER_SIZE=2000, ")
     assert "HOME" not in default

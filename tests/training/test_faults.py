@@ -14,7 +14,7 @@ import torch
 
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.config.build import build
-from pangu.config.errors import UserError
+from pangu.config.errors import LostError, UserError
 from pangu.config.schema import FaultsConfig, RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
@@ -256,6 +256,14 @@ def test_slow_ranks_are_those_far_above_the_median() -> None:
     assert above_median([1.0, 1.1, 0.9, 1.0, 1.6, 4.0], 1.5) == pytest.approx({4: 1.6, 5: 4.0})
     assert above_median([1.0, 2.0], 1.5) == {1: 2.0}
     assert above_median([1.0, 1.4], 1.5) == {}
+
+
+def test_a_heartbeat_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path: Path) -> None:
+    """Or the run would end with the status of a mistake where the same command may succeed."""
+    heartbeat, lost = Heartbeat(tmp_path / "removed"), LostError("rank 1 is gone")
+    heartbeat.__exit__(LostError, lost, None)
+    with pytest.raises(UserError, match="cannot write"):
+        heartbeat.__exit__(None, None, None)
 
 
 def test_a_heartbeat_says_what_a_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives.reduce import all_reduce, start_all_reduce
+from pangu.collectives.context import _start_shift
+from pangu.collectives.exchange import start_exchange
+from pangu.collectives.reduce import all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from pangu.data.loader import Loader
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.runner import Runner
 from pangu.planning.cost import StepTime
-from pangu.topology import copy_stream
+from pangu.topology import copy_stream, recording
 from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
-from pangu.topology.recording import Recording, Span, stop
+from pangu.topology.mesh import Algorithms, Mesh
+from pangu.topology.recorder import AxisGroup, Recorder
+from pangu.topology.recording import Recording, Span, Tape, stop
 from pangu.training import loop
 from pangu.training.loop import Loop
 from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, events_of
@@ -193,3 +200,46 @@ def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is
     # what it took, not how long it was left alone; the clocks of the two begin a little apart, and the last one to come
     # counts by its own
     assert 0 < max(each.hidden["replicas"] for each in (beside, beside_too)) < 0.9 * LATE
+
+
+OWN = Algorithms("own", "own")
+STARTS: dict[str, Callable[[torch.Tensor, AxisGroup], Any]] = {
+    "all-reduce": start_all_reduce,
+    "all-gather": lambda read, group: start_all_gather(torch.empty(8), read, group, OWN),
+    "reduce-scatter": lambda read, group: start_reduce_scatter(torch.empty(2), read, group, OWN),
+    "exchange of rows": lambda read, group: start_exchange(torch.empty(4), read, [4], [4], group),
+    "round the ring": lambda read, group: _start_shift(torch.empty(4), read, 1, group),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_a_recorded_collective_reads_stays_until_it_is_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's work lets go of its tensors when any stream waits for it, and a recording's does at once. Memory that
+    nobody holds then is given to the computation beside the collective. Replaced are NCCL and the device."""
+
+    def sends(*tensors: Any, **_: Any) -> Any:
+        stash = list(tensors)
+        return SimpleNamespace(wait=stash.clear)
+
+    for function in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        monkeypatch.setattr(dist, function, sends)
+    for function in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(dist, function, sends, raising=False)
+    for function in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, function, lambda group: 0 if group is None else 1)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Mock())
+    monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
+    monkeypatch.setattr(recording, "Moment", Mock())
+    recorder = Recorder(watches=True)
+    recorder.tape = Tape("update", torch.device("cuda", 0))
+    monkeypatch.setattr(Tape, "is_elsewhere", False)
+    read = torch.zeros(4)
+    storage = weakref.ref(read)
+    handle = STARTS[name](read, AxisGroup(Mock(), "tensor", recorder))
+    del read
+    assert storage() is not None, "its memory may be written while the collective reads it"
+    handle.wait()
+    del handle
+    assert storage() is None or name == "all-reduce", "it is held for longer than it is read"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -30,8 +31,25 @@ def all_reduce_that_never_ends(released: Event) -> None:
     released.wait(20.0)
 
 
+def read_until(end: str, capfd: pytest.CaptureFixture[str], after: str = "") -> str:
+    """What is said until `end`, `after` other words."""
+    said, began = "", time.monotonic()
+    while end not in (said.partition(after)[2] if after else said) and time.monotonic() - began < 20.0:
+        said += capfd.readouterr().err
+        time.sleep(0.05)
+    return said
+
+
+def wait_for(path: Path, text: str) -> None:
+    began = time.monotonic()
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() - began < 20.0
+        time.sleep(0.05)
+
+
 def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 2 reads data for ever, rank 3 is gone after a while, and ten others wait in a collective of the step."""
+    """Rank 2 reads data for ever, rank 3 is gone after a while, and ten others wait in a collective of the step. Who
+    has waited longest speaks, and nobody else, before the time is over."""
     store, world, released, began = dist.HashStore(), 12, Event(), time.monotonic()
 
     def place(rank: int) -> Place:
@@ -46,19 +64,63 @@ def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.Ca
             stack.enter_context(one)
         time.sleep(0.8)
         watchdogs[3].__exit__(None, None, None)
-        said = ""
-        while "step 7" not in said and time.monotonic() - began < 20.0:
-            said += capfd.readouterr().err
-            time.sleep(0.05)
+        said = read_until("step 7", capfd)
+        assert time.monotonic() - began < 1.1 * TIMEOUT
+        wait_for(tmp_path / "stacks" / "rank-0.txt", "all_reduce_that_never_ends")
+        time.sleep(0.5)
+        said += capfd.readouterr().err
     first, *lines = said.strip().splitlines()
-    assert first.startswith(f"rank 0: no progress for 1.5 s (parallel.timeout_s = 2); stacks are in {tmp_path}/stacks")
+    assert first.startswith(f"rank 2: no progress for 1.4 s (parallel.timeout_s = 2); stacks are in {tmp_path}/stacks")
     words = [line.rpartition(", for ")[0].strip() for line in lines]
     assert words == [
         "rank 3: silent, stopped or gone",
         "rank 2: step 7, counting target tokens",
         "rank 0, 1, 4, 5, 6, 7, 8, 9 and 2 more: step 7, adding up gradients",
     ]
-    assert "all_reduce_that_never_ends" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert (tmp_path / "stacks" / "rank-0.txt").read_text().startswith("rank 0: step 7, adding up gradients\n")
+    assert (tmp_path / "stacks" / "where.txt").read_text().strip() == said.strip()
+
+
+@pytest.mark.parametrize("folder", ["removed", "on a full disk"])
+def test_the_first_process_is_stopped_and_nothing_can_be_written(
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another one says it, and the stacks stand where a log would."""
+    if folder == "on a full disk":
+        (tmp_path / "run" / "stacks").mkdir(parents=True)
+        for name in ("rank-1.txt", "where.txt"):
+            (tmp_path / "run" / "stacks" / name).symlink_to("/dev/full")
+    store = dist.HashStore()
+    stopped, other = (Watchdog(mesh(rank, 2, store), tmp_path / "run", lambda: Place(6, "step 7")) for rank in (0, 1))
+    with other:
+        with stopped:
+            time.sleep(0.3)
+        said = read_until("for 1.", capfd, "where the ranks are")
+    assert "rank 1: step 7 (cannot write" in said
+    assert "read_until" in said
+    assert "rank 0: silent, stopped or gone" in said
+
+
+def test_the_first_process_is_stopped_and_serves_the_store(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what is sent, and answers no question."""
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
+    monkeypatch.setattr(dist.PrefixStore, "add", lambda *_: time.sleep(5.0), raising=False)
+    with Watchdog(replace(mesh(1, 2, dist.HashStore()), keeper=0), tmp_path, lambda: Place(6, "step 7")):
+        said = read_until("gone", capfd)
+    assert said.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
+
+
+def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 was stopped before it was heard of."""
+    with Watchdog(mesh(0, 2, dist.HashStore()), tmp_path) as one:
+        said = read_until("first step", capfd)
+        assert "rank 0: before the first step, for 1." in said
+        assert "rank 1: silent, stopped or gone" in said
+        trainer = Mock(step=3, doing="updating weights", runner=Mock(began=0.0))
+        one.follow(trainer)
+        assert "rank 0: step 4, updating weights, for 1." in read_until("step 4", capfd)
 
 
 def test_a_run_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
