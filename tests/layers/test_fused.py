@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from pangu.layers import fp8, fused, loss, loss_operators
+from pangu.layers import fp8, fused, loss_operators, vocab_parallel_loss
 from pangu.layers.builder import Builder
+from pangu.layers.loss import Head
 from pangu.layers.loss_rows import row_statistics
 from pangu.layers.scores import token_losses
 from pangu.topology.placement import PlacementTable
@@ -73,12 +74,12 @@ def test_any_number_of_scored_tokens_shares_a_kernel() -> None:
         loss_operators._like_statistics,
         on_cpu=compiled(loss_operators._statistics),
     )
-    head = loss.Head(Builder(PlacementTable()), 37, None)
+    head = Head(Builder(PlacementTable()), 37, None)
     hidden, table, labels = torch.randn(16, 2, 8), torch.randn(37, 8), torch.randint(37, (2, 16))
     expected = F.cross_entropy((hidden @ table.t()).flatten(0, 1), labels.t().flatten(), reduction="none")
     with (
         patch.object(fused, "has_triton", lambda: True),
-        patch.object(loss, "_row_functions", lambda device: (operator, None)),
+        patch.object(vocab_parallel_loss, "_row_functions", lambda device: (operator, None)),
         torch.no_grad(),
     ):
         for count in range(2, 16):
