@@ -139,8 +139,8 @@ class LossConfig:
 
     chunk: Length | Literal["auto"] | None
     """Tokens of a micro-batch whose logits exist at a time: gradients are made of them at once, in forward. null: all.
-    `auto`: all, half, a quarter or less, so that their logits take about what a layer keeps for backward: the more, the
-    larger `model.vocab` is beside 17 times `model.hidden`."""
+    `auto`: all, half, a quarter or fewer, so that their logits take about what a layer keeps for backward: the fewer,
+    the larger `model.vocab` is beside 17 times `model.hidden`."""
 
 
 @dataclass(frozen=True)

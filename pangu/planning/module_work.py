@@ -80,6 +80,8 @@ class Piece(NamedTuple):
     """Tensor ranks that share each expert; 0: all."""
     dense: bool = False
     """A layer without experts, in a model whose others have some."""
+    whole_loss: bool = False
+    """A micro-batch has no more tokens than `loss.chunk`: all its logits exist at a time, and are kept for backward."""
 
     @property
     def layout(self) -> Layout:
@@ -167,17 +169,16 @@ class ModuleCounts:
                 times, fixed = piece.expert // counted.expert, self._at(counted, 0)
                 modules = {kind: on_more_ranks(module, fixed[kind], times) for kind, module in modules.items()}
             if "head" in modules:
-                modules = modules | {"head": self._with_logits(modules["head"], piece, size)}
+                modules = modules | {"head": self._with_logits(modules["head"], piece)}
             self._modules[piece, size] = modules
         return self._modules[piece, size]
 
-    def _with_logits(self, head: ModuleWork, piece: Piece, size: int) -> ModuleWork:
+    def _with_logits(self, head: ModuleWork, piece: Piece) -> ModuleWork:
         """The head, which works with as many logits at a time as are asked for, not those that were counted."""
-        if not isinstance(chunk := self.config.loss.chunk, int):
+        if piece.whole_loss or not isinstance(chunk := self.config.loss.chunk, int):
             return head
-        tokens, counted = size * self.config.model.sequence // piece.context, _even_chunk(self.config, piece)
         columns = -(-self.config.model.vocab // piece.tensor)
-        more = (min(chunk, tokens) - counted) * columns * BYTES[self.config.precision.compute]
+        more = (chunk - _even_chunk(self.config, piece)) * columns * BYTES[self.config.precision.compute]
         forward, *back = head.working
         return replace(head, working=(forward + more, *back))
 
@@ -261,7 +262,7 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
         "checkpoint": {"upcycle": False},
     }
     if isinstance(config.loss.chunk, int):
-        changes["loss"] = {"chunk": _even_chunk(config, piece)}
+        changes["loss"] = {"chunk": None if piece.whole_loss else _even_chunk(config, piece)}
     values |= {group: {**values[group], **change} for group, change in changes.items()}
     # a query layer among layers of experts is recomputed unlike them
     ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)

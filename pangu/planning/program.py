@@ -163,6 +163,8 @@ class Program:
             kind = context_kind(replace(self.config, parallel=replace(self.config.parallel, **shared)))
         apart = plan.expert_tensor if plan.expert_tensor < plan.tensor else 0
         layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context, kind, plan.expert, apart)
+        chunk, tokens = self.config.loss.chunk, plan.micro_size * self.config.model.sequence // plan.context
+        layer = layer._replace(whole_loss=isinstance(chunk, int) and chunk >= tokens)
         pieces = {"layer": layer}
         if self.shape.dense:
             pieces[DENSE + "layer"] = layer.without_experts

@@ -51,6 +51,11 @@ def place_of(trainer: Trainer) -> Place:
     return Place(trainer.step, words, runner.began)
 
 
+def _key(step: int) -> str:
+    """Where processes count who wants to say where all are in a step."""
+    return f"speaks-{step}"
+
+
 class Watchdog:
     """A thread beside the run. It tells the other processes every few seconds where this one is. When that has not
     changed for most of `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run
@@ -64,6 +69,8 @@ class Watchdog:
         self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
         self._ended = Event()
+        self._said_in: int | None = None
+        """Step in which this process says where all are."""
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
 
     def follow(self, trainer: Trainer) -> None:
@@ -88,6 +95,9 @@ class Watchdog:
                 place, since_s, has_spoken = now, time.monotonic(), False
             still_s = time.monotonic() - since_s
             try:
+                if self._said_in is not None and not has_spoken:  # it got on: the next wait in that step is another one
+                    store.set(_key(self._said_in), "0")
+                    self._said_in = None
                 store.set(f"beat-{self._mesh.rank}", json.dumps([beats, still_s, place.step, place.words]))
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
@@ -96,14 +106,15 @@ class Watchdog:
                 return  # the store is gone, and with it the run
 
     def _speak(self, place: Place) -> None:
-        """Leave the stacks; where all are is for one process to say in each step: whoever has waited longest, because
+        """Leave the stacks; where all are is for one process to say: whoever has waited longest, because
         the first one may be what is stopped, and because its backend ends that one first."""
         store = self._mesh.store
         assert store is not None
         self._leave(f"rank-{self._mesh.rank}.txt", f"{self._mesh.name}: {place.words}", stacks=True)
         try:
-            if answer_of_store(STORE_SECONDS, lambda: store.add(f"speaks-{place.step}", 1)) > 1:
+            if answer_of_store(STORE_SECONDS, lambda: store.add(_key(place.step), 1)) > 1:
                 return
+            self._said_in = place.step
             text = answer_of_store(LOOK * BEAT_SECONDS + STORE_SECONDS, self._all_places)
         except RuntimeError:  # nobody can be asked
             if self._mesh.rank > NAMED_RANKS or self._ended.is_set():

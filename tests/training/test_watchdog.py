@@ -123,6 +123,15 @@ def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.Ca
         assert "rank 0: step 4, updating weights, for 1." in read_until("step 4", capfd)
 
 
+def test_a_second_wait_in_a_step_is_said_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a checkpoint that took long before the step behind it hangs."""
+    places = [Place(6, "step 7, saving")]
+    with Watchdog(mesh(0, 2, dist.HashStore()), tmp_path, lambda: places[-1]):
+        read_until("rank 0: step 7, saving", capfd)
+        places.append(Place(6, "step 7, forward and backward"))
+        assert "rank 0: step 7, forward and backward, for 1." in read_until("forward and backward", capfd)
+
+
 def test_a_run_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with (
