@@ -29,7 +29,8 @@ class Head(nn.Module):
         """Sum over tokens of weight x negative log-likelihood, in fp32 (fp64 for fp64 states). `hidden`: [sequence (/
         ranks with sequence parallelism), batch, width]; `table`: this rank's rows of the output matrix [vocab / ranks,
         width], padding included; `labels` (int64) and `weights` (0 where a token does not count): [batch, sequence].
-        `scale`: the gradient that the sum is going to be given in backward; None: 1."""
+        `scale`: the gradient that the sum is going to be given in backward, None: 1; of chunks gradients are made with
+        it, whatever comes then."""
         tokens = enter(hidden, self.region).flatten(0, 1)
         flat_labels, flat_weights = labels.t().flatten(), weights.t().flatten()
         if self.chunk is None or self.chunk >= len(tokens):
