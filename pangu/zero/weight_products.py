@@ -26,9 +26,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> Non
     elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=0 if begins else 1, out=total)
     else:
-        # what is added is converted to the sum's format first: never a whole table at a time
-        for rows, added in zip(total.split(1024), (left @ right).split(1024), strict=True):
-            (rows.copy_ if begins else rows.add_)(added)
+        # what is added is converted to the sum's format first: some rows at a time, which stay in a cache
+        for rows, factors in zip(total.split(1024), left.split(1024), strict=True):
+            (rows.copy_ if begins else rows.add_)(factors @ right)
 
 
 class WeightProducts:
