@@ -29,7 +29,18 @@ from pangu.layers.masks import AttentionMask
 from pangu.models import compiled
 from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
-from tests.layers.test_kernels import BOUNDS, CPU, DOCUMENTS, HEADS, LENGTH, PATTERNS, bias_of, blocks_of, heads
+from tests.layers.test_kernels import (
+    BOUNDS,
+    CPU,
+    DOCUMENTS,
+    HEADS,
+    LENGTH,
+    PATTERNS,
+    bias_of,
+    blocks_of,
+    heads,
+    inputs_of,
+)
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
 
 pytestmark = [
@@ -54,12 +65,7 @@ def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def results(kernel: str, case: tuple[Any, ...], recompute: bool = False, probability: float = 0.4) -> list[Tensor]:
     """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
     documents, window, kind, groups, pattern = case
-    given = QKV(*(part.requires_grad_() for part in heads(groups, torch.float64)))
-    bias = bias_of(kind, torch.float64)
-    inputs: list[Tensor] = list(given)
-    if kind == "relative":
-        assert bias is not None
-        inputs.append(bias.by_distance.requires_grad_())
+    given, bias, inputs = inputs_of(kind, groups)
     mask = AttentionMask(documents, window, None if documents is None else BOUNDS, blocks_of(pattern))
     made = kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, torch.float64, CPU))
     core = AttentionCore(Builder(PlacementTable()), probability, recompute)

@@ -69,15 +69,21 @@ def attend(kernel: str, given: QKV, mask: AttentionMask, bias: Bias | None) -> T
     return core(given, kernel_named(kernel)(MaskAndBias(mask, bias, LENGTH, given.query.dtype, CPU)), None)[0]
 
 
-def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
-    """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
-    documents, window, kind, groups, pattern = case
+def inputs_of(kind: str, groups: int) -> tuple[QKV, Bias | None, list[Tensor]]:
+    """Heads and bias in fp64, and those of their tensors that have a gradient."""
     given = QKV(*(part.requires_grad_() for part in heads(groups, torch.float64)))
     bias = bias_of(kind, torch.float64)
     inputs: list[Tensor] = list(given)
     if kind == "relative":
         assert bias is not None
         inputs.append(bias.by_distance.requires_grad_())
+    return given, bias, inputs
+
+
+def results(kernel: str, case: tuple[Any, ...]) -> list[Tensor]:
+    """Output, and gradients of queries, keys, values and a learned bias, in fp64."""
+    documents, window, kind, groups, pattern = case
+    given, bias, inputs = inputs_of(kind, groups)
     bounds = None if documents is None else BOUNDS
     output = attend(kernel, given, AttentionMask(documents, window, bounds, blocks_of(pattern)), bias)
     return [output, *torch.autograd.grad(output.pow(2).sum(), inputs)]
