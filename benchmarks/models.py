@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -146,19 +148,22 @@ def _nothing_until_the_barrier() -> float:
     return math.nan
 
 
+def _composed(words: Sequence[str]) -> dict[str, object]:
+    """The configuration of these overrides."""
+    from pangu.training.command import compose
+
+    return compose(Path(__file__).resolve().parent.parent / "configs", words)
+
+
 def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     """Our trainer, on all processes of the default group; `overrides` are configuration keys."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
     choose_memory_settings()
-    folder = str(Path(__file__).resolve().parent.parent / "configs")
-    with initialize_config_dir(folder, version_base="1.3"):
-        shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
-        fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
-        fixed += [*shape, f"model.vocab={vocab}", f"precision={precision}", *overrides]
-        composed = compose("base", overrides=fixed)
-    config = build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
+    words = (*fixed, *shape, f"model.vocab={vocab}", f"precision={precision}", *overrides)
+    # the others have no configuration to read: Hydra does it in a process of its own
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        config = build(RunConfig, pool.submit(_composed, words).result())
     device = torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.connect(Layout.of(config.parallel, data_size(config, world)), device)

@@ -516,8 +516,9 @@ def _measure(clock: Clock, base: ClusterConfig, launch: Launch, quick: bool) -> 
 
 def _products(clock: Clock) -> str:
     """How a run computes products of fp32 on this host, in the words of torch.set_float32_matmul_precision."""
-    once = matmul_trial(FP32Matmul(_SIDE, _SIDE, _SIDE), torch.float32, clock.device)
-    names = matmul_precisions("auto", clock.device, torch.float32)
+    matmul = FP32Matmul(_SIDE, _SIDE, _SIDE)
+    once = matmul_trial(matmul, torch.float32, clock.device)
+    names = matmul_precisions("auto", clock.device, torch.float32, matmul)
     return fastest(time_candidates({name: partial(_in_precision, name, once) for name in names}, clock.device, 1.0))
 
 

@@ -133,6 +133,11 @@ class MemoryConfig:
         return self.selective if self.recompute == "selective" else ()
 
 
+LEAST_LOSS_CHUNK = 1024
+"""Tokens. For each chunk the sum of the output matrix's gradient is read and written: an accelerator multiplies about
+1,000 pairs of numbers in the time that takes for one, and with fewer tokens would wait for its memory."""
+
+
 @dataclass(frozen=True)
 class LossConfig:
     """The head and the loss."""
@@ -140,7 +145,7 @@ class LossConfig:
     chunk: Length | Literal["auto"] | None
     """Tokens of a micro-batch whose logits exist at a time: gradients are made of them at once, in forward. null: all.
     `auto`: all, half, a quarter or fewer, so that their logits take about what a layer keeps for backward: the fewer,
-    the larger `model.vocab` is beside 17 times `model.hidden`."""
+    the larger `model.vocab` is beside 17 times `model.hidden`, but at least 1,024."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +375,9 @@ class RunConfig:
             return self.loss.chunk
         # 2 bytes of each logit, 34 of each hidden unit (Korthikanti et al. 2022, table 2), and both twice in fp32. Of a
         # power of two chunks, which divide the tokens of a sequence, each is of one shape
-        times_larger = max(1.0, self.model.vocab / (17 * self.model.hidden))
-        tokens = self.model.sequence // self.parallel.context
-        num_chunks = math.gcd(tokens, 2 ** round(math.log2(times_larger)))
-        return None if num_chunks == 1 else tokens * self.batch.micro_size // num_chunks
+        times_larger = self.model.vocab / (17 * self.model.hidden)
+        of_sequence = self.model.sequence // self.parallel.context
+        tokens = of_sequence * self.batch.micro_size
+        halvings = min(round(math.log2(times_larger)), (tokens // LEAST_LOSS_CHUNK).bit_length() - 1)
+        num_chunks = math.gcd(of_sequence, 2 ** max(0, halvings))
+        return None if num_chunks == 1 else tokens // num_chunks

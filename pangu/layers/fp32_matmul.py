@@ -15,8 +15,9 @@ EXACT = 1e-4
 
 
 def work_limit(device: torch.device) -> int:
-    """Multiplications of a trial: about a millisecond, which another process seldom interrupts."""
-    return 2**23 * torch.get_num_threads() if device.type == "cpu" else 2**33
+    """Multiplications of a trial: a few milliseconds, which another process seldom interrupts. In shorter ones counts
+    what a library does for each product, however large: it hid that one was faster by a tenth than the other."""
+    return 2**26 * torch.get_num_threads() if device.type == "cpu" else 2**33
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Matmul:
     rows: int
     inputs: int
     outputs: int
-    repeats: int = 1
-    """How often a micro-batch computes it."""
+    repeats: float = 1
+    """How often a micro-batch computes as much."""
 
     def cut(self, limit: int) -> tuple[Matmul, float]:
         """A smaller, more cubic matmul of at most `limit` multiplications, and how many of it make up this one with its
@@ -51,20 +52,18 @@ def matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+def matmul_precisions(requested: str, device: torch.device, dtype: torch.dtype, matmul: Matmul) -> list[str]:
     """The values of `torch.set_float32_matmul_precision` that `auto` chooses among; another request is the only one.
     `medium` allows bf16 inside a matmul, but a CPU without matrix tiles does not use it, and torch then calls oneDNN
-    instead of MKL. Either may be faster: `medium` is a candidate if matmuls stay true fp32 with it."""
+    instead of MKL. Either may be faster: `medium` is a candidate if `matmul` stays true fp32 with it."""
     if requested != "auto":
         return [requested]
     if device.type != "cpu" or dtype != torch.float32:
         return ["highest"]
-    with matmul_precision("medium"):
-        exact = _matmul_error() < EXACT
-    return ["highest", "medium"] if exact else ["highest"]
+    return ["highest", "medium"] if _error_of_medium(matmul) < EXACT else ["highest"]
 
 
-def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def matmul_trial(matmul: Matmul, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward of a linear layer on random numbers."""
     rows, inputs, outputs = matmul.rows, matmul.inputs, matmul.outputs
     x, weight, grad = random(device, dtype, (rows, inputs), (outputs, inputs), (rows, outputs))
@@ -77,11 +76,14 @@ def random(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -
     return [torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes]
 
 
-def _matmul_error() -> float:
-    """Largest error of a linear layer's forward and backward, relative to the root of the inner size."""
-    x, weight, grad = random(torch.device("cpu"), torch.float32, *[(512, 512)] * 3)
-
-    def error(left: Tensor, right: Tensor) -> float:
-        return float((left @ right - left.double() @ right.double()).abs().max()) / 512**0.5
-
-    return max(error(x, weight.t()), error(grad, weight), error(grad.t(), x))
+def _error_of_medium(matmul: Matmul) -> float:
+    """Largest difference that `medium` makes to a linear layer's forward and backward, relative to the root of the
+    inner size. Beside `highest`, not fp64: kernels stay in the process once they have run."""
+    multiply = matmul_trial(matmul, torch.float32, torch.device("cpu"))
+    with matmul_precision("highest"):
+        exact = multiply()
+    with matmul_precision("medium"):
+        products = multiply()
+    inner = (matmul.inputs, matmul.outputs, matmul.rows)
+    differences = zip(exact, products, inner, strict=True)
+    return max(float((one - other).abs().max()) / size**0.5 for one, other, size in differences)

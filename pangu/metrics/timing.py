@@ -16,7 +16,7 @@ Trial = Callable[[], object]
 Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, float]]
 """`time_candidates`, or what stands in for it."""
 
-ROUNDS = 10
+ROUNDS = 20
 """Most timings of one candidate, after one that warms up: libraries are loaded and kernels made then."""
 SURE = 2
 """Timings after which a hopeless candidate is not timed again."""
@@ -24,7 +24,7 @@ HOPELESS = 2.0
 """A candidate is hopeless if it takes so many times as long as the fastest."""
 BUSY_BYTES = 2**30
 """Written before a timing on an accelerator: a third of a millisecond."""
-TIE = 1.03
+TIE = 1.02
 """Candidates whose times differ by no more than this factor are equally fast."""
 
 

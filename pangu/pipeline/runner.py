@@ -76,7 +76,9 @@ class _ChunkEnd(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()  # each is freed where backward has used it
+        return None, *gradients
 
 
 @dataclass

@@ -80,8 +80,9 @@ class Piece(NamedTuple):
     """Tensor ranks that share each expert; 0: all."""
     dense: bool = False
     """A layer without experts, in a model whose others have some."""
-    whole_loss: bool = False
-    """A micro-batch has no more tokens than `loss.chunk`: all its logits exist at a time, and are kept for backward."""
+    loss_chunks: int = 1
+    """Of the tokens of a micro-batch, of which the logits of one exist at a time; 1: all logits, which are kept for
+    backward; 0: chunks of a number of tokens that `loss.chunk` says."""
 
     @property
     def layout(self) -> Layout:
@@ -175,8 +176,10 @@ class ModuleCounts:
 
     def _with_logits(self, head: ModuleWork, piece: Piece) -> ModuleWork:
         """The head, which works with as many logits at a time as are asked for, not those that were counted."""
-        if piece.whole_loss or not isinstance(chunk := self.config.loss.chunk, int):
+        if piece.loss_chunks:
             return head
+        chunk = self.config.loss.chunk
+        assert isinstance(chunk, int)
         columns = -(-self.config.model.vocab // piece.tensor)
         more = (chunk - _even_chunk(self.config, piece)) * columns * BYTES[self.config.precision.compute]
         forward, *back = head.working
@@ -261,15 +264,22 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
         "train": {"frozen": ()},
         "checkpoint": {"upcycle": False},
     }
-    if isinstance(config.loss.chunk, int):
-        changes["loss"] = {"chunk": None if piece.whole_loss else _even_chunk(config, piece)}
     values |= {group: {**values[group], **change} for group, change in changes.items()}
     # a query layer among layers of experts is recomputed unlike them
     ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)
     stages = (1, 0) if ends and not piece.dense else (1,)
     sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in micro_sizes)
-    batches = [{**values, "batch": size} for size in sizes]
+    losses = ({"chunk": _loss_chunk(config, piece, size)} for size in micro_sizes)
+    batches = [{**values, "batch": size, "loss": loss} for size, loss in zip(sizes, losses, strict=True)]
     return [(batch, stage * layout.tensor * layout.replicas) for stage in stages for batch in batches]
+
+
+def _loss_chunk(config: RunConfig, piece: Piece, micro_size: int) -> int | None:
+    """`loss.chunk` of a micro-batch of so many sequences that is counted."""
+    tokens = config.model.sequence // piece.context
+    if piece.loss_chunks:
+        return None if piece.loss_chunks == 1 else tokens * micro_size // piece.loss_chunks
+    return _even_chunk(config, piece)
 
 
 def _even_chunk(config: RunConfig, piece: Piece) -> int:

@@ -163,8 +163,7 @@ class Program:
             kind = context_kind(replace(self.config, parallel=replace(self.config.parallel, **shared)))
         apart = plan.expert_tensor if plan.expert_tensor < plan.tensor else 0
         layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context, kind, plan.expert, apart)
-        chunk, tokens = self.config.loss.chunk, plan.micro_size * self.config.model.sequence // plan.context
-        layer = layer._replace(whole_loss=isinstance(chunk, int) and chunk >= tokens)
+        layer = layer._replace(loss_chunks=self._loss_chunks(plan))
         pieces = {"layer": layer}
         if self.shape.dense:
             pieces[DENSE + "layer"] = layer.without_experts
@@ -172,6 +171,16 @@ class Program:
             in_full = {name: piece._replace(recompute="full") for name, piece in pieces.items()}
             pieces |= {name.replace("layer", "recomputed"): piece for name, piece in in_full.items()}
         return pieces
+
+    def _loss_chunks(self, plan: Plan) -> int:
+        """As `Piece.loss_chunks`."""
+        parallel = replace(self.config.parallel, context=plan.context)
+        batch = replace(self.config.batch, micro_size=plan.micro_size)
+        chunk = replace(self.config, parallel=parallel, batch=batch).loss_chunk
+        tokens = plan.micro_size * self.config.model.sequence // plan.context
+        if chunk is None or chunk >= tokens:
+            return 1
+        return tokens // chunk if self.config.loss.chunk == "auto" else 0
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pangu")
 
-PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.1, 0.15, 0.05
+PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
 """Seconds that timing may take."""
 MESSAGE_BYTES = 2**20
 """Longest message that is timed."""
@@ -77,7 +76,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
 
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
-    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute])
+    matmul, repeats = _matmul(config, mesh).cut(work_limit(device))
+    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute], matmul)
     of_ranks = gather_objects((processor_name(device), kernels, precisions, compiles), mesh.group("world"))
     processors, kernels_of_ranks, precisions_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
@@ -97,7 +97,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     if config.model.attention_dropout > 0:  # another kernel would drop others
         candidates["attention"] = candidates["attention"][:1]
     seconds = {
-        "products": _time_matmuls(config, mesh, candidates["products"], timer),
+        "products": _time_matmuls(matmul, repeats, DTYPES[compute], device, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
         "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
         "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
@@ -210,24 +210,33 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
     return recalled
 
 
-def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
-    """Seconds of the matmuls of a micro-batch, on a tensor-parallel rank, by precision; 0 where there is no choice."""
-    model, ranks, seconds = config.model, mesh.layout.tensor, dict.fromkeys(precisions, 0.0)
-    if len(precisions) == 1:
-        return seconds
+def _matmul(config: RunConfig, mesh: Mesh) -> Matmul:
+    """The largest matmul of a tensor-parallel rank, which stands for all of a micro-batch: cut to what is timed, they
+    hardly differ in shape, and kernels for each would stay in the process."""
+    model, ranks = config.model, mesh.layout.tensor
     tokens = model.sequence // mesh.layout.context * config.batch.micro_size
     chunk = min(tokens, config.loss_chunk or tokens)
-    sizes = Counter(sizes for layer in range(model.layers) for sizes in layer_matrices(model, ranks, layer))
-    matmuls = [Matmul(tokens, *size, count) for size, count in sizes.items()]
-    matmuls.append(Matmul(chunk, model.hidden, -(-model.vocab // ranks), -(-tokens // chunk)))
-    cuts = [matmul.cut(work_limit(mesh.device)) for matmul in matmuls]
-    trials = [matmul_trial(smaller, DTYPES[config.precision.compute], mesh.device) for smaller, _ in cuts]
-    candidates = {
-        (precision, i): partial(_run_in, precision, trial) for i, trial in enumerate(trials) for precision in precisions
-    }
-    for (precision, i), time in timer(candidates, mesh.device, PRODUCTS_S).items():
-        seconds[precision] += cuts[i][1] * time
-    return seconds
+    sizes = [size for layer in range(model.layers) for size in layer_matrices(model, ranks, layer)]
+    head = (model.hidden, -(-model.vocab // ranks))
+    multiplications = tokens * sum(math.prod(size) for size in (*sizes, head))
+    largest = max(*((tokens, *size) for size in sizes), (chunk, *head), key=math.prod)
+    return Matmul(*largest, repeats=multiplications / math.prod(largest))
+
+
+def _time_matmuls(
+    matmul: Matmul,
+    repeats: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    precisions: Sequence[str],
+    timer: Timer,
+) -> dict[Any, float]:
+    """Seconds of a matmul, times `repeats`, by precision; 0 where there is no choice."""
+    if len(precisions) == 1:
+        return dict.fromkeys(precisions, 0.0)
+    trial = matmul_trial(matmul, dtype, device)
+    times = timer({precision: partial(_run_in, precision, trial) for precision in precisions}, device, PRODUCTS_S)
+    return {precision: repeats * time for precision, time in times.items()}
 
 
 def _time_attention(

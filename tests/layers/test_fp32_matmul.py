@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,33 +12,44 @@ from pangu.layers import fp32_matmul as products
 from pangu.layers.fp32_matmul import EXACT, Matmul, matmul_precision, matmul_precisions
 
 CPU = torch.device("cpu")
+MATMUL = Matmul(128, 256, 192)
 
 
 def test_every_way_of_auto_keeps_products_true_fp32() -> None:
-    for way in matmul_precisions("auto", CPU, torch.float32):
+    x, weight, grad = products.random(CPU, torch.float32, (300, 200), (100, 200), (300, 100))
+    for way in matmul_precisions("auto", CPU, torch.float32, MATMUL):
         with matmul_precision(way):
-            assert products._matmul_error() < EXACT
+            for left, right in ((x, weight.t()), (grad, weight), (grad.t(), x)):
+                errors = (left @ right - left.double() @ right.double()).abs()
+                assert errors.max() < EXACT * left.shape[1] ** 0.5
 
 
-def test_medium_is_a_way_only_where_its_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    for error, ways in ((EXACT / 2, ["highest", "medium"]), (1e-2, ["highest"])):
+@pytest.mark.parametrize(("narrower", "ways"), [(torch.float32, ["highest", "medium"]), (torch.bfloat16, ["highest"])])
+def test_medium_is_a_way_only_where_its_products_are_exact(
+    monkeypatch: pytest.MonkeyPatch, narrower: torch.dtype, ways: list[str]
+) -> None:
+    """As of a library that rounds to a narrower format where it may."""
+    original = products.matmul_trial
 
-        def probe(error: float = error) -> float:
-            seen.append(torch.get_float32_matmul_precision())
-            return error
+    def trial(*arguments: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
+        multiply = original(*arguments)
 
-        monkeypatch.setattr(products, "_matmul_error", probe)
-        assert matmul_precisions("auto", CPU, torch.float32) == ways
-    assert seen == ["medium", "medium"]
+        def products_of_library() -> tuple[torch.Tensor, ...]:
+            medium = torch.get_float32_matmul_precision() == "medium"
+            return tuple(product.to(narrower).float() if medium else product for product in multiply())
+
+        return products_of_library
+
+    monkeypatch.setattr(products, "matmul_trial", trial)
+    assert matmul_precisions("auto", CPU, torch.float32, MATMUL) == ways
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_requests_win_and_other_devices_and_formats_keep_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_matmul_error", lambda: 0.0)
-    assert matmul_precisions("high", CPU, torch.float32) == ["high"]
-    assert matmul_precisions("auto", torch.device("cuda"), torch.float32) == ["highest"]
-    assert matmul_precisions("auto", CPU, torch.bfloat16) == ["highest"]
+    monkeypatch.setattr(products, "_error_of_medium", lambda matmul: 0.0)
+    assert matmul_precisions("high", CPU, torch.float32, MATMUL) == ["high"]
+    assert matmul_precisions("auto", torch.device("cuda"), torch.float32, MATMUL) == ["highest"]
+    assert matmul_precisions("auto", CPU, torch.bfloat16, MATMUL) == ["highest"]
 
 
 def test_a_large_product_is_timed_on_a_smaller_one_and_counts_for_all_of_it() -> None:

@@ -21,7 +21,7 @@ from pangu.collectives.reduce import start_reduce_scatter
 from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
 from pangu.layers import fp8, fp32_matmul
-from pangu.layers.fp32_matmul import matmul_precisions
+from pangu.layers.fp32_matmul import Matmul, matmul_precisions
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer
 from pangu.models import compiled
@@ -62,7 +62,7 @@ def table(seconds: Mapping[Any, float], asked: list[Any] | None = None) -> Timer
 @pytest.fixture
 def two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if both ways to fp32 products were exact, whatever processor this is."""
-    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 0.0)
+    monkeypatch.setattr(fp32_matmul, "_error_of_medium", lambda matmul: 0.0)
 
 
 @pytest.mark.usefixtures("two_ways")
@@ -114,7 +114,7 @@ def test_layers_are_compiled_where_that_is_faster(
 
 
 def test_an_inexact_way_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 1e-2)
+    monkeypatch.setattr(fp32_matmul, "_error_of_medium", lambda matmul: 1e-2)
     asked: list[Any] = []
     assert choose(tiny(), ONE, timer=table({"medium": 1e-6, "sdpa": 1.0}, asked)).products == "highest"
     assert asked
@@ -311,4 +311,4 @@ def test_really_timed_once(caplog: pytest.LogCaptureFixture) -> None:
     """The real timer, for what it returns: every candidate that this processor has gets a time."""
     found = choose(tiny(), ONE)
     assert set(found.milliseconds["attention"]) >= {"sdpa", "reference"}
-    assert found.products in matmul_precisions("auto", CPU, torch.float32)
+    assert found.products in matmul_precisions("auto", CPU, torch.float32, Matmul(128, 128, 128))

@@ -57,7 +57,7 @@ def test_what_lets_sums_differ_is_refused(name: str, value: str, works: str) -> 
 
 def test_auto_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fastest is may change from start to start; so may what a run that timed has put into its checkpoint."""
-    monkeypatch.setattr(fp32_matmul, "_matmul_error", lambda: 0.0)
+    monkeypatch.setattr(fp32_matmul, "_error_of_medium", lambda matmul: 0.0)
     one = Mesh(Layout(), 0, torch.device("cpu"))
     seconds = SDPA_SLOW | {("reference", "medium"): 0.5}
     timed = choose(tiny("model.layers=1"), one, timer=table(seconds))
