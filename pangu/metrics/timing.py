@@ -86,8 +86,8 @@ def _timed(once: Trial, device: torch.device, read: Callable[[], float]) -> floa
     return read() - start
 
 
-def fastest(times: Mapping[Name, float]) -> Name:
+def fastest(times: Mapping[Name, float], tie: float = TIE) -> Name:
     """The first candidate that is as fast as the fastest: the order is a preference, which keeps a choice between
     equals the same from start to start. An infinite time stands for one that cannot be taken."""
-    limit = TIE * min(times.values())
+    limit = tie * min(times.values())
     return next(name for name, seconds in times.items() if seconds <= limit)

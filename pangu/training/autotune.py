@@ -36,6 +36,8 @@ log = logging.getLogger("pangu")
 
 PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
 """Seconds that timing may take."""
+PRODUCTS_TIE = 1.01
+"""As `TIE`, for products and attention: most of a step, where a few percent are many hours of a long run."""
 MESSAGE_BYTES = 2**20
 """Longest message that is timed."""
 SLOW = 1.25
@@ -106,7 +108,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
-    attention, products = fastest(both)
+    attention, products = fastest(both, PRODUCTS_TIE)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
