@@ -173,9 +173,11 @@ def test_the_package_stays_small() -> None:
     behind products that came late; 125 logits of which a chunk exists at a time, and are made once; 28 operators that
     are compiled for all shapes of a model, 7 a folder for compiled code that cannot be made; 60 attention in tiles that
     drops as the reference does; 94 that whoever waits longest says who is stuck where, and who did not come, from the
-    start of a run on and where no file can be written, and that a recording keeps what collectives read."""
+    start of a run on and where no file can be written, and that a recording keeps what collectives read; 15 that chunks
+    of a loss are long enough, that fp32 products are chosen at a size that shows which is faster, and both names of
+    transformers' cache."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_110
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_125
 
 
 @pytest.mark.parametrize("folder", APART)

@@ -16,30 +16,19 @@ T = TypeVar("T")
 
 INTERVAL_SECONDS = 10.0
 """Seconds between the heartbeats of processes at long work; less if `parallel.timeout_s` is short."""
-COMPUTES = 0.02
-"""Part of the time that a process computes which does not merely wait; its children compute as well."""
 
 
 def agree_on_long_work(
-    mesh: Mesh,
-    doing: str,
-    action: Callable[[Callable[[], None]], T],
-    *,
-    runs_here: bool,
-    computes: bool = False,
-    met: Callable[[], None] = lambda: None,
+    mesh: Mesh, doing: str, action: Callable[[Callable[[], None]], T], *, runs_here: bool
 ) -> list[T | None]:
     """As `agree`, for work that may take longer than `parallel.timeout_s` but has to make progress within it. It runs
     in a thread, so that processes can exchange heartbeats. The results, which may be large, are returned on the first
     process only, an empty list elsewhere.
 
-    `doing`: the work in words, e.g. "writing"; `action` gets a function to call whenever it has made progress.
-    `computes`: as long as this process computes it makes progress too, as in a library that tells nothing. `met`:
-    called whenever all processes have met. Raises StuckError on every process, naming the ranks whose action makes no
-    progress in time.
+    `doing`: the work in words, e.g. "writing"; `action` gets a function to call whenever it has made progress. Raises
+    StuckError on every process, naming the ranks whose action makes no progress in time.
     """
-    progress_s, processor_s = time.monotonic(), time.process_time()
-    interval_s = min(INTERVAL_SECONDS, mesh.timeout_s / 10)
+    progress_s = time.monotonic()
 
     def note_progress() -> None:
         nonlocal progress_s
@@ -57,11 +46,7 @@ def agree_on_long_work(
     busy = True
     while busy:
         if runs_here:
-            wait([work], interval_s)
-            used_s = time.process_time() - processor_s
-            if computes and used_s > COMPUTES * interval_s:
-                note_progress()
-            processor_s += used_s
+            wait([work], min(INTERVAL_SECONDS, mesh.timeout_s / 10))
         running = runs_here and not work.done()
         stuck = running and time.monotonic() - progress_s > mesh.timeout_s
         busy, stuck_ranks = meet_all(
@@ -69,7 +54,6 @@ def agree_on_long_work(
             (running, stuck),
             lambda flags: (any(busy for busy, _ in flags), [rank for rank, (_, stuck) in enumerate(flags) if stuck]),
         )
-        met()
         if stuck_ranks:
             raise StuckError(
                 f"{mesh.named(stuck_ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "

@@ -133,11 +133,6 @@ class MemoryConfig:
         return self.selective if self.recompute == "selective" else ()
 
 
-LEAST_LOSS_CHUNK = 1024
-"""Tokens. For each chunk the sum of the output matrix's gradient is read and written: an accelerator multiplies about
-1,000 pairs of numbers in the time that takes for one, and with fewer tokens would wait for its memory."""
-
-
 @dataclass(frozen=True)
 class LossConfig:
     """The head and the loss."""
@@ -374,10 +369,11 @@ class RunConfig:
         if self.loss.chunk != "auto":
             return self.loss.chunk
         # 2 bytes of each logit, 34 of each hidden unit (Korthikanti et al. 2022, table 2), and both twice in fp32. Of a
-        # power of two chunks, which divide the tokens of a sequence, each is of one shape
+        # power of two chunks, which divide the tokens of a sequence, each is of one shape. For each the sum of the
+        # matrix's gradient is read and written, for which a device waits if it has fewer than 1,024 tokens
         times_larger = self.model.vocab / (17 * self.model.hidden)
         of_sequence = self.model.sequence // self.parallel.context
         tokens = of_sequence * self.batch.micro_size
-        halvings = min(round(math.log2(times_larger)), (tokens // LEAST_LOSS_CHUNK).bit_length() - 1)
+        halvings = min(round(math.log2(times_larger)), (tokens // 1024).bit_length() - 1)
         num_chunks = math.gcd(of_sequence, 2 ** max(0, halvings))
         return None if num_chunks == 1 else tokens // num_chunks

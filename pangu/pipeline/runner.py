@@ -76,9 +76,7 @@ class _ChunkEnd(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = tuple(ctx.gradients)
-        ctx.gradients.clear()  # each is freed where backward has used it
-        return None, *gradients
+        return None, *ctx.gradients
 
 
 @dataclass

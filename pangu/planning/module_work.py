@@ -110,9 +110,9 @@ class Piece(NamedTuple):
 
     @property
     def without_experts(self) -> Piece:
-        """A dense layer, cut alike."""
+        """A dense layer, cut alike, without a head."""
         chunks = self.chunks if self.tensor > 1 else 1
-        return self._replace(expert=1, expert_tensor=0, dense=True, chunks=chunks)
+        return self._replace(expert=1, expert_tensor=0, dense=True, chunks=chunks, loss_chunks=1)
 
 
 _Counted = tuple[Piece, _Sizes]

@@ -37,7 +37,7 @@ log = logging.getLogger("pangu")
 PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
 """Seconds that timing may take."""
 PRODUCTS_TIE = 1.01
-"""As `TIE`, for products and attention: most of a step, where a few percent are many hours of a long run."""
+"""As `TIE`, for fp32 matmuls: most of a step, where a few percent are many hours of a long run."""
 MESSAGE_BYTES = 2**20
 """Longest message that is timed."""
 SLOW = 1.25
@@ -78,8 +78,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
 
         compiles = ways(config.compile, device)
         kernels = [kernel for kernel in kernels if kernel != "flash_attn"]  # see `config.checks`
-    matmul, repeats = _matmul(config, mesh).cut(work_limit(device))
-    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute], matmul)
+    precisions = matmul_precisions(config.precision.fp32_products, device, DTYPES[compute], _matmul(config, mesh)[0])
     of_ranks = gather_objects((processor_name(device), kernels, precisions, compiles), mesh.group("world"))
     processors, kernels_of_ranks, precisions_of_ranks, compiles_of_ranks = zip(*of_ranks, strict=True)
     device_kinds = ", ".join(sorted(set(processors)))
@@ -99,7 +98,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     if config.model.attention_dropout > 0:  # another kernel would drop others
         candidates["attention"] = candidates["attention"][:1]
     seconds = {
-        "products": _time_matmuls(matmul, repeats, DTYPES[compute], device, candidates["products"], timer),
+        "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
         "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
         "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
@@ -108,7 +107,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
-    attention, products = fastest(both, PRODUCTS_TIE)
+    attention, _ = fastest(both)
+    products = fastest({p: time for (kernel, p), time in both.items() if kernel == attention}, PRODUCTS_TIE)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
@@ -212,32 +212,27 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
     return recalled
 
 
-def _matmul(config: RunConfig, mesh: Mesh) -> Matmul:
-    """The largest matmul of a tensor-parallel rank, which stands for all of a micro-batch: cut to what is timed, they
-    hardly differ in shape, and kernels for each would stay in the process."""
+def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
+    """The largest matmul of a tensor-parallel rank, cut to what is timed, and how many of it make up a micro-batch's
+    matmuls: cut, all hardly differ in shape, and kernels for each would stay in the process."""
     model, ranks = config.model, mesh.layout.tensor
     tokens = model.sequence // mesh.layout.context * config.batch.micro_size
-    chunk = min(tokens, config.loss_chunk or tokens)
     sizes = [size for layer in range(model.layers) for size in layer_matrices(model, ranks, layer)]
     head = (model.hidden, -(-model.vocab // ranks))
     multiplications = tokens * sum(math.prod(size) for size in (*sizes, head))
-    largest = max(*((tokens, *size) for size in sizes), (chunk, *head), key=math.prod)
-    return Matmul(*largest, repeats=multiplications / math.prod(largest))
+    largest = max(
+        *((tokens, *size) for size in sizes), (min(tokens, config.loss_chunk or tokens), *head), key=math.prod
+    )
+    return Matmul(*largest, repeats=multiplications / math.prod(largest)).cut(work_limit(mesh.device))
 
 
-def _time_matmuls(
-    matmul: Matmul,
-    repeats: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    precisions: Sequence[str],
-    timer: Timer,
-) -> dict[Any, float]:
-    """Seconds of a matmul, times `repeats`, by precision; 0 where there is no choice."""
+def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], timer: Timer) -> dict[Any, float]:
+    """Seconds of the matmuls of a micro-batch, on a tensor-parallel rank, by precision; 0 where there is no choice."""
     if len(precisions) == 1:
         return dict.fromkeys(precisions, 0.0)
-    trial = matmul_trial(matmul, dtype, device)
-    times = timer({precision: partial(_run_in, precision, trial) for precision in precisions}, device, PRODUCTS_S)
+    matmul, repeats = _matmul(config, mesh)
+    trial = matmul_trial(matmul, DTYPES[config.precision.compute], mesh.device)
+    times = timer({precision: partial(_run_in, precision, trial) for precision in precisions}, mesh.device, PRODUCTS_S)
     return {precision: repeats * time for precision, time in times.items()}
 
 

@@ -14,7 +14,6 @@ import torch
 
 from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
@@ -145,7 +144,7 @@ def _train(
     watchdog: Watchdog | None,
 ) -> int:
     output = Path(config.train.output)
-    sources = _sources(config, mesh, launch, watchdog)
+    sources = _sources(config, mesh, launch)
     prompts = _prompts(config, sources)
     validation, benchmarks = _measurements(config, sources, mesh)
     checkpoint = find_checkpoint(config, mesh)
@@ -214,19 +213,14 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
         keep_tokenizer(output, tokenizer)
 
 
-def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:
+def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
     """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it."""
 
-    first_of_node = launch.local_rank == 0 and not mesh.is_first
-    for runs_here in (mesh.is_first, first_of_node):
-        agree_on_long_work(
-            mesh,
-            "preparing data",
-            lambda _: prepare(config.data, config.model, show_progress=mesh.is_first),
-            runs_here=runs_here,
-            computes=True,
-            met=(lambda: None) if watchdog is None else watchdog.note_progress,
-        )
+    def make() -> None:
+        prepare(config.data, config.model, show_progress=mesh.is_first)
+
+    agree(mesh, make, runs_here=mesh.is_first)
+    agree(mesh, make, runs_here=launch.local_rank == 0 and not mesh.is_first)
     num_validation = config.validation.sequences if config.validation.every else 0
     sources = open_sources(config.data, config.model, config.train.seed, config.batch.global_size, num_validation)
     if (position := sources.train.position) is not None:

@@ -41,6 +41,9 @@ class Place(NamedTuple):
     """When the action that is carried out began; any clock."""
 
 
+STARTING = Place(-1, "before the first step")
+
+
 def place_of(trainer: Trainer) -> Place:
     runner, words = trainer.runner, f"step {trainer.step + 1}, {trainer.doing}"
     if trainer.doing == "forward and backward" and runner.action is not None:
@@ -62,19 +65,13 @@ class Watchdog:
     A context manager. Training itself does nothing for it: the thread looks.
     """
 
-    def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] | None = None) -> None:
-        """`place`: None: before the first step, until there is a trainer to `follow`."""
-        self._mesh, self._folder, self._began = mesh.background(), folder, 0.0
-        self._place = place or (lambda: Place(-1, "before the first step", self._began))
+    def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] = lambda: STARTING) -> None:
+        self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
         self._ended = Event()
         self._said_in: int | None = None
         """Step in which this process says where all are."""
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def note_progress(self) -> None:
-        """The start, of which no step tells, gets on."""
-        self._began = time.monotonic()
 
     def follow(self, trainer: Trainer) -> None:
         """Look at where a trainer is from now on."""

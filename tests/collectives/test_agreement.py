@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pangu.collectives import agreement, long_work, meeting
+from pangu.collectives import agreement, meeting
 from pangu.collectives.agreement import StuckError, agree, name_silent_ranks
 from pangu.collectives.long_work import agree_on_long_work
 from pangu.config.errors import LostError, UserError
@@ -75,37 +75,6 @@ def test_work_that_makes_progress_may_take_long() -> None:
     assert done == [False] * 4  # this meeting did not wait for the work
     assert results == [None, 7, None, None]
     assert [rest for _, rest in others] == [[]] * 3
-
-
-def test_work_that_computes_may_take_long_and_say_nothing() -> None:
-    """As a library that trains a tokenizer. Each meeting meanwhile tells a rank that the others are there."""
-    meetings = [0] * 2
-
-    def action(_: Callable[[], None]) -> float:
-        began = time.monotonic()
-        while time.monotonic() - began < 2.0:
-            pass
-        return began
-
-    def work(mesh: Mesh) -> Any:
-        def count() -> None:
-            meetings[mesh.rank] += 1
-
-        return agree_on_long_work(mesh, "preparing", action, runs_here=mesh.rank == 1, computes=True, met=count)
-
-    (_, began), others = on_ranks(work, 2, 0.5, dist.HashStore())
-    assert began > 0
-    assert others == []
-    assert min(meetings) >= 5
-
-
-def test_work_that_only_waits_hangs() -> None:
-    """Though a process that waits takes some time of a processor too."""
-    released = Event()
-    alone = Mesh(Layout(), 0, torch.device("cpu"), timeout_s=0.5)
-    with patch.object(long_work, "COMPUTES", 0.5), pytest.raises(StuckError, match="rank 0: preparing does not get on"):
-        agree_on_long_work(alone, "preparing", lambda _: released.wait(20.0), runs_here=True, computes=True)
-    released.set()
 
 
 def test_a_rank_whose_work_hangs_is_named_on_all() -> None:

@@ -17,7 +17,7 @@ from pangu.config.errors import ConfigError, shown
 from pangu.config.model import ModelConfig
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.config.schema import RunConfig
-from tests.configs import composed
+from tests.configs import composed, tiny
 
 VALUES = composed("+config=quickstart")
 
@@ -130,3 +130,22 @@ def test_values_are_shown_without_control_characters_and_not_at_any_length() -> 
     assert len(shown(list(range(1000)))) == 203
     assert "must not hold control characters" in message(changed("train.output", "a\x07"))
     assert build(RunConfig, changed("train.output", "模型\u3000一")).train.output == "模型\u3000一"
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ("model.vocab=1024 batch.micro_size=8", None),
+        ("model.vocab=3264 batch.micro_size=8", 4096),
+        ("model.vocab=3264 batch.micro_size=1", None),
+        ("model.vocab=3264 batch.micro_size=3", 1536),
+        ("model.vocab=6528 batch.micro_size=8", 2048),
+        ("model.vocab=65280 batch.micro_size=8", 1024),
+        ("model.vocab=3264 batch.micro_size=4 parallel.context=2", 1024),
+        ("model.vocab=65280 batch.micro_size=1 loss.chunk=7", 7),
+    ],
+)
+def test_the_loss_is_cut_where_words_are_many_beside_the_width(keys: str, tokens: int | None) -> None:
+    """In halves, of 1,024 tokens at least."""
+    shape = ("model.sequence=1024", "model.hidden=96", "model.heads=4", "loss.chunk=auto")
+    assert tiny(*shape, *keys.split(), "batch.global_size=24").loss_chunk == tokens

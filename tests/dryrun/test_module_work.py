@@ -35,7 +35,7 @@ A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
 SHAPE = ("model.hidden=512", "model.heads=8", "model.sequence=256", "model.vocab=4096", "precision=bf16")
 LARGER = ("model.hidden=256", "model.sequence=128", "model.layers=8", "precision=bf16")
 PLANNED = (
-    "batch.global_size=16 batch.micro_size=4 parallel.data=2 parallel.zero=2 model.vocab=8192",
+    "batch.global_size=12 batch.micro_size=3 parallel.data=2 parallel.zero=2 model.vocab=8192 model.sequence=1024",
     "batch.global_size=16 parallel.pipeline=4 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 memory.recompute=1",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=2 parallel.data=2 "

@@ -123,15 +123,6 @@ def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.Ca
         assert "rank 0: step 4, updating weights, for 1." in read_until("step 4", capfd)
 
 
-def test_a_start_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As one in which data is prepared for long."""
-    with patch.object(watchdog, "PATIENCE", 0.25), Watchdog(mesh(0, 2, dist.HashStore()), tmp_path) as one:
-        for _ in range(6):
-            time.sleep(0.2)
-            one.note_progress()
-    assert capfd.readouterr().err == ""
-
-
 def test_a_second_wait_in_a_step_is_said_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As of a checkpoint that took long before the step behind it hangs."""
     places = [Place(6, "step 7, saving")]

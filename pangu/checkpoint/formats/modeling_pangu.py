@@ -225,6 +225,7 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Scores of every next token.
@@ -236,16 +237,18 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: the cache; it is extended.
             labels: [batch, new], the input itself; -100 does not count.
             use_cache: make a cache if there is none.
+            cache: `past_key_values` as transformers from 5.24 on calls it, also in what is returned.
 
         Raises:
             ValueError: where a text is longer than the model's window.
         """
         checkpoints = self.training and self.transformer.gradient_checkpointing
+        cache = past_key_values if cache is None else cache
         if checkpoints:
-            past_key_values = None  # a layer that is computed again would extend it twice
-        elif past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cache = None  # a layer that is computed again would extend it twice
+        elif cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        past = 0 if cache is None else cache.get_seq_length()
         batch, new = input_ids.shape
         if attention_mask is None:
             attention_mask = torch.ones(batch, past + new, dtype=torch.long, device=input_ids.device)
@@ -261,9 +264,10 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         places = torch.arange(past + new, device=input_ids.device)
         itself = places == places[past:, None]
         mask = (places <= places[past:, None]) & attention_mask[:, None, None, :].bool() | itself
-        hidden = self.transformer(input_ids, position_ids, mask, past_key_values)
+        hidden = self.transformer(input_ids, position_ids, mask, cache)
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        name = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{name: cache})
