@@ -86,14 +86,14 @@ def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
     outcomes = on_ranks(
         lambda mesh: agree_on_long_work(mesh, "writing FILE", action, runs_here=mesh.rank == 5),
         8,
-        0.5,
+        2.0,  # in which all meet, however busy the machine is
         dist.HashStore(),
     )
     released.set()
     assert {(type(error), str(error)) for error in outcomes} == {
         (
             StuckError,
-            "rank 5: writing FILE does not get on for more than 0.5 s (parallel.timeout_s); look at the disk and "
+            "rank 5: writing FILE does not get on for more than 2 s (parallel.timeout_s); look at the disk and "
             "the network there",
         )
     }
