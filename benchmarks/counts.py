@@ -39,15 +39,12 @@ MICRO = 2
 
 def values_of(preset: str, *words: str) -> dict[str, Any]:
     """A preset's configuration on one replica and stage, as plain dictionaries."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
+    from benchmarks.models import composed
 
     rows = ROWS[preset]
     fixed = [f"+config={preset}", "data=synthetic", f"batch.global_size={MICRO * rows}", f"batch.micro_size={rows}"]
     fixed += ["parallel.pipeline=1", "parallel.virtual=1", "parallel.schedule=1f1b", "parallel.data=1"]
-    with initialize_config_dir(str(Path(__file__).resolve().parent.parent / "configs"), version_base="1.3"):
-        composed = compose("base", overrides=[*fixed, *words, "dry_run=true"])
-    return dict(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    return composed(*fixed, *words, "dry_run=true")
 
 
 def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:

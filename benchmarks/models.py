@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,8 +149,8 @@ def _nothing_until_the_barrier() -> float:
     return math.nan
 
 
-def _composed(words: Sequence[str]) -> dict[str, object]:
-    """The configuration of these overrides."""
+def composed(*words: str) -> dict[str, Any]:
+    """What pretrain.py would run from, given these overrides."""
     from pangu.training.command import compose
 
     return compose(Path(__file__).resolve().parent.parent / "configs", words)
@@ -163,7 +164,7 @@ def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
     words = (*fixed, *shape, f"model.vocab={vocab}", f"precision={precision}", *overrides)
     # the others have no configuration to read: Hydra does it in a process of its own
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        config = build(RunConfig, pool.submit(_composed, words).result())
+        config = build(RunConfig, pool.submit(composed, *words).result())
     device = torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.connect(Layout.of(config.parallel, data_size(config, world)), device)

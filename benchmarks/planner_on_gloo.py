@@ -29,10 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from benchmarks.models import micro_batches
+from benchmarks.models import composed, micro_batches
 from benchmarks.side_by_side import fresh, machine
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
@@ -53,15 +51,9 @@ BATCH = 8
 
 def configuration() -> RunConfig:
     """The small model's, without a layout."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0", "precision=fp32"]
-        fixed += [
-            *(f"model.{key}={value}" for key, value in SHAPE.items()),
-            "model.attention=sdpa",
-            f"batch.global_size={BATCH}",
-        ]
-        composed = compose("base", overrides=fixed)
-    return build(RunConfig, OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0", "precision=fp32"]
+    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    return build(RunConfig, composed(*fixed, *shape, "model.attention=sdpa", f"batch.global_size={BATCH}"))
 
 
 def calibrated(processes: int, folder: Path) -> float:

@@ -34,8 +34,8 @@ from pangu.config.exit_status import exit_status
 from pangu.config.files import NewFile
 from pangu.config.schema import RunConfig
 from pangu.data.batch import make_batch
+from pangu.layers.fp32_matmul import MATMUL_TIE, matmul_precision, matmul_precisions, matmul_trial
 from pangu.layers.fp32_matmul import Matmul as FP32Matmul
-from pangu.layers.fp32_matmul import matmul_precision, matmul_precisions, matmul_trial
 from pangu.metrics.timing import fastest, time_candidates
 from pangu.planning.auto import cluster_of_device, device_here
 from pangu.planning.cluster import cluster_names, load_cluster
@@ -519,12 +519,8 @@ def _products(clock: Clock) -> str:
     matmul = FP32Matmul(_SIDE, _SIDE, _SIDE)
     once = matmul_trial(matmul, torch.float32, clock.device)
     names = matmul_precisions("auto", clock.device, torch.float32, matmul)
-    return fastest(time_candidates({name: partial(_in_precision, name, once) for name in names}, clock.device, 1.0))
-
-
-def _in_precision(name: str, once: Callable[[], object]) -> None:
-    with matmul_precision(name):
-        once()
+    trials = {name: matmul_precision(name)(once) for name in names}
+    return fastest(time_candidates(trials, clock.device, 1.0), MATMUL_TIE)
 
 
 def _neighbours(node: int, world: int) -> dist.ProcessGroup | None:

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 EXACT = 1e-4
 """Above the error of true fp32 matmuls, relative to the root of the inner size; TF32 errs by 1e-3, bf16 by 1e-2."""
 
+MATMUL_TIE = 1.01
+"""As `pangu.metrics.timing.TIE`, for precisions: matmuls are most of a step, and a few percent hours of a long run."""
+
 
 def work_limit(device: torch.device) -> int:
     """Multiplications of a trial: a few milliseconds, which another process seldom interrupts. In shorter ones counts
@@ -44,6 +47,7 @@ class Matmul:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
+    """For a block, or for a function as its decorator."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -157,13 +157,13 @@ class Program:
 
     def _pieces(self, plan: Plan) -> dict[str, Piece]:
         """How the layers of each kind are cut."""
-        kind = "auto"
-        if plan.context > 1:
-            shared = {name: getattr(plan, name) for name in ("tensor", "context", "context_kind")}
-            kind = context_kind(replace(self.config, parallel=replace(self.config.parallel, **shared)))
+        shared = {name: getattr(plan, name) for name in ("tensor", "context", "context_kind")}
+        batch = replace(self.config.batch, micro_size=plan.micro_size)
+        config = replace(self.config, parallel=replace(self.config.parallel, **shared), batch=batch)
+        kind = context_kind(config) if plan.context > 1 else "auto"
         apart = plan.expert_tensor if plan.expert_tensor < plan.tensor else 0
         layer = Piece(plan.tensor, plan.sequence, plan.recompute, plan.chunks, plan.context, kind, plan.expert, apart)
-        layer = layer._replace(loss_chunks=self._loss_chunks(plan))
+        layer = layer._replace(loss_chunks=_loss_chunks(config))
         pieces = {"layer": layer}
         if self.shape.dense:
             pieces[DENSE + "layer"] = layer.without_experts
@@ -171,16 +171,6 @@ class Program:
             in_full = {name: piece._replace(recompute="full") for name, piece in pieces.items()}
             pieces |= {name.replace("layer", "recomputed"): piece for name, piece in in_full.items()}
         return pieces
-
-    def _loss_chunks(self, plan: Plan) -> int:
-        """As `Piece.loss_chunks`."""
-        parallel = replace(self.config.parallel, context=plan.context)
-        batch = replace(self.config.batch, micro_size=plan.micro_size)
-        chunk = replace(self.config, parallel=parallel, batch=batch).loss_chunk
-        tokens = plan.micro_size * self.config.model.sequence // plan.context
-        if chunk is None or chunk >= tokens:
-            return 1
-        return tokens // chunk if self.config.loss.chunk == "auto" else 0
 
     def _of(self, piece: Piece, plan: Plan) -> dict[str, ModuleWork]:
         """The modules of a piece, with what ZeRO-3 sends for them."""
@@ -331,6 +321,14 @@ def _words(model: ModelConfig, tensor: int) -> int:
     """Numbers of a head's matrix that is the embedding's on one of so many ranks."""
     table = place_tensors(model, [ModelPart(range(1), first=True)], TensorRank(0, tensor))
     return math.prod(table.shapes["embedding.word.weight"])
+
+
+def _loss_chunks(config: RunConfig) -> int:
+    """As `Piece.loss_chunks`."""
+    chunk, tokens = config.loss_chunk, config.batch.micro_size * config.model.sequence // config.parallel.context
+    if chunk is None or chunk >= tokens:
+        return 1
+    return tokens // chunk if config.loss.chunk == "auto" else 0
 
 
 def _sharding(plan: Plan, experts: bool = False) -> Sharding:

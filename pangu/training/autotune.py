@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from pangu.config.files import write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
-from pangu.layers.fp32_matmul import Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
+from pangu.layers.fp32_matmul import MATMUL_TIE, Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, time_candidates
@@ -36,8 +35,6 @@ log = logging.getLogger("pangu")
 
 PRODUCTS_S, ATTENTION_S, FORMATS_S = 0.3, 0.3, 0.05
 """Seconds that timing may take."""
-PRODUCTS_TIE = 1.01
-"""As `TIE`, for fp32 matmuls: most of a step, where a few percent are many hours of a long run."""
 MESSAGE_BYTES = 2**20
 """Longest message that is timed."""
 SLOW = 1.25
@@ -108,7 +105,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
     attention, _ = fastest(both)
-    products = fastest({p: time for (kernel, p), time in both.items() if kernel == attention}, PRODUCTS_TIE)
+    products = fastest({p: time for (kernel, p), time in both.items() if kernel == attention}, MATMUL_TIE)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
@@ -232,7 +229,7 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
         return dict.fromkeys(precisions, 0.0)
     matmul, repeats = _matmul(config, mesh)
     trial = matmul_trial(matmul, DTYPES[config.precision.compute], mesh.device)
-    times = timer({precision: partial(_run_in, precision, trial) for precision in precisions}, mesh.device, PRODUCTS_S)
+    times = timer({precision: matmul_precision(precision)(trial) for precision in precisions}, mesh.device, PRODUCTS_S)
     return {precision: repeats * time for precision, time in times.items()}
 
 
@@ -266,14 +263,9 @@ def _time_attention(
         except RuntimeError as error:  # what compilers and libraries demand, no table says
             log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
         else:
-            trials |= {(kernel, precision): partial(_run_in, precision, trial) for precision in precisions}
+            trials |= {(kernel, precision): matmul_precision(precision)(trial) for precision in precisions}
     times = timer(trials, mesh.device, ATTENTION_S) if trials else {}
     return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
-
-
-def _run_in(precision: str, trial: Trial) -> None:
-    with matmul_precision(precision):
-        trial()
 
 
 def _time_collectives(
