@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, whose kernels a CPU then runs
+
 from filelock import FileLock
 
 from pangu.data.stdlib import StdlibPaths

@@ -29,19 +29,26 @@ class Abilities:
     """Takes the mask of `model.sparse`."""
     blocks: bool = False
     """Can attend to a part of the keys, as context parallelism by gathering or in a ring asks for."""
+    hashed: bool = False
+    """What it drops is a function of seed, step, place, sample, head and positions, whatever the layout."""
+    ordered: bool = True
+    """Adds up in one order, every time."""
 
 
 ABILITIES = {
-    "reference": Abilities(scores=True, blocks=True),
+    "reference": Abilities(scores=True, blocks=True, hashed=True),
     "sdpa": Abilities(blocks=True),
-    "cudnn": Abilities(("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope")),
+    "cudnn": Abilities(("cuda",), ("bf16", "fp16"), (8, 128), 8, positions=("learned", "rope"), ordered=False),
     "flash": Abilities(
         ("cuda",), ("bf16", "fp16"), (8, 256), 8, positions=("learned", "rope"), sparse=False, blocks=True
     ),
     # torch 2.13: no backward on a CPU; the compiled kernel begins at 16 columns
-    "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256)),
+    "flex": Abilities(("cuda",), ("fp32", "bf16", "fp16"), (16, 256), hashed=True, ordered=False),
     "flash_attn": Abilities(
         ("cuda",), ("bf16", "fp16"), (8, 256), positions=("learned", "rope", "alibi"), sparse=False
+    ),
+    "triton": Abilities(
+        ("cuda",), ("bf16", "fp16"), (1, 256), positions=("learned", "rope"), sparse=False, blocks=True, hashed=True
     ),
 }
 """By the values of `model.attention`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pangu.config.attention import obstacles
+from pangu.config.attention import ABILITIES, obstacles
 from pangu.config.build import findings, read
 from pangu.config.data import DataConfig, IndexedData, InstructionsData, StdlibData, StreamData, SyntheticData
 from pangu.config.errors import ConfigError, Problem
@@ -128,7 +128,7 @@ def _kernel(config: RunConfig) -> Iterator[Problem]:
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:
     kernel = config.model.attention
-    if config.train.deterministic and kernel in ("cudnn", "flex"):
+    if config.train.deterministic and kernel != "auto" and not ABILITIES[kernel].ordered:
         rule = "may add up in another order each time, and train.deterministic = True"
         yield Problem("model.attention", kernel, rule, "model.attention=auto works, or train.deterministic=false")
 

@@ -124,11 +124,12 @@ class ModelConfig:
     final_norm: Literal["before_query", "after_query"]
     """Where PanGu-α's final norm stands. `before_query`: as the released 2.6B and 13B compute it; `after_query`: as the
     pipelined MindSpore build (200B) does. GPT has no query layer and accepts only `before_query`."""
-    attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "flex", "flash_attn"]
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "flex", "flash_attn", "triton"]
     """Attention kernel. `reference`: explicit scores and fp32 softmax; `sdpa`: torch's scaled_dot_product_attention;
     `cudnn`: the same by cuDNN; `flash`: torch's flash attention, which skips other documents and what is outside of the
-    window; `flex`: torch's FlexAttention, which drops what `reference` does; `flash_attn`: the package flash-attn; all
-    but the first two on GPUs, `cudnn`, `flash` and `flash_attn` in bf16 and fp16. `auto`: the fastest one here, timed
+    window; `flex`: torch's FlexAttention; `flash_attn`: the package flash-attn; `triton`: our own flash attention. All
+    but the first two are for GPUs, and all of these but `flex` for bf16 and fp16. `reference`, `flex` and `triton` drop
+    the same probabilities in every layout. `auto`: the fastest one here, with `attention_dropout` of those three, timed
     at the start and named in the log."""
 
     # Younger than the first run folders, whose config.yaml lacks them: the defaults are what those runs computed.

@@ -102,7 +102,9 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
 def _let_torch_find_it() -> None:
     """Answer what torch's Python asks its CUDA build before it believes that there is a device."""
     import torch.cuda
+    import torch.utils._triton
 
+    torch.utils._triton.has_triton = lambda: False  # where it is installed, it would look for the driver
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1

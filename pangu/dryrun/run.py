@@ -22,7 +22,7 @@ from pangu.dryrun import kernels
 from pangu.dryrun.audit import Audit, Span
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.fake_tensors import FakeTensors
-from pangu.layers import attention_blocks, expert_exchange, gpu_kernels, initial
+from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels, initial
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
@@ -163,6 +163,8 @@ def on_fake_tensors(rank: int, world: int) -> Iterator[None]:
         stack.enter_context(patch.object(gpu_kernels, "flash_attention", kernels.flash_attention))
         stack.enter_context(patch.object(attention_blocks, "flash_forward", kernels.flash_forward))
         stack.enter_context(patch.object(attention_blocks, "flash_backward", kernels.flash_backward))
+        stack.enter_context(patch.object(dropping_attention, "attend", kernels.attend))
+        stack.enter_context(patch.object(dropping_attention, "attend_backward", kernels.attend_backward))
         stack.enter_context(patch.object(gpu_kernels, "_flex", lambda compiled: kernels.flex))
         stack.enter_context(patch.object(gpu_kernels, "can_run", lambda kernel, device: True))
         stack.enter_context(patch.object(expert_exchange, "host_numbers", _evenly))
@@ -181,10 +183,8 @@ def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
 
 
 def _skips_blocks(config: RunConfig, device: torch.device) -> bool:
-    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model. Where probabilities
-    are dropped, or nothing may depend on times, there are none."""
-    timed = config.model.attention_dropout == 0 and not config.train.deterministic
-    return timed and "flex" in kernels_of(config, device)
+    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model."""
+    return "flex" in kernels_of(config, device)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """As of `Kernel`; scores [batch, heads, sequence / ranks, sequence]."""
         # what seeds a device's generator differs between the ranks
-        drops = Drops(dropout if isinstance(self.blocks, ExplicitBlocks) else _of_heads(dropout, self.region), keys)
+        drops = Drops(_of_heads(dropout, self.region) if isinstance(self.blocks, FlashBlocks) else dropout, keys)
         output, scores = _Attend.apply(*qkv, self.bias, below, self, drops)
         return output, scores
 
@@ -114,10 +114,14 @@ class BlockAttention:
 
 
 def blocks_for(name: str, terms: MaskAndBias, drops: bool) -> type[Blocks]:
-    """By the name of a kernel. A learned bias has a gradient, which fused kernels do not give; what they drop depends
-    on the blocks."""
+    """By the name of a kernel. A learned bias has a gradient, which fused kernels do not give; what libraries drop
+    depends on the blocks."""
     if name == "flash":
         return FlashBlocks
+    if name == "triton":
+        from pangu.layers.dropping_attention import TritonBlocks
+
+        return TritonBlocks
     learned = terms.bias is not None and terms.bias.slopes is None
     fused = name == "sdpa" and terms.device.type == "cpu"
     return CpuBlocks if fused and not (learned or drops) else ExplicitBlocks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class DropoutKeys:
     """Global indices of the rows of the micro-batch, each one more than the one before."""
     rows: Tensor | None = None
     """int64 [sequence, batch], keys of sample and position; None: not made yet."""
+    of_heads: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """First head and number of heads -> what `Dropout.rows_of` made of `rows` for them, for all layers."""
 
     def on(self, tokens: Tensor, part: ContextRank | None = None) -> DropoutKeys:
         """With `rows` for tokens [batch, sequence], on their device; `part`: they are that part of a sequence."""
@@ -35,6 +37,16 @@ class DropoutKeys:
         starts = (number * chunks[0].shape[1] for number in numbers)
         rows = [row_keys(chunk, self.samples[0], start) for chunk, start in zip(chunks, starts, strict=True)]
         return replace(self, rows=rows[0] if part is None else torch.cat(rows))
+
+
+class Masks(NamedTuple):
+    """What the masks of attention probabilities are made from."""
+
+    rows: Tensor
+    """int64 [batch, heads / ranks, queries], row keys."""
+    place: Tensor
+    """int64 without dimensions, on the host: the key of the place and the step."""
+    probability: float
 
 
 class Dropout:
@@ -72,13 +84,17 @@ class Dropout:
         from pangu.layers.dropout_masks import row_keys
 
         assert keys.rows is not None
-        # -1 is no sample
-        heads = row_keys(x.detach()[:1, :, 0, 0], -1, self.region.rank * x.shape[1])
-        return keys.rows.t()[:, None] ^ heads
+        heads = self.region.rank * x.shape[1], x.shape[1]
+        if heads not in keys.of_heads:
+            # -1 is no sample
+            keys.of_heads[heads] = keys.rows.t()[:, None] ^ row_keys(x.detach()[:1, :, 0, 0], -1, heads[0])
+        return keys.of_heads[heads]
 
-    def mask_keys(self, query: Tensor, keys: DropoutKeys | None) -> Tensor | None:
-        """Row keys of queries xor the place key, for a kernel that makes masks of `probabilities`; None: no mask."""
-        return None if keys is None or self.probability == 0.0 else self.rows_of(query, keys) ^ self.key(keys)
+    def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:
+        """Those of `probabilities`, for a kernel that makes them itself; None: nothing is dropped."""
+        if keys is None or self.probability == 0.0:
+            return None
+        return Masks(self.rows_of(query, keys), torch.tensor(self.key(keys)), self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The probability for a fused kernel; 0 without keys. Seeds the generator of the device, from which the kernel

@@ -28,12 +28,12 @@ thread; threads that meet after every small step pay only for more than `_LARGE`
 _LARGE = 1 << 20
 
 
-def _signed(number: int, bits: int) -> int:
+def signed(number: int, bits: int) -> int:
     return number - (number >> (bits - 1) << bits)
 
 
-_GOLDEN, _FACTOR = _signed(0x9E3779B1, 32), 0x2C1B3C6D
-_SPLITMIX = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+_GOLDEN, _FACTOR = signed(0x9E3779B1, 32), 0x2C1B3C6D
+_SPLITMIX = signed(0xBF58476D1CE4E5B9, 64), signed(0x94D049BB133111EB, 64)
 
 
 def _row_keys(like: Tensor, sample: Tensor | int, position: Tensor | int) -> Tensor:
@@ -78,14 +78,14 @@ def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, T
     return torch.mul(mixed, _FACTOR, out=memory)
 
 
-def _bound(probability: float) -> int:
+def bound_of(probability: float) -> int:
     """That share of all 32-bit integers is below it."""
     return round(probability * 2**32) - 2**31
 
 
 def is_kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
     """bool, of row keys xor the place key and numbers of columns, which broadcast; of one element of a kernel too."""
-    return _mix(*_halves(rows), _factors(columns)) >= _bound(probability)
+    return _mix(*_halves(rows), _factors(columns)) >= bound_of(probability)
 
 
 def _drop_in_blocks(
@@ -103,7 +103,7 @@ def _drop_in_blocks(
     matrices = (tensor.reshape(-1, width) for tensor in (out, x, x if residual is None else residual))
     for a, b, result, part, beside in zip(*(matrix.split(size) for matrix in (low, high, *matrices)), strict=True):
         block = slice(len(a))
-        torch.ge(_mix(a, b, factors, (mixed[block], shifted[block])), _bound(probability), out=keep_mask[block])
+        torch.ge(_mix(a, b, factors, (mixed[block], shifted[block])), bound_of(probability), out=keep_mask[block])
         if residual is None:
             torch.mul(part, keep_mask[block], out=result).mul_(scale)
         else:
@@ -117,7 +117,7 @@ def drop(
     """`x` [..., columns], some elements zero and the others scaled, plus `residual`; `rows` [...]: row keys; `first`:
     number of the first column."""
     memory = torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
-    keep_mask = _mix(*_words(rows, key, first, x.shape[-1]), memory) >= _bound(probability)
+    keep_mask = _mix(*_words(rows, key, first, x.shape[-1]), memory) >= bound_of(probability)
     scaled = torch.where(keep_mask, x * (1.0 / (1.0 - probability)), 0.0)
     return scaled if residual is None else residual + scaled
 

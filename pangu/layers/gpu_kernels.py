@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._triton import has_triton
 
 from pangu.config.errors import Problem
 from pangu.layers.dropout import Dropout, DropoutKeys
 from pangu.layers.dropout_masks import is_kept
+from pangu.layers.dropping_attention import Triton
 from pangu.layers.kernels import QKV, Kernel, MaskAndBias, Sdpa
 from pangu.layers.masks import AttentionMask
 from pangu.layers.sparse import FLEX_TILE
@@ -49,14 +51,15 @@ class Flex:
     def __call__(
         self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = dropout.mask_keys(qkv.query, keys)
+        masks = dropout.masks(qkv.query, keys)
+        rows = None if masks is None else masks.rows ^ masks.place
         return self.compute(qkv, self.score, self.blocks, rows, dropout.probability), None
 
 
 def flex(
     qkv: QKV, score_mod: Callable[..., Tensor] | None, blocks: BlockMask, rows: Tensor | None, dropout: float
 ) -> Tensor:
-    """FlexAttention, dropping by `rows` (`Dropout.mask_keys`) if they are there.
+    """FlexAttention, dropping by `rows`, row keys xor the place key, if they are there.
 
     A kernel changes scores before the softmax, and dropout stands after it. With s a score, m 1 where a probability is
     kept, and lse the log of the sum of exp over keys,
@@ -166,10 +169,20 @@ class FlashAttn(Flash):
         return self.package.flash_attn_varlen_func(query, key, value, *lengths, **options)
 
 
-GPU_KERNELS: dict[str, type[Kernel]] = {"cudnn": Cudnn, "flash": Flash, "flex": Flex, "flash_attn": FlashAttn}
+GPU_KERNELS: dict[str, type[Kernel]] = {
+    "cudnn": Cudnn,
+    "flash": Flash,
+    "flex": Flex,
+    "flash_attn": FlashAttn,
+    "triton": Triton,
+}
 
 
-BUILT_IN = {"flash": torch.backends.cuda.is_flash_attention_available, "cudnn": torch.backends.cudnn.is_available}
+BUILT_IN: dict[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.is_flash_attention_available,
+    "cudnn": torch.backends.cudnn.is_available,
+    "triton": has_triton,
+}
 """Kernels that come with a torch that was built with them -> whether it was."""
 
 
@@ -193,6 +206,7 @@ def missing(kernel: str, device: torch.device) -> Iterator[Problem]:
 
 
 def candidates(device: torch.device, dense: bool) -> list[str]:
-    """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` needs mask or bias as a matrix."""
-    kernels = ["flash", "sdpa", "flex", "cudnn"] if dense else ["sdpa", "flash", "cudnn", "flex"]
+    """Those that may be the fastest here, the preferred one first. `dense`: `sdpa` would need mask or bias as a matrix,
+    or draw its own dropout."""
+    kernels = ["flash", "triton", "sdpa", "flex", "cudnn"] if dense else ["sdpa", "flash", "cudnn", "flex", "triton"]
     return [kernel for kernel in (*kernels, "flash_attn", "reference") if not any(missing(kernel, device))]

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from pangu.layers.dropout import Dropout, DropoutKeys
+from pangu.layers.dropout import Dropout, DropoutKeys, Masks
 from pangu.layers.dropout_masks import drop, row_keys
 from pangu.layers.linear import ParallelLinear, RowParallelLinear
 from pangu.layers.recompute import SavedTensors, checkpointed
@@ -172,11 +172,11 @@ class GraphDropout(Dropout):
         assert keys.heads is not None
         return drop(x, None, keys.heads, keys.places[self.name], self.probability)
 
-    def mask_keys(self, query: Tensor, keys: DropoutKeys | None) -> Tensor | None:
+    def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:
         if self.probability == 0.0 or not isinstance(keys, TensorKeys):
-            return super().mask_keys(query, keys)
+            return super().masks(query, keys)
         assert keys.heads is not None
-        return keys.heads ^ keys.places[self.name]
+        return Masks(keys.heads, keys.places[self.name], self.probability)
 
     def in_kernel(self, keys: DropoutKeys | None) -> float:
         """The generator has been seeded before."""

@@ -14,6 +14,7 @@ from pangu.config.schema import RunConfig
 from pangu.config.sparse import SparseConfig
 from pangu.layers.attention import AttentionCore, split_heads
 from pangu.layers.builder import Builder
+from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp32_matmul import random
 from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
@@ -24,10 +25,10 @@ def attention_kernels(
     model: ModelConfig, precision: str, device: torch.device, documents: bool = False, context: str | None = None
 ) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding, but most draw their own dropout masks: with dropout the first is taken; on a
-    CPU it is the one whose masks do not depend on the layout, and the only one. `documents`: tokens attend within
-    theirs. `context`: how ranks that share sequences attend (`context_kind`); where they do it in blocks, only the
-    preferred kernel. Raises UserError if the requested kernel cannot train this model on this device."""
+    They give the same result to rounding: with dropout, they are those whose masks no layout changes. `documents`:
+    tokens attend within theirs. `context`: how ranks that share sequences attend (`context_kind`); where they do it in
+    blocks, only the preferred kernel. Raises UserError if the requested kernel cannot train this model on this
+    device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
@@ -42,10 +43,10 @@ def attention_kernels(
         from pangu.layers.gpu_kernels import candidates
 
         masked = documents or model.window is not None or model.sparse is not None
-        biased = model.positions in ("alibi", "relative")
-        order = candidates(device, masked or biased or context in ("gather", "ring"))
-    elif model.attention_dropout > 0:
-        order = ["reference"]
+        biased, drops = model.positions in ("alibi", "relative"), model.attention_dropout > 0
+        order = candidates(device, masked or biased or drops or context in ("gather", "ring"))
+    if model.attention_dropout > 0:
+        order = [kernel for kernel in order if ABILITIES[kernel].hashed]
     kernels = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
     if context in (None, "ulysses"):
         return kernels
@@ -60,7 +61,8 @@ def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
         from pangu.config.context import context_kind
 
         context = context_kind(config)
-    return attention_kernels(config.model, config.precision.compute, device, config.data.packing.reset_mask, context)
+    kernels = attention_kernels(config.model, config.precision.compute, device, config.data.packing.reset_mask, context)
+    return [kernel for kernel in kernels if ABILITIES[kernel].ordered or not config.train.deterministic]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class AttentionShape:
     window: int | None
     biased: bool
     sparse: SparseConfig | None = None
+    dropout: float = 0.0
 
     @property
     def work(self) -> int:
@@ -121,12 +124,13 @@ def attention_trial(
         from pangu.layers.block_pattern import BlockPattern
 
         sparse = BlockPattern.of(shape.sparse, length, device)
-    core = AttentionCore(Builder(PlacementTable()), 0.0)
+    core = AttentionCore(Builder(PlacementTable()), shape.dropout)
+    keys = DropoutKeys(0, 0, tuple(range(shape.rows))).on(torch.zeros(shape.rows, length, device=device))
     mask = AttentionMask(documents, shape.window, bounds, sparse)
     compute = kernel_named(kernel)(MaskAndBias(mask, bias, length, dtype, device))
 
     def once() -> object:
-        output, _ = core(heads, compute, None)
+        output, _ = core(heads, compute, keys)
         return torch.autograd.grad(output, joined, output.detach(), retain_graph=True)
 
     return once

@@ -18,6 +18,8 @@ Timer = Callable[[Mapping[Any, Trial], torch.device, float | None], dict[Any, fl
 
 ROUNDS = 20
 """Most timings of one candidate, after one that warms up: libraries are loaded and kernels made then."""
+COLLECTIVE_ROUNDS = 10
+"""The same of collectives, none of which is left out early: the ranks wait for one another."""
 SURE = 2
 """Timings after which a hopeless candidate is not timed again."""
 HOPELESS = 2.0
@@ -55,7 +57,7 @@ def time_candidates(
     for once in candidates.values():
         seconds(once)
     running, began = list(candidates), time.perf_counter()
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, (COLLECTIVE_ROUNDS if budget_s is None else ROUNDS) + 1):
         for name in running:
             best[name] = min(best[name], seconds(candidates[name]))
         if budget_s is not None:

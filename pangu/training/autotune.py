@@ -16,7 +16,7 @@ import torch
 
 from pangu.collectives.reduce import gather_objects, largest_of
 from pangu.config.attention import ABILITIES
-from pangu.config.errors import writing
+from pangu.config.errors import LocalError, writing
 from pangu.config.files import write_atomically
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
@@ -92,8 +92,6 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         candidates = {key: names[:1] for key, names in candidates.items()}
     previous = recorded if isinstance(recorded, dict) else {}
     recalled = _recall(candidates, previous, device_kinds, compute)
-    if config.model.attention_dropout > 0:  # another kernel would drop others
-        candidates["attention"] = candidates["attention"][:1]
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
@@ -137,7 +135,7 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     compute, device = config.precision.compute, mesh.device
     if compute not in ("bf16", "fp16") or not mesh.is_first:
         return
-    size = round((work_limit(device) / 2) ** (1 / 3))
+    size = round((work_limit(device) / 16) ** (1 / 3))  # a slow format shows in a short product too
     formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", compute)}
     trials = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
     times = timer(trials, device, FORMATS_S)
@@ -253,6 +251,7 @@ def _time_attention(
         window=model.window,
         biased=model.positions in ("alibi", "relative"),
         sparse=model.sparse,
+        dropout=model.attention_dropout,
     )
     shape, repeats = whole.cut(work_limit(mesh.device))
     dtype = DTYPES[config.precision.compute]
@@ -260,7 +259,7 @@ def _time_attention(
     for kernel in kernels:
         try:
             (trial := attention_trial(kernel, shape, dtype, mesh.device))()
-        except RuntimeError as error:  # what compilers and libraries demand, no table says
+        except (RuntimeError, LocalError) as error:  # what compilers and libraries demand, no table says
             log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
         else:
             trials |= {(kernel, precision): matmul_precision(precision)(trial) for precision in precisions}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+from transformers.cache_utils import DynamicCache
 
 pytest.importorskip("transformers")
 
@@ -78,6 +79,17 @@ def test_positions_past_the_window_are_refused_in_words() -> None:
     mask = torch.ones_like(long)
     mask[:, :4] = 0
     assert model(long, attention_mask=mask).logits.shape == (1, 18, 67)
+
+
+def test_of_two_caches_none_is_taken() -> None:
+    """transformers before 5.24 makes one of its own beside what it is given as `cache`, and the other way round."""
+    model = small_model().eval()
+    given = model(IDS[:, :5]).to_tuple()[1]
+    with pytest.raises(ValueError, match=r"two caches; this version of transformers takes (cache|past_key_values)"):
+        model(IDS[:, 5:], cache=given, past_key_values=DynamicCache())
+    both = model(IDS[:, 5:], cache=given, past_key_values=given).logits
+    torch.testing.assert_close(both, model(IDS).logits[:, 5:], atol=1e-5, rtol=1e-5)
+    assert isinstance(model.config.keys_to_ignore_at_inference, list)  # to which transformers' Trainer adds one
 
 
 @pytest.mark.parametrize("jieba", [True, False])

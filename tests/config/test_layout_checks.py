@@ -32,7 +32,7 @@ CONTRADICTIONS = {
         "gather or ring works"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flex": (
-        "model.attention = flex: with parallel.context_kind = ring must be one of reference, sdpa, flash; auto "
+        "model.attention = flex: with parallel.context_kind = ring must be one of reference, sdpa, flash, triton; auto "
         "works, or ulysses"
     ),
     "parallel.context=2 parallel.context_kind=ring model.attention=flash model.window=8": (

@@ -200,7 +200,7 @@ def test_a_layer_sends_what_formulas_say_to_ranks_that_share_sequences(kind: str
 
 def test_of_blocks_that_nobody_sees_nothing_is_computed() -> None:
     """FlexAttention in tiles of 128: 4 x 4, of which 10 are causal; blocks see themselves and every other one. Where
-    probabilities are dropped nothing is timed, and `sdpa` computes all scores."""
+    probabilities are dropped it attends twice, the second time to few columns of values."""
     sparse = "model.sparse={kind:strided,block:128,local_blocks:1,stride:2}"
     counts = [
         ModuleCounts(choose_layout(values("", *SHAPE, "model.sequence=512", *more), 1).config)
@@ -208,11 +208,11 @@ def test_of_blocks_that_nobody_sees_nothing_is_computed() -> None:
     ]
     dense, skipping, dropping = (count.of(Piece(1, False), 3)["layer"] for count in counts)
     for part in ("forward", "backward_input"):
-        whole, left, square = (
+        whole, left, twice = (
             sum(m.flops for m in getattr(one, part).matmuls if m.fused) for one in (dense, skipping, dropping)
         )
         assert left == 0.6 * whole > 0
-        assert square == 2 * whole
+        assert left < twice < 1.8 * left
     assert skipping.saved_bytes == dense.saved_bytes
 
 

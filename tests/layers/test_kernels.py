@@ -24,11 +24,12 @@ from pangu.layers.biases import Alibi, Bias
 from pangu.layers.block_pattern import BlockPattern
 from pangu.layers.builder import Builder
 from pangu.layers.dropout import DropoutKeys
-from pangu.layers.kernel_choice import attention_kernels
+from pangu.layers.kernel_choice import attention_kernels, kernels_of
 from pangu.layers.kernels import QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
 from pangu.topology.placement import PlacementTable
 from pangu.training.determinism import deterministic
+from tests.configs import config
 from tests.models.helpers import variant
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -341,10 +342,10 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
-    package, flash_alone, cudnn = (["flash_attn"], ["flash"], ["cudnn"]) if flash else ([], [], [])
+    package, flash_alone, cudnn, own = (["flash_attn"], ["flash"], ["cudnn"], ["triton"]) if flash else ([],) * 4
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        kernels = [*flash_alone, "sdpa", "flex", *cudnn, *package, "reference"]
+        kernels = [*flash_alone, *own, "sdpa", "flex", *cudnn, *package, "reference"]
         assert attention_kernels(model, "bf16", CUDA, documents) == kernels
         assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
         assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
@@ -354,18 +355,35 @@ def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypa
     assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", "flex", *cudnn, "reference"]
     assert attention_kernels(blocks, "bf16", CPU) == ["sdpa", "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, "flex", *package, "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, "flex", *own, *package, "reference"]
     assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "flex", "reference"]
 
 
-def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels draw different masks, so their results are not equal. On a CPU the layout must not change them."""
+def test_where_probabilities_are_dropped_no_layout_changes_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those kernels are left whose masks are the same, so that any of them may be the fastest. That does not cost flash
+    attention, nor do documents and windows, where ranks share sequences as well."""
     monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: True)
     drops = variant(attention_dropout=0.1, hidden=64, heads=2)
-    assert attention_kernels(drops, "bf16", CPU) == attention_kernels(drops, "bf16", CPU, True) == ["reference"]
-    assert attention_kernels(drops, "bf16", CUDA)[0] == "sdpa"
-    assert attention_kernels(drops, "bf16", CUDA, documents=True)[0] == "flash"
-    assert attention_kernels(replace(drops, attention="flex"), "bf16", CUDA, documents=True) == ["flex"]
+    for documents in (False, True):
+        assert attention_kernels(drops, "bf16", CPU, documents) == ["reference"]
+        assert attention_kernels(drops, "bf16", CUDA, documents) == ["triton", "flex", "reference"]
+        for kind in ("gather", "ring"):
+            windowed = replace(drops, window=5)
+            assert attention_kernels(windowed, "bf16", CUDA, documents, kind) == ["triton"]
+    assert attention_kernels(drops, "fp32", CUDA) == ["flex", "reference"]
+    assert attention_kernels(replace(drops, positions="alibi"), "bf16", CUDA) == ["flex", "reference"]
+    assert attention_kernels(replace(drops, sparse=PATTERNS[0]), "bf16", CUDA) == ["flex", "reference"]
+    for name in ("flex", "flash"):
+        assert attention_kernels(replace(drops, attention=name), "bf16", CUDA, documents=True) == [name]
+
+
+def test_what_adds_up_in_one_order_is_left_of_a_deterministic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    words = "model.hidden=64", "model.heads=2", "precision=bf16", "train.deterministic=true"
+    assert kernels_of(config(*words), CUDA) == ["flash", "triton", "sdpa", "reference"]
+    assert kernels_of(config(*words, "model.attention_dropout=0.1"), CUDA) == ["triton", "reference"]
+    assert kernels_of(config(*words, "model.attention_dropout=0.1", "model.positions=alibi"), CUDA) == ["reference"]
 
 
 @pytest.mark.parametrize(
@@ -374,6 +392,7 @@ def test_where_probabilities_are_dropped_the_first_is_taken(monkeypatch: pytest.
         ({"attention": "flex"}, "fp32", CPU, "flex: trains on cuda only, and this run's device is cpu"),
         ({"attention": "flash"}, "bf16", CUDA, "flash: needs a GPU of compute capability 8.0 or later"),
         ({"attention": "cudnn"}, "bf16", CUDA, "cudnn: needs a GPU of compute capability 8.0 or later"),
+        ({"attention": "triton"}, "bf16", CUDA, "triton: needs a GPU of compute capability 8.0 or later"),
         ({"attention": "flash_attn"}, "bf16", CPU, "flash_attn: trains on cuda only, and this run's device is cpu"),
         ({"attention": "flash_attn"}, "bf16", CUDA, "flash_attn: the package flash-attn cannot be imported"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pangu.metrics.timing import ROUNDS, SURE, fastest, time_candidates
+from pangu.metrics.timing import COLLECTIVE_ROUNDS, ROUNDS, SURE, fastest, time_candidates
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_ways_take_turns_and_hopeless_ones_drop_out() -> None:
 def test_every_rank_makes_as_many_collectives_however_slow_they_are() -> None:
     watch = Stopwatch()
     time_candidates({"a": watch.way("a", 1.0), "b": watch.way("b", 50.0)}, CPU, None, lambda: watch.now)
-    assert watch.calls == ["a", "b"] * (ROUNDS + 1)
+    assert watch.calls == ["a", "b"] * (COLLECTIVE_ROUNDS + 1)
 
 
 def test_equally_fast_ways_fall_to_the_first_and_inexact_ones_to_nobody() -> None:

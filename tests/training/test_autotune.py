@@ -22,6 +22,7 @@ from pangu.config.errors import UserError
 from pangu.evaluation.loading import load_model
 from pangu.layers import fp8, fp32_matmul
 from pangu.layers.fp32_matmul import Matmul, matmul_precisions
+from pangu.layers.kernel_choice import AttentionShape
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer
 from pangu.models import compiled
@@ -150,16 +151,22 @@ def test_a_kernel_that_fails_here_is_left_out(
     assert "attention    sdpa cannot run here: no available kernel" in [r.getMessage() for r in caplog.records]
 
 
-def test_what_is_dropped_is_not_a_matter_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels draw different masks: the preferred one is taken, a run that is resumed keeps its own."""
-    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["flash", "sdpa"])
-    given, timer = (
-        tiny("model.attention_dropout=0.1"),
-        table({"sdpa": 1.0, "flash": 9.0, "medium": 1.0, "highest": 1.0}),
-    )
+def test_with_dropout_the_fastest_of_those_that_drop_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trials drop as the run does. A run that is resumed keeps its own."""
+    given, asked = tiny("model.attention_dropout=0.1"), []
+    drops: list[float] = []
+
+    def trial(kernel: str, shape: AttentionShape, *_: object) -> Callable[[], object]:
+        drops.append(shape.dropout)
+        return lambda: None
+
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton", "flex"])
+    monkeypatch.setattr(autotune, "attention_trial", trial)
+    timer = table({"triton": 9.0, "flex": 1.0, "medium": 1.0, "highest": 1.0}, asked)
     first = choose(given, ONE, timer=timer)
-    assert first.attention == "flash"
-    assert choose(given, ONE, asdict(replace(first, attention="sdpa")), timer).attention == "sdpa"
+    assert first.attention == "flex"
+    assert set(drops) == {0.1}
+    assert choose(given, ONE, asdict(replace(first, attention="triton")), timer).attention == "triton"
 
 
 def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:

@@ -26,7 +26,7 @@ class PanguConfig(PretrainedConfig):
     """
 
     model_type = "gpt_pangu"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}  # noqa: RUF012
 
     def __init__(
@@ -240,8 +240,11 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             cache: `past_key_values` as transformers from 5.24 on calls it, also in what is returned.
 
         Raises:
-            ValueError: where a text is longer than the model's window.
+            ValueError: where a text is longer than the model's window, and of two caches.
         """
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            known = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {known}")
         checkpoints = self.training and self.transformer.gradient_checkpointing
         cache = past_key_values if cache is None else cache
         if checkpoints:

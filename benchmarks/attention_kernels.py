@@ -1,0 +1,112 @@
+"""What our Triton kernels of attention take of a GPU, compiled for it without one.
+
+    python -m benchmarks.attention_kernels --output benchmarks/results/attention_kernels.json
+
+Needs Triton, whose ptxas says how many registers a thread has, how many bytes it keeps elsewhere for want of more, and
+how much shared memory a program has. The kernels are launched as training launches them, over documents and with
+dropout, by a driver that compiles and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pangu.layers.dropping_attention import tiles_of
+
+KERNELS = ("attend", "query_gradients", "key_gradients")
+CAPABILITIES = (80, 90)
+HEAD_SIZES = (64, 80, 128, 256)
+"""Of the presets of 350M, 2.6B, and 13B and 200B; the largest one."""
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Launches are compiled for GPUs of `capability` (80: 8.0) and go to the list instead."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    target = GPUTarget("cuda", capability, 32)
+    nowhere = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: capability,  # Triton keeps what it compiled by number of a device
+        get_current_stream=lambda device: 0,
+    )
+    run, made = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> None:
+        made.append(run(self, *args, **(options | {"warmup": True})))
+
+    with patch.object(JITFunction, "run", compile_only), patch.object(driver, "_active", nowhere):
+        yield made
+
+
+def compiled(capability: int, size: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    """The three kernels for heads of `size` columns, as Triton holds what it compiled."""
+    length, heads = 256, 4
+    joined = torch.zeros(length, 1, 3 * heads * size, dtype=dtype)
+    qkv = [part.unflatten(-1, (heads, size)).permute(1, 2, 0, 3) for part in joined.chunk(3, -1)]
+    reach = torch.zeros(1, length, dtype=torch.int32)
+    rows, place = torch.zeros(1, heads, length, dtype=torch.int64), torch.tensor(12345678901234567)
+    with compiling_for(capability) as made:
+        output, log_sum = torch.ops.pangu.attend(*qkv, reach, rows, place, 0.1, 0, 0)
+        torch.ops.pangu.attend_backward(output, *qkv, output, log_sum, reach, reach, rows, place, 0.1, 0, 0)
+    return made
+
+
+def needs(kernel: Any, capability: int) -> dict[str, int]:
+    """Registers of a thread, bytes that it stores and loads again for want of registers, shared memory."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        target = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
+        command = [get_ptxas(capability).path, "-v", target, str(source), "-o", str(source.with_suffix(".o"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert registers is not None, said
+    assert spilled is not None, said
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "shared_bytes": kernel.metadata.shared,
+    }
+
+
+def main() -> None:
+    """Compile every kernel for every head size and GPU, print the rows and write them."""
+    import triton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for capability in CAPABILITIES:
+        for size in HEAD_SIZES:
+            kernels = zip(KERNELS, compiled(capability, size), tiles_of(size), strict=True)
+            for name, kernel, tiles in kernels:
+                row = {"capability": capability, "head_size": size, "kernel": name, **tiles._asdict()}
+                rows.append(row | needs(kernel, capability))
+                print(json.dumps(rows[-1]))
+    if arguments.output is not None:
+        command = f"python -m benchmarks.attention_kernels --output {arguments.output}"
+        result = {"command": command, "triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+        arguments.output.write_text(f"{json.dumps(result, indent=1)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Flash attention (Dao 2023) that drops what `reference` drops, in one pass: `model.attention=triton`.
+
+No library's fused kernel takes a mask of dropout from outside or the keys of one, and FlexAttention changes scores
+before the softmax only, so that it has to attend twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pangu.config.errors import LocalError
+from pangu.layers.attention_blocks import Attended, Block, Drops, Gradients, Scores
+from pangu.layers.dropout import Dropout, DropoutKeys, Masks
+from pangu.layers.dropout_masks import bound_of, signed
+from pangu.layers.kernels import QKV, MaskAndBias
+
+_LIBRARY = torch.library.Library("pangu", "FRAGMENT")
+
+
+class Reach(NamedTuple):
+    """What a mask allows, where the keys that a query sees are neighbours: in a document and in a window."""
+
+    oldest: Tensor | None
+    """int32 [batch or 1, sequence], place of the first key that a query sees; the last one is its own. None: all have
+    the first of the sequence."""
+    newest: Tensor | None
+    """int32 [batch or 1, sequence], place of the last query that sees a key."""
+
+    @classmethod
+    def of(cls, terms: MaskAndBias) -> Reach:
+        """Made once for all layers. Neither falls from one token to the next, which the kernels count on."""
+        mask, length, device = terms.mask, terms.length, terms.device
+        assert mask.sparse is None
+        if mask.is_plain_causal:
+            return cls(None, None)
+        rows = 1 if mask.documents is None else mask.documents.shape[0]
+        places = torch.arange(rows * length, dtype=torch.int32, device=device).view(rows, length)
+        if mask.bounds is not None:
+            after, start = torch.searchsorted(mask.bounds, places, right=True), places[:, :1]
+            oldest, newest = mask.bounds[after - 1] - start, mask.bounds[after] - (start + 1)
+        else:
+            assert mask.documents is None
+            oldest, newest = torch.zeros_like(places), torch.full_like(places, length - 1)
+        if mask.window is not None:
+            places = places - places[:, :1]
+            oldest = torch.maximum(oldest, places - (mask.window - 1))
+            newest = torch.minimum(newest, places + (mask.window - 1))
+        return cls(oldest, newest)
+
+
+class Masked(NamedTuple):
+    """What is seen, and of that what is dropped."""
+
+    reach: Reach
+    masks: Masks | None
+    query_at: int = 0
+    """Place of the first query, and of the first key."""
+    key_at: int = 0
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, queries, head size], 0 for a query that sees nothing, and the logarithms of the sums of
+    exponentials, fp32 [batch, heads, queries], -inf for such a one."""
+    rows, place, probability = masked.masks or (None, None, 0.0)
+    oldest = masked.reach.oldest
+    return torch.ops.pangu.attend(query, key, value, oldest, rows, place, probability, masked.query_at, masked.key_at)
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, masked: Masked
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `output` and `log_sum`: of all keys that the queries see, of which `key`
+    may be some."""
+    rows, place, probability = masked.masks or (None, None, 0.0)
+    tensors = grad, query, key, value, output, log_sum, *masked.reach, rows, place
+    return torch.ops.pangu.attend_backward(*tensors, probability, masked.query_at, masked.key_at)
+
+
+class _Attention(Function):
+    """Saves what flash attention saves; keys and masks are shared by all layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        oldest: Tensor | None,
+        newest: Tensor | None,
+        rows: Tensor | None,
+        place: Tensor | None,
+        probability: float,
+    ) -> Tensor:
+        masks = None if rows is None or place is None else Masks(rows, place, probability)
+        ctx.masked = Masked(Reach(oldest, newest), masks)
+        output, log_sum = attend(query, key, value, ctx.masked)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum = ctx.saved_tensors
+        gradients = attend_backward(grads[0], query, key, value, output, log_sum, ctx.masked)
+        return (*gradients, None, None, None, None, None)
+
+
+class Triton:
+    """Our own kernels. A query sees neighbouring keys that end with its own: they know no block-sparse masks."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.reach = Reach.of(terms)
+
+    def __call__(
+        self, qkv: QKV, dropout: Dropout, keys: DropoutKeys | None, below: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, place, probability = dropout.masks(qkv.query, keys) or (None, None, 0.0)
+        return _Attention.apply(*qkv, *self.reach, rows, place, probability), None
+
+
+class TritonBlocks:
+    """The same between some queries and some keys."""
+
+    def __init__(self, terms: MaskAndBias) -> None:
+        self.reach = Reach.of(terms)
+
+    def forward(self, part: QKV, block: Block, drops: Drops, scores: Scores) -> Attended:
+        return Attended(*attend(*part, self._masked(part, block, drops)))
+
+    def backward(
+        self, grad: Tensor, part: QKV, block: Block, drops: Drops, scores: Scores, whole: Attended, into: Gradients
+    ) -> None:
+        gradients = attend_backward(grad, *part, whole.output, whole.log_sum, self._masked(part, block, drops))
+        for total, gradient in zip(into.of, gradients, strict=True):
+            total.add_(gradient)
+
+    def _masked(self, part: QKV, block: Block, drops: Drops) -> Masked:
+        return Masked(self.reach, drops.dropout.masks(part.query, drops.keys), block.query, block.key)
+
+
+def head_parts(size: int) -> tuple[int, int]:
+    """How the kernels take heads of `size` columns: in two powers of two of at least 16, the second may be 0."""
+    whole = max(16, 1 << (size - 1).bit_length())
+    first = whole // 2
+    rest = max(16, 1 << max(0, size - first - 1).bit_length())
+    return (whole, 0) if first < 16 or first + rest >= whole else (first, rest)
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_of(size: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Of forward, and of the gradients of queries and of keys, for heads of `size` columns: large tiles that fit into
+    the registers and the shared memory of GPUs of compute capability 8.0 and 9.0, as compiled for them
+    (`benchmarks/attention_kernels.py`)."""
+    if size <= 128:
+        return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2)
+    return (Tiles(64, 32, 8, 2),) * 3
+
+
+class _Given(NamedTuple):
+    """What all kernels take beside their tensors of columns and sums."""
+
+    query: Tensor
+    key: Tensor
+    rows: Tensor | None
+    place: Tensor | None
+    probability: float
+    query_at: int
+    key_at: int
+
+    def launch(
+        self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], reach: Tensor | None, tiles: Tiles, cut: str
+    ) -> None:
+        """`columns`: tensors with the columns of heads; `cut`: whether a program has a tile of `queries` or `keys`."""
+        from pangu.layers import triton_kernels
+
+        batch, heads, queries, size = self.query.shape
+        groups, keys = self.key.shape[1:3]
+        count = -(-queries // tiles.queries) * heads if cut == "queries" else -(-keys // tiles.keys) * groups
+        place = 0 if self.place is None else int(self.place)
+        kernel, options = getattr(triton_kernels, name), {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        arguments = (
+            *columns,
+            *sums,
+            self.query if reach is None else reach,  # not read
+            self.query if self.rows is None else self.rows,
+            *(stride for part in columns for stride in part.stride()[:3]),
+            heads,
+            heads // groups,
+            queries,
+            keys,
+            0 if reach is None or reach.shape[0] == 1 else reach.stride(0),
+            self.query_at,
+            self.key_at,
+            math.log2(math.e) / math.sqrt(size),
+            signed(place % 2**32, 32),
+            place >> 32,
+            bound_of(self.probability),
+            1.0 / (1.0 - self.probability),
+            reach is not None,
+            self.rows is not None,
+            size,
+            *head_parts(size),
+            tiles.queries,
+            tiles.keys,
+        )
+        try:
+            kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
+        except triton_kernels.OutOfResources as error:
+            works = "model.attention=flex works"
+            raise LocalError(f"model.attention = triton: this device is too small for it ({error}); {works}") from error
+
+
+def _lined_up(*parts: Tensor) -> list[Tensor]:
+    """With neighbouring columns."""
+    return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    oldest: Tensor | None,
+    rows: Tensor | None,
+    place: Tensor | None,
+    probability: float,
+    query_at: int,
+    key_at: int,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = _lined_up(query, key, value)
+    output, log_sum = _like_attend(query)
+    rows = None if rows is None else rows.contiguous()
+    given = _Given(query, key, rows, place, probability, query_at, key_at)
+    tiles, _, _ = tiles_of(query.shape[-1])
+    given.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
+    return output, log_sum
+
+
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    oldest: Tensor | None,
+    newest: Tensor | None,
+    rows: Tensor | None,
+    place: Tensor | None,
+    probability: float,
+    query_at: int,
+    key_at: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value, output = _lined_up(grad, query, key, value, output)
+    of_query, of_key, of_value = _like_attend_backward(grad, query, key, value)
+    log_sum, rows = log_sum.contiguous(), None if rows is None else rows.contiguous()
+    sums = log_sum, torch.empty_like(log_sum)
+    given = _Given(query, key, rows, place, probability, query_at, key_at)
+    _, of_queries, of_keys = tiles_of(query.shape[-1])
+    given.launch("query_gradients", (query, key, value, grad, output, of_query), sums, oldest, of_queries, "queries")
+    given.launch("key_gradients", (query, key, value, grad, of_key, of_value), sums, newest, of_keys, "keys")
+    return of_query, of_key, of_value
+
+
+def _like_heads(part: Tensor) -> Tensor:
+    """Memory in which the heads of a token are neighbours, as projections want them."""
+    batch, heads, length, size = part.shape
+    return part.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
+
+
+def _like_attend(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _like_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _like_attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_heads(query), _like_heads(key), _like_heads(value)
+
+
+_OF_MASK = "Tensor? rows, Tensor? place, float probability, int query_at, int key_at"
+_LIBRARY.define(f"attend(Tensor query, Tensor key, Tensor value, Tensor? oldest, {_OF_MASK}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor log_sum, "
+    f"Tensor? oldest, Tensor? newest, {_OF_MASK}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+_LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("pangu::attend", _like_attend, lib=_LIBRARY)
+torch.library.register_fake("pangu::attend_backward", _like_attend_backward, lib=_LIBRARY)

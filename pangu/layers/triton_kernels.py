@@ -1,0 +1,357 @@
+"""The Triton kernels of `pangu.layers.dropping_attention`: flash attention (Dao 2023, algorithms 1 and 2) whose masks
+of dropout are the hash of `pangu.layers.dropout_masks`, made where a probability is and never stored.
+
+A program has a tile of queries and goes through the keys that they see, or a tile of keys and goes through the queries
+that see them: nothing is added atomically, so results are the same bits every time. A head of `SIZE` columns is taken
+in two parts, the largest power of two and a smaller one of at least 16: of 80 columns 64 and 16, not 128.
+
+Names of sizes: `M` queries and `N` keys in a tile, `D` and `E` columns in the parts of a head; `E` is 0 where there is
+one. Places are those in the sequence, numbers those in the tensors, which may hold a part of it. Scores are in powers
+of two: `scale` holds log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources as OutOfResources
+
+GOLDEN = tl.constexpr(0x9E3779B1 - 2**32)
+FACTOR = tl.constexpr(0x2C1B3C6D)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """[numbers, WIDTH]: rows, 0 from number `stop` on, and `WIDTH` columns from `FIRST` on, 0 from `SIZE` on."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    there = numbers[:, None] < stop
+    if FIRST + WIDTH > SIZE:
+        there = there & (columns[None, :] < SIZE)
+    return tl.load(at + numbers[:, None].to(tl.int64) * stride + columns[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _store(at, numbers, stride, stop, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    columns = FIRST + tl.arange(0, WIDTH)
+    there = numbers[:, None] < stop
+    if FIRST + WIDTH > SIZE:
+        there = there & (columns[None, :] < SIZE)
+    target = at + numbers[:, None].to(tl.int64) * stride + columns[None, :]
+    tl.store(target, values.to(at.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _keys(rows, numbers, stop, place_low, place_high):
+    """The halves of the keys of rows of a mask, int32 [numbers]; see `pangu.layers.dropout_masks`."""
+    keys = tl.load(rows + numbers, mask=numbers < stop, other=0)
+    return keys.to(tl.int32) ^ place_low, ((keys >> 32).to(tl.int32) ^ place_high) | 1
+
+
+@triton.jit
+def _is_kept(low, high, keys, bound):
+    """Of halves and numbers of keys that broadcast."""
+    mixed = (low ^ (keys * GOLDEN)) * high
+    return ((mixed ^ (mixed >> 16)) * FACTOR) >= bound
+
+
+@triton.jit
+def _edges(begin, end, whole_begin, whole_end, STEP: tl.constexpr):
+    """Where the three parts of a loop from `begin` to `end` begin and end; the one in the middle needs no mask, being
+    between `whole_begin` and `whole_end`. All but the end are multiples of `STEP` from `begin` on."""
+    first = tl.minimum(begin + (tl.maximum(whole_begin - begin, 0) + STEP - 1) // STEP * STEP, end)
+    last = first + tl.maximum(tl.minimum(whole_end, end) - first, 0) // STEP * STEP
+    return begin, first, last, end
+
+
+@triton.jit
+def _attend_some(
+    sums, sums_e, total, top, query, query_e, key, value, key_stride, value_stride, begin, end, keys,
+    places, oldest, key_at, scale, low, high, bound,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Go on with the output and the sums of a tile of queries over keys from `begin` to `end`."""
+    for start in range(begin, end, N):
+        numbers = start + tl.arange(0, N)
+        scores = tl.dot(query, tl.trans(_load(key, numbers, key_stride, keys, 0, D, SIZE)))
+        if E > 0:
+            part = _load(key, numbers, key_stride, keys, D, E, SIZE)
+            scores = tl.dot(query_e, tl.trans(part), scores)
+        scores = scores * scale
+        if MASKED:
+            seen = (key_at + numbers)[None, :] <= places[:, None]
+            seen = seen & (numbers < keys)[None, :]
+            if BOUNDED:
+                seen = seen & ((key_at + numbers)[None, :] >= oldest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # of a query that has seen nothing yet both are -inf, and their difference is no number
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shares, shrink = tl.exp2(scores - finite[:, None]), tl.exp2(top - finite)
+        total = total * shrink + tl.sum(shares, 1)
+        top = higher
+        if DROPS:
+            shares = tl.where(_is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound), shares, 0.0)
+        part = _load(value, numbers, value_stride, keys, 0, D, SIZE)
+        shares = shares.to(part.dtype)
+        sums = tl.dot(shares, part, sums * shrink[:, None])
+        if E > 0:
+            part = _load(value, numbers, value_stride, keys, D, E, SIZE)
+            sums_e = tl.dot(shares, part, sums_e * shrink[:, None])
+    return sums, sums_e, total, top
+
+
+@triton.jit
+def _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED: tl.constexpr, N: tl.constexpr):
+    """Edges of the numbers of the keys that queries number `first` to `last` see."""
+    begin = tl.full([], 0, tl.int32)
+    whole = begin
+    if BOUNDED:
+        places = oldest + batch * reach_batch + query_at
+        begin = tl.maximum(tl.load(places + first) - key_at, 0) // N * N
+        whole = tl.load(places + last) - key_at
+    end = tl.minimum(query_at + last + 1 - key_at, keys)
+    return _edges(begin, end, whole, query_at + first + 1 - key_at, N)
+
+
+@triton.jit(do_not_specialize=["place_low", "place_high", "bound", "query_at", "key_at"])
+def attend(
+    query, key, value, output, log_sum, oldest, rows,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    output_batch, output_head, output_row,
+    heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Output, and natural logarithms of the sums of exponentials, -inf of a query that sees nothing."""
+    # neighbouring programs read the same keys; of those the ones that see the most begin first
+    tiles = tl.cdiv(queries, M)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * M
+    last = tl.minimum(first + M, queries) - 1
+    pair = tl.program_id(0) // tiles
+    batch, head = (pair // heads).to(tl.int64), pair % heads
+    numbers = first + tl.arange(0, M)
+    query += batch * query_batch + head.to(tl.int64) * query_head
+    key += batch * key_batch + (head // group).to(tl.int64) * key_head
+    value += batch * value_batch + (head // group).to(tl.int64) * value_head
+    own = _load(query, numbers, query_row, queries, 0, D, SIZE)
+    own_e = own
+    sums = tl.zeros([M, D], dtype=tl.float32)
+    sums_e = sums
+    if E > 0:
+        own_e = _load(query, numbers, query_row, queries, D, E, SIZE)
+        sums_e = tl.zeros([M, E], dtype=tl.float32)
+    total, top = tl.zeros([M], dtype=tl.float32), tl.full([M], float("-inf"), dtype=tl.float32)
+    places, begins, low, high = query_at + numbers, numbers, numbers, numbers
+    if BOUNDED:
+        begins = tl.load(oldest + batch * reach_batch + places, mask=numbers < queries, other=0)
+    if DROPS:
+        low, high = _keys(rows + pair.to(tl.int64) * queries, numbers, queries, place_low, place_high)
+    edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
+    for part in tl.static_range(3):
+        sums, sums_e, total, top = _attend_some(
+            sums, sums_e, total, top, own, own_e, key, value, key_row, value_row, edges[part], edges[part + 1], keys,
+            places, begins, key_at, scale, low, high, bound, part != 1, BOUNDED, DROPS, SIZE, D, E, N,
+        )  # fmt: skip
+    share = tl.where(total > 0, rescale / total, 0.0)[:, None]
+    output += batch * output_batch + head.to(tl.int64) * output_head
+    _store(output, numbers, output_row, queries, sums * share, 0, D, SIZE)
+    if E > 0:
+        _store(output, numbers, output_row, queries, sums_e * share, D, E, SIZE)
+    tl.store(log_sum + pair.to(tl.int64) * queries + numbers, (top + tl.log2(total)) * LOG_2, mask=numbers < queries)
+
+
+@triton.jit
+def _gradients_of_queries(
+    sums, sums_e, query, query_e, grad, grad_e, key, value, key_stride, value_stride, begin, end, keys,
+    places, oldest, key_at, scale, low, high, bound, rescale, log_sums, means,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Go on with the gradient of a tile of queries over keys from `begin` to `end`."""
+    for start in range(begin, end, N):
+        numbers = start + tl.arange(0, N)
+        part = _load(key, numbers, key_stride, keys, 0, D, SIZE)
+        part_e = part
+        scores = tl.dot(query, tl.trans(part))
+        of_value = _load(value, numbers, value_stride, keys, 0, D, SIZE)
+        of_shares = tl.dot(grad, tl.trans(of_value))
+        if E > 0:
+            part_e = _load(key, numbers, key_stride, keys, D, E, SIZE)
+            scores = tl.dot(query_e, tl.trans(part_e), scores)
+            of_value = _load(value, numbers, value_stride, keys, D, E, SIZE)
+            of_shares = tl.dot(grad_e, tl.trans(of_value), of_shares)
+        shares = tl.exp2(scores * scale - log_sums[:, None])
+        if MASKED:
+            seen = (key_at + numbers)[None, :] <= places[:, None]
+            seen = seen & (numbers < keys)[None, :]
+            if BOUNDED:
+                seen = seen & ((key_at + numbers)[None, :] >= oldest[:, None])
+            shares = tl.where(seen, shares, 0.0)
+        if DROPS:
+            kept = _is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound)
+            of_shares = tl.where(kept, of_shares * rescale, 0.0)
+        of_scores = (shares * (of_shares - means[:, None])).to(part.dtype)
+        sums = tl.dot(of_scores, part, sums)
+        if E > 0:
+            sums_e = tl.dot(of_scores, part_e, sums_e)
+    return sums, sums_e
+
+
+@triton.jit(do_not_specialize=["place_low", "place_high", "bound", "query_at", "key_at"])
+def query_gradients(
+    query, key, value, grad, output, of_query, log_sum, mean, oldest, rows,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    grad_batch, grad_head, grad_row, output_batch, output_head, output_row, of_batch, of_head, of_row,
+    heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries; and the mean of the gradients of each query's probabilities, which `key_gradients`
+    reads."""
+    tiles = tl.cdiv(queries, M)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * M
+    last = tl.minimum(first + M, queries) - 1
+    pair = tl.program_id(0) // tiles
+    batch, head = (pair // heads).to(tl.int64), pair % heads
+    numbers = first + tl.arange(0, M)
+    query += batch * query_batch + head.to(tl.int64) * query_head
+    key += batch * key_batch + (head // group).to(tl.int64) * key_head
+    value += batch * value_batch + (head // group).to(tl.int64) * value_head
+    output += batch * output_batch + head.to(tl.int64) * output_head
+    grad += batch * grad_batch + head.to(tl.int64) * grad_head
+    own = _load(query, numbers, query_row, queries, 0, D, SIZE)
+    of_output = _load(grad, numbers, grad_row, queries, 0, D, SIZE)
+    means = tl.sum(of_output.to(tl.float32) * _load(output, numbers, output_row, queries, 0, D, SIZE), 1)
+    own_e, of_output_e = own, of_output
+    sums = tl.zeros([M, D], dtype=tl.float32)
+    sums_e = sums
+    if E > 0:
+        own_e = _load(query, numbers, query_row, queries, D, E, SIZE)
+        of_output_e = _load(grad, numbers, grad_row, queries, D, E, SIZE)
+        means += tl.sum(of_output_e.to(tl.float32) * _load(output, numbers, output_row, queries, D, E, SIZE), 1)
+        sums_e = tl.zeros([M, E], dtype=tl.float32)
+    of_pair = pair.to(tl.int64) * queries + numbers
+    tl.store(mean + of_pair, means, mask=numbers < queries)
+    log_sums = tl.load(log_sum + of_pair, mask=numbers < queries, other=0.0) / LOG_2
+    places, begins, low, high = query_at + numbers, numbers, numbers, numbers
+    if BOUNDED:
+        begins = tl.load(oldest + batch * reach_batch + places, mask=numbers < queries, other=0)
+    if DROPS:
+        low, high = _keys(rows + pair.to(tl.int64) * queries, numbers, queries, place_low, place_high)
+    edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
+    for part in tl.static_range(3):
+        sums, sums_e = _gradients_of_queries(
+            sums, sums_e, own, own_e, of_output, of_output_e, key, value, key_row, value_row, edges[part],
+            edges[part + 1], keys, places, begins, key_at, scale, low, high, bound, rescale, log_sums, means,
+            part != 1, BOUNDED, DROPS, SIZE, D, E, N,
+        )  # fmt: skip
+    of_query += batch * of_batch + head.to(tl.int64) * of_head
+    _store(of_query, numbers, of_row, queries, sums * (scale * LOG_2), 0, D, SIZE)
+    if E > 0:
+        _store(of_query, numbers, of_row, queries, sums_e * (scale * LOG_2), D, E, SIZE)
+
+
+@triton.jit
+def _gradients_of_keys(
+    of_key, of_key_e, of_value, of_value_e, key, key_e, value, value_e, query, grad, query_stride, grad_stride,
+    begin, end, queries, places, newest, query_at, scale, rows, place_low, place_high, bound, rescale, log_sum, mean,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Go on with the gradients of a tile of keys and values over queries from `begin` to `end`. Scores are
+    transposed."""
+    for start in range(begin, end, M):
+        numbers = start + tl.arange(0, M)
+        part = _load(query, numbers, query_stride, queries, 0, D, SIZE)
+        of_output = _load(grad, numbers, grad_stride, queries, 0, D, SIZE)
+        part_e, of_output_e = part, of_output
+        scores = tl.dot(key, tl.trans(part))
+        of_shares = tl.dot(value, tl.trans(of_output))
+        if E > 0:
+            part_e = _load(query, numbers, query_stride, queries, D, E, SIZE)
+            of_output_e = _load(grad, numbers, grad_stride, queries, D, E, SIZE)
+            scores = tl.dot(key_e, tl.trans(part_e), scores)
+            of_shares = tl.dot(value_e, tl.trans(of_output_e), of_shares)
+        log_sums = tl.load(log_sum + numbers, mask=numbers < queries, other=0.0) / LOG_2
+        means = tl.load(mean + numbers, mask=numbers < queries, other=0.0)
+        shares = tl.exp2(scores * scale - log_sums[None, :])
+        if MASKED:
+            seen = places[:, None] <= (query_at + numbers)[None, :]
+            seen = seen & (numbers < queries)[None, :]
+            if BOUNDED:
+                seen = seen & ((query_at + numbers)[None, :] <= newest[:, None])
+            shares = tl.where(seen, shares, 0.0)
+        left = shares
+        if DROPS:
+            low, high = _keys(rows, numbers, queries, place_low, place_high)
+            kept = _is_kept(low[None, :], high[None, :], places[:, None], bound)
+            left = tl.where(kept, shares, 0.0)
+            of_shares = tl.where(kept, of_shares * rescale, 0.0)
+        left = left.to(part.dtype)
+        of_scores = (shares * (of_shares - means[None, :])).to(part.dtype)
+        of_value = tl.dot(left, of_output, of_value)
+        of_key = tl.dot(of_scores, part, of_key)
+        if E > 0:
+            of_value_e = tl.dot(left, of_output_e, of_value_e)
+            of_key_e = tl.dot(of_scores, part_e, of_key_e)
+    return of_key, of_key_e, of_value, of_value_e
+
+
+@triton.jit(do_not_specialize=["place_low", "place_high", "bound", "query_at", "key_at"])
+def key_gradients(
+    query, key, value, grad, of_key, of_value, log_sum, mean, newest, rows,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    grad_batch, grad_head, grad_row, of_key_batch, of_key_head, of_key_row,
+    of_value_batch, of_value_head, of_value_row,
+    heads, group, queries, keys, reach_batch, query_at, key_at, scale, place_low, place_high, bound, rescale,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of keys and values, from all query heads of their group."""
+    tiles = tl.cdiv(keys, N)
+    first = tl.program_id(0) % tiles * N
+    last = tl.minimum(first + N, keys) - 1
+    pair = tl.program_id(0) // tiles
+    groups = heads // group
+    batch, of_group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
+    numbers = first + tl.arange(0, N)
+    key += batch * key_batch + of_group * key_head
+    value += batch * value_batch + of_group * value_head
+    own = _load(key, numbers, key_row, keys, 0, D, SIZE)
+    own_value = _load(value, numbers, value_row, keys, 0, D, SIZE)
+    own_e, own_value_e = own, own_value
+    of_own, of_own_value = tl.zeros([N, D], dtype=tl.float32), tl.zeros([N, D], dtype=tl.float32)
+    of_own_e, of_own_value_e = of_own, of_own_value
+    if E > 0:
+        own_e = _load(key, numbers, key_row, keys, D, E, SIZE)
+        own_value_e = _load(value, numbers, value_row, keys, D, E, SIZE)
+        of_own_e, of_own_value_e = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
+    places, ends = key_at + numbers, numbers
+    begin = tl.maximum(key_at + first - query_at, 0) // M * M
+    end, whole_end = queries, queries
+    if BOUNDED:
+        of_places = newest + batch * reach_batch + key_at
+        ends = tl.load(of_places + numbers, mask=numbers < keys, other=0)
+        end = tl.minimum(tl.load(of_places + last) + 1 - query_at, queries)
+        whole_end = tl.load(of_places + first) + 1 - query_at
+    edges = _edges(begin, end, key_at + first + N - 1 - query_at, whole_end, M)
+    for head in range(of_group * group, (of_group + 1) * group):
+        of_query = query + batch * query_batch + head * query_head
+        of_grad = grad + batch * grad_batch + head * grad_head
+        of_head = (batch * heads + head) * queries
+        for part in tl.static_range(3):
+            of_own, of_own_e, of_own_value, of_own_value_e = _gradients_of_keys(
+                of_own, of_own_e, of_own_value, of_own_value_e, own, own_e, own_value, own_value_e,
+                of_query, of_grad, query_row, grad_row, edges[part], edges[part + 1], queries, places, ends, query_at,
+                scale, rows + of_head, place_low, place_high, bound, rescale, log_sum + of_head, mean + of_head,
+                part != 1, BOUNDED, DROPS, SIZE, D, E, M,
+            )  # fmt: skip
+    of_key += batch * of_key_batch + of_group * of_key_head
+    of_value += batch * of_value_batch + of_group * of_value_head
+    _store(of_key, numbers, of_key_row, keys, of_own * (scale * LOG_2), 0, D, SIZE)
+    _store(of_value, numbers, of_value_row, keys, of_own_value * rescale, 0, D, SIZE)
+    if E > 0:
+        _store(of_key, numbers, of_key_row, keys, of_own_e * (scale * LOG_2), D, E, SIZE)
+        _store(of_value, numbers, of_value_row, keys, of_own_value_e * rescale, D, E, SIZE)
