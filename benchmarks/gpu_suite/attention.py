@@ -50,14 +50,22 @@ class Case:
     def flops(self) -> float:
         """Of forward and backward over what the mask leaves: a recompute in backward counts, as in papers of flash
         attention (Dao 2023, section 4.1)."""
-        length = self.sequence // (DOCUMENTS if self.documents else 1)
-        return 3.5 * 4 * self.rows * self.heads * self.sequence * length * self.size / 2
+        return 3.5 * 4 * self.rows * self.heads * self.sequence * self.longest * self.size / 2
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a document."""
+        return self.sequence // (DOCUMENTS if self.documents else 1)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """Of documents, as `AttentionMask` has them."""
+        return torch.arange(0, self.rows * self.sequence + 1, self.longest, device=device, dtype=torch.int32)
 
     def mask(self, device: torch.device) -> AttentionMask:
         if not self.documents:
             return AttentionMask()
         places = torch.arange(self.sequence, device=device) * DOCUMENTS // self.sequence
-        return AttentionMask(places.expand(self.rows, -1).contiguous())
+        return AttentionMask(places.expand(self.rows, -1).contiguous(), None, self.bounds(device))
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,8 +97,7 @@ def variable(case: Case, device: torch.device) -> Attention:
     """torch's attention over sequences of different lengths, as many as there are documents."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = case.sequence // (DOCUMENTS if case.documents else 1)
-    bounds = torch.arange(0, case.rows * case.sequence + 1, longest, device=device, dtype=torch.int32)
+    longest, bounds = case.longest, case.bounds(device)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -118,7 +125,7 @@ def trials(
         f"torch {name}": partial(torchs, backend) for name, backend in BACKENDS.items()
     }
     if case.dropout > 0:
-        makers |= {f"trainer's {kernel}": partial(by_hash, kernel) for kernel in ("flex", "reference")}
+        makers |= {f"trainer's {kernel}": partial(by_hash, kernel) for kernel in ("triton", "flex", "reference")}
     else:
         makers |= {"varlen": variable, **({} if own else {"flex, compiled": flex})}
     for name, make in makers.items():

@@ -104,7 +104,8 @@ def _let_torch_find_it() -> None:
     import torch.cuda
     import torch.utils._triton
 
-    torch.utils._triton.has_triton = lambda: False  # where it is installed, it would look for the driver
+    # where Triton is installed, it would look for the driver
+    torch.utils._triton.has_triton = lambda: False  # type: ignore[assignment]
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1

@@ -25,10 +25,10 @@ def attention_kernels(
     model: ModelConfig, precision: str, device: torch.device, documents: bool = False, context: str | None = None
 ) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
-    They give the same result to rounding: with dropout, they are those whose masks no layout changes. `documents`:
-    tokens attend within theirs. `context`: how ranks that share sequences attend (`context_kind`); where they do it in
-    blocks, only the preferred kernel. Raises UserError if the requested kernel cannot train this model on this
-    device."""
+    They give the same result to rounding: with dropout, they are those whose masks no layout changes, or if an
+    accelerator has no fused one of these, the preferred one. `documents`: tokens attend within theirs. `context`: how
+    ranks that share sequences attend (`context_kind`); where they do it in blocks, only the preferred kernel. Raises
+    UserError if the requested kernel cannot train this model on this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
@@ -45,9 +45,12 @@ def attention_kernels(
         masked = documents or model.window is not None or model.sparse is not None
         biased, drops = model.positions in ("alibi", "relative"), model.attention_dropout > 0
         order = candidates(device, masked or biased or drops or context in ("gather", "ring"))
-    if model.attention_dropout > 0:
-        order = [kernel for kernel in order if ABILITIES[kernel].hashed]
     kernels = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
+    if model.attention_dropout > 0:
+        hashed = [kernel for kernel in kernels if ABILITIES[kernel].hashed]
+        # an accelerator without a fused one, as Ascend's, would have to keep all scores
+        keeps = device.type != "cpu" and all(ABILITIES[kernel].scores for kernel in hashed)
+        kernels = kernels[:1] if keeps else hashed
     if context in (None, "ulysses"):
         return kernels
     in_window = context == "ring" and model.window is not None
@@ -125,7 +128,9 @@ def attention_trial(
 
         sparse = BlockPattern.of(shape.sparse, length, device)
     core = AttentionCore(Builder(PlacementTable()), shape.dropout)
-    keys = DropoutKeys(0, 0, tuple(range(shape.rows))).on(torch.zeros(shape.rows, length, device=device))
+    keys = None
+    if shape.dropout > 0:
+        keys = DropoutKeys(0, 0, tuple(range(shape.rows))).on(torch.zeros(shape.rows, length, device=device))
     mask = AttentionMask(documents, shape.window, bounds, sparse)
     compute = kernel_named(kernel)(MaskAndBias(mask, bias, length, dtype, device))
 

@@ -1,5 +1,5 @@
-"""What torch's flash attention drops over documents, for which the operator has no CPU kernel, and its compiled
-FlexAttention; what kernels are chosen by."""
+"""What torch's flash attention drops over documents, for which the operator has no CPU kernel; its compiled
+FlexAttention; our own Triton kernels; what kernels are chosen by."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def test_what_is_dropped_over_documents() -> None:
     assert kept[whole > 1e-3].float().mean() == pytest.approx(0.7, abs=0.03)
 
 
-def flex_and_reference(length: int, groups: int, kind: str, dtype: torch.dtype, values: Tensor) -> list[list[Tensor]]:
-    """Output and gradients of the two, in a micro-batch of 2 rows; of the second of two steps."""
+def flex_and_reference(
+    length: int, groups: int, kind: str, dtype: torch.dtype, values: Tensor, name: str = "flex"
+) -> list[list[Tensor]]:
+    """Output and gradients of the two, in a micro-batch of 2 rows; of the second of two steps. `name`: the first's."""
     device, heads, size = choose_device("auto", Launch()), 4, 64
     documents = None
     if kind == "documents":
@@ -65,9 +67,9 @@ def flex_and_reference(length: int, groups: int, kind: str, dtype: torch.dtype, 
     parts = [torch.randn(2, n, length, size, device=device).to(dtype) for n in (heads, groups)]
     given = QKV(*(part.requires_grad_() for part in (*parts, values.to(device, dtype))))
     found = []
-    for name in ("flex", "reference"):
+    for each in (name, "reference"):
         core = AttentionCore(Builder(PlacementTable()), 0.3)
-        kernel = kernel_named(name)(MaskAndBias(AttentionMask(documents), bias, length, dtype, device))
+        kernel = kernel_named(each)(MaskAndBias(AttentionMask(documents), bias, length, dtype, device))
         for step in (1, 2):
             output, _ = core(given, kernel, DropoutKeys(1, step, (3, 4)).on(torch.zeros(2, length, device=device)))
         inputs = [*given, *([] if bias is None else [bias.by_distance])]
@@ -97,6 +99,56 @@ def test_flex_drops_the_same_elements_in_bf16() -> None:
     any here."""
     values = torch.eye(128).expand(2, 4, -1, -1).clone()
     mine, theirs = flex_and_reference(128, 4, "plain", torch.bfloat16, values)
+    assert torch.equal(mine[0] == 0, theirs[0] == 0)
+    torch.testing.assert_close(mine[0], theirs[0], atol=0.01, rtol=0.02)
+
+
+def of_triton(case: tuple[int, int, int, str], name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of a kernel in bf16, or in `dtype` of numbers rounded to bf16."""
+    length, groups, size, kind = case
+    device, heads = choose_device("auto", Launch()), 4
+    source = torch.Generator(device).manual_seed(1)
+    widths = [n * size for n in (heads, groups, groups)]
+    joined = torch.randn(length, 2, sum(widths), device=device, generator=source).bfloat16().to(dtype).requires_grad_()
+    given = QKV(*(part.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for part in joined.split(widths, -1)))
+    mask = AttentionMask(None, 100 if kind == "window" else None)
+    if kind == "documents":
+        documents = (torch.arange(length, device=device) >= 70).long().expand(2, -1).contiguous()
+        bounds = torch.tensor([0, 70, length, length + 70, 2 * length], dtype=torch.int32, device=device)
+        mask = AttentionMask(documents, None, bounds)
+    core = AttentionCore(Builder(PlacementTable()), 0.3)
+    kernel = kernel_named(name)(MaskAndBias(mask, None, length, dtype, device))
+    output, _ = core(given, kernel, DropoutKeys(1, 2, (3, 4)).on(torch.zeros(2, length, device=device)))
+    weight = torch.randn(output.shape, device=device, generator=source).bfloat16().to(dtype)
+    return [output.detach(), *torch.autograd.grad(output, joined, weight)]
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize(
+    "case",
+    [
+        (64, 4, 64, "plain"),
+        (300, 4, 80, "documents"),
+        (512, 2, 128, "window"),
+        (513, 1, 256, "plain"),
+        (200, 4, 8, "plain"),
+    ],
+    ids=str,
+)
+def test_triton_is_as_near_to_fp32_as_the_reference(case: tuple[int, int, int, str]) -> None:
+    """In bf16, with the same elements dropped; not further than twice as far; the same bits again."""
+    exact = of_triton(case, "reference", torch.float32)
+    mine, again, theirs = (of_triton(case, name, torch.bfloat16) for name in ("triton", "triton", "reference"))
+    assert all(map(torch.equal, mine, again))
+    for one, other, true in zip(mine, theirs, exact, strict=True):
+        assert float((one.float() - true).norm()) <= 2 * float((other.float() - true).norm())
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+def test_triton_drops_the_same_elements() -> None:
+    """One-hot values read the probabilities that were left."""
+    values = torch.eye(64).expand(2, 4, -1, -1).clone()
+    mine, theirs = flex_and_reference(64, 4, "plain", torch.bfloat16, values, "triton")
     assert torch.equal(mine[0] == 0, theirs[0] == 0)
     torch.testing.assert_close(mine[0], theirs[0], atol=0.01, rtol=0.02)
 

@@ -45,7 +45,7 @@ def run_of(changes: dict[str, Any], steps: int = 4) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("kernel", ["reference", "sdpa", "flash", "cudnn", "flex"])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa", "flash", "cudnn", "flex", "triton"])
 @pytest.mark.parametrize("more", [{}, DROPOUT, DOCUMENTS], ids=["plain", "dropout", "documents"])
 def test_losses_are_those_of_layers_that_are_not_compiled(kernel: str, recompute: str, more: dict[str, Any]) -> None:
     """Masks included, those that a kernel draws too. 0.05 after 4 updates in bf16: fused kernels round less."""

@@ -373,6 +373,7 @@ def test_where_probabilities_are_dropped_no_layout_changes_which(monkeypatch: py
     assert attention_kernels(drops, "fp32", CUDA) == ["flex", "reference"]
     assert attention_kernels(replace(drops, positions="alibi"), "bf16", CUDA) == ["flex", "reference"]
     assert attention_kernels(replace(drops, sparse=PATTERNS[0]), "bf16", CUDA) == ["flex", "reference"]
+    assert attention_kernels(drops, "bf16", torch.device("mps")) == ["sdpa"]  # reference would keep all scores
     for name in ("flex", "flash"):
         assert attention_kernels(replace(drops, attention=name), "bf16", CUDA, documents=True) == [name]
 
