@@ -87,7 +87,8 @@ class Dropout:
         heads = self.region.rank * x.shape[1], x.shape[1]
         if heads not in keys.of_heads:
             # -1 is no sample
-            keys.of_heads[heads] = keys.rows.t()[:, None] ^ row_keys(x.detach()[:1, :, 0, 0], -1, heads[0])
+            of_heads = keys.rows.t()[:, None] ^ row_keys(x.detach()[:1, :, 0, 0], -1, heads[0])
+            keys.of_heads[heads] = of_heads.contiguous()  # once, where every layer's kernel would do it
         return keys.of_heads[heads]
 
     def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:

@@ -241,7 +241,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     query, key, value = _lined_up(query, key, value)
     output, log_sum = _like_attend(query)
-    rows = None if rows is None else rows.contiguous()
+    assert rows is None or rows.is_contiguous()
     given = _Given(query, key, rows, place, probability, query_at, key_at)
     tiles, _, _ = tiles_of(query.shape[-1])
     given.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
@@ -265,7 +265,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, output = _lined_up(grad, query, key, value, output)
     of_query, of_key, of_value = _like_attend_backward(grad, query, key, value)
-    log_sum, rows = log_sum.contiguous(), None if rows is None else rows.contiguous()
+    log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
     given = _Given(query, key, rows, place, probability, query_at, key_at)
     _, of_queries, of_keys = tiles_of(query.shape[-1])

@@ -139,7 +139,7 @@ class TensorKeys(DropoutKeys):
         """What all layers share in a micro-batch; `num_heads`: those of all ranks."""
         assert keys.rows is not None
         like = keys.rows[:1, :1].expand(1, num_heads // region.size)
-        heads = keys.rows.t()[:, None] ^ row_keys(like, -1, region.rank * like.shape[1])
+        heads = (keys.rows.t()[:, None] ^ row_keys(like, -1, region.rank * like.shape[1])).contiguous()
         rows = keys.rows.chunk(region.size)[region.rank] if region.slices_sequence else keys.rows
         return cls(keys.seed, keys.step, keys.samples, rows, heads)
 
