@@ -99,6 +99,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its kernels attend once more than flash attention's: each makes the scores and the gradients of probabilities."""
     causal, lengths = masked.key_at + key.shape[2] > masked.query_at, (query.shape[2], key.shape[2])
+    attend(query, key, value, masked)
     state = query.new_empty(2, dtype=torch.int64)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, query, key, value, output, log_sum, state[0], state[0], *lengths, 0.0, causal, state, state

@@ -93,7 +93,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
     index = read_index(checkpoint)
     trained = trained_model(checkpoint, index)
     tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
-    # probabilities that are dropped leave no choice
+    # what is fast where probabilities are dropped says nothing of evaluation, which drops none
     kernel = None if trained.model.attention_dropout else (index.get("choices") or {}).get("attention")
     return _Source(
         trained.model,

@@ -7,6 +7,7 @@ before the softmax only, so that it has to attend twice.
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ class Reach(NamedTuple):
         """Made once for all layers. Neither falls from one token to the next, which the kernels count on."""
         mask, length, device = terms.mask, terms.length, terms.device
         assert mask.sparse is None
+        assert (mask.documents is None) == (mask.bounds is None)
         if mask.is_plain_causal:
             return cls(None, None)
         rows = 1 if mask.documents is None else mask.documents.shape[0]
@@ -45,7 +47,6 @@ class Reach(NamedTuple):
             after, start = torch.searchsorted(mask.bounds, places, right=True), places[:, :1]
             oldest, newest = mask.bounds[after - 1] - start, mask.bounds[after] - (start + 1)
         else:
-            assert mask.documents is None
             oldest, newest = torch.zeros_like(places), torch.full_like(places, length - 1)
         if mask.window is not None:
             places = places - places[:, :1]
@@ -144,11 +145,12 @@ class TritonBlocks:
 
 
 def head_parts(size: int) -> tuple[int, int]:
-    """How the kernels take heads of `size` columns: in two powers of two of at least 16, the second may be 0."""
+    """How the kernels take heads of `size` columns: in two powers of two of at least 16, the second may be 0. Beyond
+    128 columns two parts do not fit into a GPU's registers."""
     whole = max(16, 1 << (size - 1).bit_length())
     first = whole // 2
     rest = max(16, 1 << max(0, size - first - 1).bit_length())
-    return (whole, 0) if first < 16 or first + rest >= whole else (first, rest)
+    return (whole, 0) if not 16 <= first <= 64 or first + rest >= whole else (first, rest)
 
 
 class Tiles(NamedTuple):
@@ -218,9 +220,10 @@ class _Given(NamedTuple):
         )
         try:
             kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
-        except triton_kernels.OutOfResources as error:
-            works = "model.attention=flex works"
-            raise LocalError(f"model.attention = triton: this device is too small for it ({error}); {works}") from error
+        except (triton_kernels.TritonError, subprocess.SubprocessError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            works = "model.attention=reference works"
+            raise LocalError(f"model.attention = triton cannot run on this device ({reason}); {works}") from error
 
 
 def _lined_up(*parts: Tensor) -> list[Tensor]:

@@ -181,9 +181,10 @@ GPU_KERNELS: dict[str, type[Kernel]] = {
 BUILT_IN: dict[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.is_flash_attention_available,
     "cudnn": torch.backends.cudnn.is_available,
+    "flex": has_triton,
     "triton": has_triton,
 }
-"""Kernels that come with a torch that was built with them -> whether it was."""
+"""Kernels that come with a torch that has what they need -> whether it does."""
 
 
 def can_run(kernel: str, device: torch.device) -> bool:

@@ -22,13 +22,19 @@ from pangu.topology.placement import PlacementTable
 
 
 def attention_kernels(
-    model: ModelConfig, precision: str, device: torch.device, documents: bool = False, context: str | None = None
+    model: ModelConfig,
+    precision: str,
+    device: torch.device,
+    documents: bool = False,
+    context: str | None = None,
+    ordered: bool = False,
 ) -> list[str]:
     """The kernels that `model.attention=auto` chooses among, the preferred one first; another request is the only one.
     They give the same result to rounding: with dropout, they are those whose masks no layout changes, or if an
     accelerator has no fused one of these, the preferred one. `documents`: tokens attend within theirs. `context`: how
-    ranks that share sequences attend (`context_kind`); where they do it in blocks, only the preferred kernel. Raises
-    UserError if the requested kernel cannot train this model on this device."""
+    ranks that share sequences attend (`context_kind`); where they do it in blocks, only the preferred kernel.
+    `ordered`: kernels that add up in one order. Raises UserError if the requested kernel cannot train this model on
+    this device."""
     if model.attention != "auto":
         problems = list(obstacles(model.attention, model, precision, device.type))
         if not problems and model.attention not in KERNELS:
@@ -46,9 +52,10 @@ def attention_kernels(
         biased, drops = model.positions in ("alibi", "relative"), model.attention_dropout > 0
         order = candidates(device, masked or biased or drops or context in ("gather", "ring"))
     kernels = [kernel for kernel in order if not any(obstacles(kernel, model, precision, device.type))]
+    kernels = [kernel for kernel in kernels if ABILITIES[kernel].ordered or not ordered]
     if model.attention_dropout > 0:
         hashed = [kernel for kernel in kernels if ABILITIES[kernel].hashed]
-        # an accelerator without a fused one, as Ascend's, would have to keep all scores
+        # without a fused one, as on Ascend's devices, an accelerator would have to keep all scores
         keeps = device.type != "cpu" and all(ABILITIES[kernel].scores for kernel in hashed)
         kernels = kernels[:1] if keeps else hashed
     if context in (None, "ulysses"):
@@ -64,8 +71,8 @@ def kernels_of(config: RunConfig, device: torch.device) -> list[str]:
         from pangu.config.context import context_kind
 
         context = context_kind(config)
-    kernels = attention_kernels(config.model, config.precision.compute, device, config.data.packing.reset_mask, context)
-    return [kernel for kernel in kernels if ABILITIES[kernel].ordered or not config.train.deterministic]
+    documents, ordered = config.data.packing.reset_mask, config.train.deterministic
+    return attention_kernels(config.model, config.precision.compute, device, documents, context, ordered)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources as OutOfResources
+from triton.errors import TritonError as TritonError
 
 GOLDEN = tl.constexpr(0x9E3779B1 - 2**32)
 FACTOR = tl.constexpr(0x2C1B3C6D)

@@ -23,6 +23,7 @@ from pangu.config.schema import RunConfig
 from pangu.layers.builder import DTYPES
 from pangu.layers.fp32_matmul import MATMUL_TIE, Matmul, matmul_precision, matmul_precisions, matmul_trial, work_limit
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
+from pangu.layers.kernels import KERNELS
 from pangu.metrics.devices import processor_name
 from pangu.metrics.timing import Timer, Trial, fastest, time_candidates
 from pangu.models.size import layer_matrices
@@ -90,7 +91,7 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     }
     if config.train.deterministic:  # times differ from start to start
         candidates = {key: names[:1] for key, names in candidates.items()}
-    previous = recorded if isinstance(recorded, dict) else {}
+    previous = _previous(config.model, recorded, candidates["attention"][0])
     recalled = _recall(candidates, previous, device_kinds, compute)
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
@@ -100,6 +101,9 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     }
     for times in seconds.values():  # the slowest rank decides
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
+    if all(map(math.isinf, seconds["attention"].values())):  # the last one needs no compiler
+        last = _common(kernels_of_ranks, "")[-1]
+        seconds["attention"] = {(last, precision): 0.0 for precision in candidates["products"]}
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
     attention, _ = fastest(both)
@@ -116,9 +120,8 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     for key, times in seconds.items():
         if len(times) > 1:
             milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
-    algorithms = (fastest(seconds["gather"]), fastest(seconds["scatter"]))
-    compiled = fastest(seconds["compile"])
-    choices = Choices(attention, products, *algorithms, device_kinds, compute, milliseconds, compiled)
+    gather, scatter, compiled = (fastest(seconds[key]) for key in ("gather", "scatter", "compile"))
+    choices = Choices(attention, products, gather, scatter, device_kinds, compute, milliseconds, compiled)
     _log_choices(config, choices, recalled)
     return choices
 
@@ -194,7 +197,7 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
     same = previous.get("device") == device and previous.get("compute") == compute
     recalled = []
     for key, names in candidates.items():
-        if len(names) == 1 or not previous:
+        if len(names) == 1 or key not in previous:
             continue
         if same and previous.get(key) in names:
             candidates[key] = [previous[key]]
@@ -205,6 +208,18 @@ def _recall(candidates: dict[str, list[str]], previous: Mapping[str, Any], devic
             where = f"{previous.get('device')!r}, {previous.get('compute')!r}"
             log.info("%-12s the checkpoint's, %r, was chosen on %s: timed anew", key, previous.get(key), where)
     return recalled
+
+
+def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[str, Any]:
+    """What the checkpoint has chosen, but for a kernel that drops other probabilities in every layout, which `auto`
+    took before there was one that does not."""
+    previous: Mapping[str, Any] = recorded if isinstance(recorded, dict) else {}
+    kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
+    if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
+        return previous
+    told = "the checkpoint's, %r, drops other probabilities in every layout; model.attention=%s goes on with it"
+    log.info(f"%-12s {told}", "attention", kernel, kernel)
+    return {key: value for key, value in previous.items() if key != "attention"}
 
 
 def _matmul(config: RunConfig, mesh: Mesh) -> tuple[Matmul, float]:
@@ -239,7 +254,8 @@ def _time_attention(
     # with parts of sequences there is a choice only where the ranks share heads
     model, ranks = config.model, mesh.layout.tensor * mesh.layout.context
     pairs = list(itertools.product(kernels, precisions))
-    if len(pairs) == 1:
+    is_sure = model.attention != "auto" or mesh.layout.context > 1 or kernels[0] in KERNELS
+    if len(pairs) == 1 and is_sure:
         return dict.fromkeys(pairs, 0.0)
     whole = AttentionShape(
         rows=config.batch.micro_size,
@@ -263,6 +279,8 @@ def _time_attention(
             log.info("%-12s %s cannot run here: %s", "attention", kernel, str(error).partition("\n")[0])
         else:
             trials |= {(kernel, precision): matmul_precision(precision)(trial) for precision in precisions}
+    if len(pairs) == 1:
+        return dict.fromkeys(pairs, 0.0 if trials else math.inf)
     times = timer(trials, mesh.device, ATTENTION_S) if trials else {}
     return {pair: model.layers * repeats * times.get(pair, math.inf) for pair in pairs}
 

@@ -32,15 +32,23 @@ from pangu.topology.layout import Layout
 from pangu.topology.placement import PlacementTable
 from tests.parallel.harness import OVERRIDES, small_trainer, whole
 
-triton_kernels = pytest.importorskip("pangu.layers.triton_kernels", exc_type=ImportError)
+pytest.importorskip("triton")
+import triton
+from triton.runtime.errors import OutOfResources
+
+from pangu.layers import triton_kernels
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has what a GPU must show"),
+    pytest.mark.skipif(
+        tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9), reason="its interpreter takes no bounds of loops"
+    ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # of infinities, whose exponentials are not used
 ]
-CPU, LENGTH, HEADS = torch.device("cpu"), 44, 4
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 22 + [2] * 17, [0] * 37 + [1] * 7])
-BOUNDS = torch.tensor([0, 5, 27, 44, 44, 81, 88, 88], dtype=torch.int32)
+CPU, LENGTH, HEADS = torch.device("cpu"), 60, 4
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 22 + [2] * 33, [0] * 37 + [1] * 23])
+BOUNDS = torch.tensor([0, 5, 27, 60, 60, 97, 120, 120], dtype=torch.int32)
 """Of the documents, in both rows; two are empty."""
 KEYS = DropoutKeys(1, 2, (3, 4))
 CASES = [
@@ -67,11 +75,12 @@ def masked(documents: Tensor | None, window: int | None) -> AttentionMask:
 
 
 def heads(groups: int, size: int, dtype: torch.dtype = torch.float32) -> QKV:
-    """As they come out of a projection: neighbouring tokens are far apart."""
+    """As they come out of a projection: neighbouring tokens are far apart; values lie otherwise."""
     source = torch.Generator().manual_seed(0)
     widths = [n * size for n in (HEADS, groups, groups)]
     joined = torch.randn(LENGTH, 2, sum(widths), generator=source).to(dtype)
-    return QKV(*(part.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for part in joined.split(widths, -1)))
+    query, key, value = (part.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for part in joined.split(widths, -1))
+    return QKV(query, key, value.contiguous())
 
 
 def results(
@@ -139,10 +148,11 @@ def test_reach_is_what_the_mask_allows(documents: Tensor | None, window: int | N
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 256])
-def test_a_head_is_taken_in_powers_of_two_of_which_no_half_is_empty(size: int) -> None:
+def test_a_head_is_taken_in_powers_of_two_of_which_no_half_is_empty_up_to_128_columns(size: int) -> None:
     parts = head_parts(size)
     assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in parts)
-    assert size <= sum(parts) < size + max(16, size / 2)
+    assert size <= sum(parts)
+    assert size > 128 or sum(parts) < size + max(16, size / 2)
 
 
 BLOCKS = [Block(20, 20, 20, 20), Block(20, 24, 0, 20), Block(30, 14, 6, 38), Block(37, 7, 5, 18)]
@@ -215,10 +225,10 @@ def test_a_gpu_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     class Full:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*args: object, **options: object) -> None:
-                raise triton_kernels.OutOfResources(131072, 101376, "shared memory")
+                raise OutOfResources(131072, 101376, "shared memory")
 
             return launch
 
     monkeypatch.setattr(triton_kernels, "attend", Full())
-    with pytest.raises(LocalError, match=r"model.attention = triton: this device is too small .* 101376.*=flex works"):
+    with pytest.raises(LocalError, match=r"triton cannot run on this device .* 101376.*=reference works"):
         results("triton", CASES[0])

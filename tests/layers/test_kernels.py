@@ -342,21 +342,22 @@ def test_auto_chooses_among_the_kernels_that_can_compute_it_whatever_the_process
 def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
-    package, flash_alone, cudnn, own = (["flash_attn"], ["flash"], ["cudnn"], ["triton"]) if flash else ([],) * 4
+    lists = (["flash_attn"], ["flash"], ["cudnn"], ["triton"], ["flex"]) if flash else ([],) * 5
+    package, flash_alone, cudnn, own, flex = lists
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        kernels = [*flash_alone, *own, "sdpa", "flex", *cudnn, *package, "reference"]
+        kernels = [*flash_alone, *own, "sdpa", *flex, *cudnn, *package, "reference"]
         assert attention_kernels(model, "bf16", CUDA, documents) == kernels
         assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
-        assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", "flex", "reference"]
+        assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", *flex, "reference"]
     biased = variant(**large, positions="alibi")
-    assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", "flex", *package, "reference"]
+    assert attention_kernels(biased, "bf16", CUDA, True) == ["sdpa", *flex, *package, "reference"]
     blocks = variant(**large, sparse=PATTERNS[0])
-    assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", "flex", *cudnn, "reference"]
+    assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", *flex, *cudnn, "reference"]
     assert attention_kernels(blocks, "bf16", CPU) == ["sdpa", "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, "flex", *own, *package, "reference"]
-    assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", "flex", "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, *flex, *own, *package, "reference"]
+    assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", *flex, "reference"]
 
 
 def test_where_probabilities_are_dropped_no_layout_changes_which(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +385,8 @@ def test_what_adds_up_in_one_order_is_left_of_a_deterministic_run(monkeypatch: p
     words = "model.hidden=64", "model.heads=2", "precision=bf16", "train.deterministic=true"
     assert kernels_of(config(*words), CUDA) == ["flash", "triton", "sdpa", "reference"]
     assert kernels_of(config(*words, "model.attention_dropout=0.1"), CUDA) == ["triton", "reference"]
-    assert kernels_of(config(*words, "model.attention_dropout=0.1", "model.positions=alibi"), CUDA) == ["reference"]
+    # reference would keep all scores
+    assert kernels_of(config(*words, "model.attention_dropout=0.1", "model.positions=alibi"), CUDA) == ["sdpa"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pangu.checkpoint.index import read_index
 from pangu.collectives.algorithms import Collective
 from pangu.collectives.reduce import start_reduce_scatter
-from pangu.config.errors import UserError
+from pangu.config.errors import LocalError, UserError
 from pangu.evaluation.loading import load_model
 from pangu.layers import fp8, fp32_matmul
 from pangu.layers.fp32_matmul import Matmul, matmul_precisions
@@ -167,6 +167,43 @@ def test_with_dropout_the_fastest_of_those_that_drop_the_same(monkeypatch: pytes
     assert first.attention == "flex"
     assert set(drops) == {0.1}
     assert choose(given, ONE, asdict(replace(first, attention="triton")), timer).attention == "triton"
+
+
+def test_a_kernel_that_drops_others_in_every_layout_is_not_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `auto` took it before there was one that does not, and the log says how to keep it."""
+    given, timer = tiny("model.attention_dropout=0.1"), table({"medium": 1.0, "highest": 1.0})
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton"])
+    monkeypatch.setattr(autotune, "attention_trial", lambda *_: lambda: None)
+    monkeypatch.setattr(autotune, "matmul_precisions", lambda *_: ["highest"])
+    before = asdict(choose(given, ONE, timer=timer))
+    with caplog.at_level(logging.INFO, "pangu"):
+        assert choose(given, ONE, before | {"attention": "flash"}, timer).attention == "triton"
+    said = [record.getMessage() for record in caplog.records]
+    words = "'flash', drops other probabilities in every layout; model.attention=flash goes on with it"
+    assert f"attention    the checkpoint's, {words}" in said
+    assert not any("cannot be had" in line for line in said)
+
+
+@pytest.mark.parametrize("kernels", [["triton", "reference"], ["triton", "flex", "reference"]], ids=str)
+def test_where_no_kernel_can_be_compiled_the_scores_are_computed(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where they take so much memory that they are no candidate, and the only one left is tried all the same."""
+
+    def fails(kernel: str, *_: object) -> Callable[[], object]:
+        raise LocalError("model.attention = triton cannot run on this device (no compiler)")
+
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: kernels)
+    monkeypatch.setattr(autotune, "attention_trial", fails)
+    given = tiny("model.attention_dropout=0.1", "model.sequence=1024", "precision=bf16")
+    with caplog.at_level(logging.INFO, "pangu"):
+        assert choose(given, ONE, timer=table({})).attention == "reference"
+    assert "cannot run here: model.attention = triton cannot run on this device" in caplog.text
+    named = tiny("model.attention_dropout=0.1", "model.sequence=1024", "precision=bf16", "model.attention=sdpa")
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["sdpa"])
+    assert choose(named, ONE, timer=table({})).attention == "sdpa"
 
 
 def test_explicit_scores_that_take_much_memory_are_no_candidate() -> None:
