@@ -108,11 +108,11 @@ def dry_run(
     total = chosen.stages.schedule.micro_batches
     # nothing compiles for a device that is not there
     config, stages = replace(chosen.config, compile=False), chosen.stages
-    if config.model.sparse is not None and _skips_blocks(config, device):
-        config = replace(config, model=replace(config.model, attention="flex"))
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
     with on_fake_tensors(rank, layout.world):
+        if config.model.sparse is not None and _skips_blocks(config, device):
+            config = replace(config, model=replace(config.model, attention="flex"))
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
