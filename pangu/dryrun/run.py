@@ -26,7 +26,7 @@ from pangu.layers import attention_blocks, dropping_attention, expert_exchange, 
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
-from pangu.pipeline.actions import COMPUTE, Action
+from pangu.pipeline.actions import COMPUTE, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.layouts import Chosen
@@ -93,6 +93,7 @@ def dry_run(
     fake: FakeDevice | None = None,
     steps: int = 1,
     whole: bool = False,
+    joins: bool = False,
 ) -> RankReport:
     """Carry out steps of one rank, and report of the last one.
 
@@ -103,6 +104,8 @@ def dry_run(
         fake: what tells its streams apart; None: they are one.
         steps: how many.
         whole: all micro-batches are carried out; otherwise as many as it takes until they repeat.
+        joins: where a schedule computes gradients of weights apart, those of the first micro-batch are not, and
+            `phases` has both.
     """
     layout = chosen.layout
     total = chosen.stages.schedule.micro_batches
@@ -110,6 +113,8 @@ def dry_run(
     config, stages = replace(chosen.config, compile=False), chosen.stages
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
+    if joins and stages.schedule.splits_backward:
+        stages = replace(stages, schedule=_first_joined(stages.schedule))
     with on_fake_tensors(rank, layout.world):
         if config.model.sparse is not None and _skips_blocks(config, device):
             config = replace(config, model=replace(config.model, attention="flex"))
@@ -140,6 +145,18 @@ def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> 
         if _held(shorter.schedule, stage) == held:
             return replace(config, batch=fewer), shorter
     return config, stages
+
+
+def _first_joined(schedule: Schedule) -> Schedule:
+    """The schedule with the backward of the first micro-batch at once."""
+
+    def of_stage(actions: Sequence[Action]) -> Iterator[Action]:
+        for action in actions:
+            if action.micro or action.kind is not Kind.BACKWARD_WEIGHT:
+                joined = action.micro == 0 and action.kind is Kind.BACKWARD_INPUT
+                yield action._replace(kind=Kind.BACKWARD) if joined else action
+
+    return replace(schedule, actions=tuple(tuple(of_stage(actions)) for actions in schedule.actions))
 
 
 def _held(schedule: Schedule, stage: int) -> tuple[int, ...]:
@@ -332,10 +349,13 @@ _OF_PHASES = ("calls", "bytes", "hidden_calls", "hidden_bytes", "postponed_calls
 
 
 def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of the second micro-batch."""
+    """Of the second micro-batch; of a backward in one the first's, where the others have it in two parts."""
     by_chunk: dict[str, dict[str, dict[str, Any]]] = {}
-    for action, counts in audit.counts.items():
-        if isinstance(action, Action) and action.kind in COMPUTE and action.micro == 1:
+    computed = {action: counts for action, counts in audit.counts.items() if isinstance(action, Action)}
+    splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in computed)
+    for action, counts in computed.items():
+        joined = splits and action.kind is Kind.BACKWARD
+        if action.kind in COMPUTE and (action.micro == 1 or joined):
             by_chunk.setdefault(str(action.chunk), {})[str(action.kind)] = {
                 "launches": counts["launches",],
                 "memory_bound_bytes": counts["memory_bound_bytes",],

@@ -248,7 +248,8 @@ def assemble(
     layers = kinds_of_chunks(shape.dense, tuple(cut(shape, plan)))
     # most chunks are alike, and so are most stages: what is alike is one object
     kinds = [(of_chunk, number == 0, number == len(layers) - 1) for number, of_chunk in enumerate(layers)]
-    made = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in set(kinds)}
+    orders = {kind: _modules_of(*kind, plan.recomputed, modules) for kind in set(kinds)}
+    made = {kind: Counter(order) for kind, order in orders.items()}
     chunks = [made[kind] for kind in kinds]
     stages: list[list[Counter[str]]] = [[] for _ in range(plan.pipeline)]
     for stage, chunk in zip(plan.steps.stage_of, chunks, strict=True):
@@ -262,7 +263,7 @@ def assemble(
     # tensor ranks send a part each: Narayanan et al. 2021, 4.1
     message = system.number_bytes * tokens * shape.hidden / plan.tensor
     each = tuple(steps[tuple(map(id, of_stage))] for of_stage in stages)
-    return Workload(dict(modules), tuple(chunks), each, message)
+    return Workload(dict(modules), tuple(chunks), tuple(orders[kind] for kind in kinds), each, message)
 
 
 @lru_cache(maxsize=1000)
@@ -274,11 +275,10 @@ def kinds_of_chunks(dense: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tu
 
 def _modules_of(
     layers: tuple[bool, ...], first: bool, last: bool, recomputed: int, modules: Mapping[str, ModuleWork]
-) -> Counter[str]:
-    """How many modules of each kind a chunk has; `layers`: which are dense."""
-    counts = Counter(kinds_of_layers(layers, recomputed, modules))
-    counts |= Counter(embedding=first, head=last, inner="inner" in modules and not (first or last))
-    return +counts
+) -> tuple[str, ...]:
+    """Kinds of a chunk's modules in the order of forward; `layers`: which are dense."""
+    ends = (("head",) if last else ()) + (("inner",) if "inner" in modules and not (first or last) else ())
+    return (*(("embedding",) if first else ()), *kinds_of_layers(layers, recomputed, modules), *ends)
 
 
 def kinds_of_layers(layers: tuple[bool, ...], recomputed: int, modules: Collection[str]) -> list[str]:
@@ -298,7 +298,7 @@ def sent_to_host(layer: ModuleWork) -> ModuleWork:
         forward=replace(layer.forward, host_bytes=layer.forward.host_bytes + saved),
         backward_input=replace(layer.backward_input, host_bytes=layer.backward_input.host_bytes + saved),
         saved_bytes=0.0,
-        working=(*(most + saved for most in layer.working[:2]), *layer.working[2:]),
+        working=tuple(most + saved * (part != 2) for part, most in enumerate(layer.working)),
     )
 
 

@@ -36,7 +36,8 @@ class Pieces(NamedTuple):
     saved: float
     """Bytes, this and the following ones as in `ModuleWork`."""
     deferred: float
-    working: float
+    working: tuple[float, float, float]
+    """Of each `Held.part`: at least."""
     parameters: float
     experts: float
 
@@ -66,7 +67,7 @@ class Bounds:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._pieces: dict[tuple[Any, ...], tuple[Pieces, Pieces]] = {}
-        self._held: dict[Pipeline, list[tuple[int, int, bool]]] = {}
+        self._held: dict[Pipeline, list[tuple[int, int, bool, int]]] = {}
         self._links: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -157,7 +158,9 @@ class Bounds:
         numbers, experts = self._least(plan)
         words = program.shape.embedding / plan.tensor
         # what passes while all activations are saved
-        each = Module(min(layer.parameters, dense.parameters), min(layer.experts, dense.experts), math.inf)
+        working = tuple(map(min, layer.working, dense.working))
+        numbers_of_each = min(layer.parameters, dense.parameters), min(layer.experts, dense.experts)
+        each = Module(*numbers_of_each, math.inf, working=(*working, working[1]))
         shared = plan.pipeline > 1 and program.shape.tied
         embedding = Module(0.0 if shared else words)
         chunk = Chunk(min(plan.layers) * (each,), embedding, words=words if shared else None)
@@ -165,11 +168,12 @@ class Bounds:
         states = stored.lasting + stored.passing
         saved, deferred = self._kept(plan, layer, dense)
         moments = self._most(plan.steps)
-        held = max(forwards * saved + inputs * deferred + summed * stored.sums for forwards, inputs, summed in moments)
-        if saved:
-            held += min(layer.working, dense.working)
-            if "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
-                held += min(layer.saved, dense.saved)
+        held = max(
+            forwards * saved + inputs * deferred + summed * stored.sums + working[part] * (saved > 0)
+            for forwards, inputs, summed, part in moments
+        )
+        if saved and "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
+            held += min(layer.saved, dense.saved)
         memory = self._space.cluster.memory
         return (states + held * (1 + memory.fragmentation)) / 2**30 + device_overhead(memory, plan.axes)
 
@@ -185,15 +189,15 @@ class Bounds:
             return min(chunk.of(saved) for chunk in chunks), min(chunk.of(deferred) for chunk in chunks)
         return number * min(saved), number * min(deferred)
 
-    def _most(self, pipeline: Pipeline) -> list[tuple[int, int, bool]]:
-        """Most forwards whose backward is to come on the first stage, with these gradients of weights that are, and
-        whether there are sums of gradients."""
+    def _most(self, pipeline: Pipeline) -> list[tuple[int, int, bool, int]]:
+        """Most forwards whose backward is to come on the first stage, with these gradients of weights that are, whether
+        there are sums of gradients, and `Held.part`."""
         if pipeline not in self._held:
-            most: dict[tuple[int, bool], int] = {}
+            most: dict[tuple[int, bool, int], int] = {}
             for one in most_held(pipeline)[0]:
-                key = sum(one.forwards), one.summed
+                key = sum(one.forwards), one.summed, one.part
                 most[key] = max(sum(one.inputs), most.get(key, 0))
-            self._held[pipeline] = [(forwards, inputs, summed) for (forwards, summed), inputs in most.items()]
+            self._held[pipeline] = [(key[0], inputs, *key[1:]) for key, inputs in most.items()]
         return self._held[pipeline]
 
     def _of(self, plan: Plan, recompute: Recompute) -> tuple[Pieces, Pieces]:
@@ -231,5 +235,6 @@ def _pieces(module: ModuleWork, head: float, groups: Mapping[Axis, Group], clust
     forward, back, weight = map(sum, module_time(module, groups, cluster))
     whole = forward + back + weight
     copies = sum(map(sum, module_time(sent_to_host(module), groups, cluster))) - whole
-    held = (module.saved_bytes, module.deferred_bytes, module.working_bytes)
+    in_forward, of_input, of_weights, of_both = module.working
+    held = (module.saved_bytes, module.deferred_bytes, (in_forward, min(of_input, of_both), of_weights))
     return Pieces(whole, forward, back, weight, head, copies, *held, module.parameters, module.experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge, mul
@@ -12,14 +12,18 @@ from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
 from pangu.pipeline.actions import Kind
 from pangu.pipeline.orders import SCHEDULES, Order
 from pangu.planning.layout_work import REDUCES_EACH
-from pangu.planning.pipeline_time import Pipeline, orders
-from pangu.planning.workload import ModuleWork, Workload
+from pangu.planning.pipeline_time import Pipeline, orders, splits_backward
+from pangu.planning.workload import ModuleWork, Workload, working_beside
 
 _GIB = 2.0**30
 MEMORY_ERROR = 0.05
 """Of what is made of counted modules, beside dry runs of the whole step (tests/dryrun/test_module_work.py)."""
 MESSAGES = 4
 """Between stages that are there at a time: one that is awaited and one that is sent, in each direction."""
+
+
+_PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
+"""As `Held.part`."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +47,24 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     """What each stage needs at its peak."""
     modules = workload.modules
     # most chunks are one object (see `layout_work.assemble`)
-    distinct = {id(chunk): chunk for chunk in workload.chunks}
-    sums = {number: _Chunk.of(chunk, modules) for number, chunk in distinct.items()}
+    splits = pipeline.schedule not in SCHEDULES or splits_backward(pipeline.schedule)
+    distinct = {id(order): order for order in workload.orders}
+    sums = {number: _Chunk.of([modules[kind] for kind in order], splits) for number, order in distinct.items()}
     chunks: list[list[_Chunk]] = [[] for _ in workload.steps]
-    for stage, chunk in zip(pipeline.stage_of, workload.chunks, strict=True):
-        chunks[stage].append(sums[id(chunk)])
+    for stage, order in zip(pipeline.stage_of, workload.orders, strict=True):
+        chunks[stage].append(sums[id(order)])
     messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
     for step, of_stage, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
         saved, deferred, working = zip(*of_stage, strict=True)
         most = max(
-            sum(map(mul, one.forwards, saved)) + sum(map(mul, one.inputs, deferred)) + one.summed * step.sum_bytes
+            sum(map(mul, one.forwards, saved))
+            + sum(map(mul, one.inputs, deferred))
+            + one.summed * step.sum_bytes
+            + max(of_chunk[one.part] for of_chunk in working)
             for one in held
         )
-        most = max(most + max(working) + messages, step.update_working_bytes - step.buffer_bytes)
+        most = max(most + messages, step.update_working_bytes - step.buffer_bytes)
         states = (step.state_bytes + step.buffer_bytes) / _GIB
         overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
         stages.append(Memory(states, most / _GIB, overhead))
@@ -68,17 +76,15 @@ class _Chunk(NamedTuple):
 
     saved: float
     deferred: float
-    working: float
+    working: tuple[float, ...]
+    """In each part of `working_beside`."""
 
     @classmethod
-    def of(cls, chunk: Mapping[str, int], modules: Mapping[str, ModuleWork]) -> _Chunk:
-        saved = sum(modules[kind].saved_bytes * count for kind, count in chunk.items())
-        deferred = sum(modules[kind].deferred_bytes * count for kind, count in chunk.items())
-        working = {kind: modules[kind].working_bytes for kind in chunk}
-        if "embedding" in working:  # when the rest of the chunk is gone
-            embedding = modules["embedding"]
-            working["embedding"] -= min(saved - embedding.saved_bytes, deferred - embedding.deferred_bytes)
-        return cls(saved, deferred, max([0.0, *working.values()]))
+    def of(cls, modules: Sequence[ModuleWork], splits_backward: bool) -> _Chunk:
+        saved = sum(module.saved_bytes for module in modules)
+        deferred = sum(module.deferred_bytes for module in modules)
+        parts = zip((0.0,) * 3, *working_beside(modules, splits_backward), strict=False)
+        return cls(saved, deferred, tuple(map(max, parts)))
 
 
 def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:
@@ -95,6 +101,8 @@ class Held(NamedTuple):
     """Whose gradients of weights alone are to come."""
     summed: bool
     """There are gradients of some before."""
+    part: int
+    """0 while a forward computes, 1 a backward or its part for the input, 2 that for the weights."""
 
 
 @lru_cache(maxsize=1000)
@@ -103,7 +111,7 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     p, m = pipeline.stages, pipeline.micro_batches
     if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
         often = 2 if pipeline.schedule == "zb-2p" else 1
-        return [[Held((min(m, often * (p - stage)),), (0,), True)] for stage in range(p)]
+        return [[Held((min(m, often * (p - stage)),), (0,), True, 1)] for stage in range(p)]
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
@@ -112,15 +120,15 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
 
 
 def _moments(order: Order, summed: bool) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are; `summed`:
-    whether they are at the beginning."""
+    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are, and the
+    part that the step is; `summed`: whether gradients are held at the beginning."""
     chunks = sorted({chunk for _, chunk, _ in order})
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held = [0] * (2 * count)
     for kind, chunk, _ in order:
         slot = place[chunk]
         held[slot] += kind is Kind.FORWARD
-        yield *held, summed
+        yield *held, summed, _PARTS[kind]
         if kind is Kind.BACKWARD_WEIGHT:
             held[slot + count] -= 1
         elif kind is not Kind.FORWARD:
@@ -130,10 +138,10 @@ def _moments(order: Order, summed: bool) -> Iterator[tuple[int, ...]]:
 
 
 def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:
-    """Those that no other is at least as much as in everything."""
+    """Those that no other of the same part is at least as much as in everything."""
     fullest: list[tuple[int, ...]] = []
     for one in sorted(moments, key=sum, reverse=True):
-        if not any(all(map(ge, other, one)) for other in fullest):
+        if not any(all(map(ge, other, one)) and other[-1] == one[-1] for other in fullest):
             fullest.append(one)
-    count = len(fullest[0]) // 2
-    return [Held(one[:count], one[count:-1], bool(one[-1])) for one in fullest]
+    count = len(fullest[0]) // 2 - 1
+    return [Held(one[:count], one[count:-2], bool(one[-2]), one[-1]) for one in fullest]

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from operator import add
+from operator import add, sub
 from typing import Any, cast
 
-from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work
+from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work, not_kept
 
 Report = Mapping[str, Any]
 """What matters here of `RankReport`: `phases` and `update`."""
@@ -26,15 +26,35 @@ _AXES: Mapping[str, Axis] = {
 """Axis of a process group -> what it is called here."""
 
 
+_GRAIN = 2.0**16
+"""Bytes by which two peaks differ that are one: what is allocated is rounded up."""
+
+
 def modules_of(second: Report, first: Report) -> Modules:
     """The modules of a model from its second stage, which has a chunk of one layer and one of two, and from the first,
     where the chunks are the embedding and a layer, and a layer and the head."""
     alone, layer = inner(second)
     chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
     ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
-    saved = (layer.saved_bytes, layer.saved_bytes, layer.deferred_bytes)
-    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, saved)))
+    # counted while the layer behind it kept nothing yet, or no longer
+    less = not_kept(layer.saved_bytes, layer.deferred_bytes)
+    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, less)))
     return {"layer": layer, **ends}
+
+
+def without_neighbours(modules: Modules, layer: ModuleWork) -> Modules:
+    """The modules, of which embedding, head and `inner` work with nothing where the layer that each was counted with
+    takes more: what a chunk holds while that layer computes is the layer's."""
+    less = {kind: not_kept(module.saved_bytes, module.deferred_bytes) for kind, module in modules.items()}
+    beside = {kind: tuple(map(sub, layer.working, less[kind])) for kind in ("head", "inner")}
+    beside["embedding"] = tuple(map(add, layer.working, not_kept(layer.saved_bytes, layer.deferred_bytes)))
+    own = {
+        kind: tuple(
+            most if most > least + _GRAIN else 0.0 for most, least in zip(modules[kind].working, of_layer, strict=True)
+        )
+        for kind, of_layer in beside.items()
+    }
+    return modules | {kind: replace(modules[kind], working=working) for kind, working in own.items()}
 
 
 def recomputed(second: Report, plain: ModuleWork) -> ModuleWork:
@@ -79,7 +99,7 @@ def _of_fewer(product: Matmul, times: int) -> Matmul:
 
 def _module(phases: Mapping[str, Any]) -> ModuleWork:
     """All that a chunk does."""
-    forward, back, weight = (phases[kind] for kind in "FIW")
+    forward, back, weight, both = (phases[kind] for kind in "FIWB")
     saved = forward["end"] - forward["start"]
     return ModuleWork(
         _work(forward),
@@ -87,7 +107,7 @@ def _module(phases: Mapping[str, Any]) -> ModuleWork:
         _work(weight),
         saved_bytes=saved,
         deferred_bytes=saved + back["end"] - back["start"],
-        working=(forward["peak"] - forward["end"], back["peak"] - back["start"], weight["peak"] - weight["start"]),
+        working=(forward["peak"] - forward["end"], *(one["peak"] - one["start"] for one in (back, weight, both))),
     )
 
 

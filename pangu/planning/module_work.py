@@ -29,7 +29,16 @@ from pangu.config.expert_layout import least_data
 from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
-from pangu.planning.module_reports import Modules, Report, at_size, inner, modules_of, on_more_ranks, recomputed
+from pangu.planning.module_reports import (
+    Modules,
+    Report,
+    at_size,
+    inner,
+    modules_of,
+    on_more_ranks,
+    recomputed,
+    without_neighbours,
+)
 from pangu.planning.roles import run_jobs
 from pangu.planning.states import BYTES
 from pangu.planning.workload import ModuleWork
@@ -48,7 +57,7 @@ _PIECES = {
     "allowed": (),
     "auto": False,
 }
-"""Gradients of weights are computed apart from those of inputs, and so counted apart."""
+"""Gradients of weights are computed apart from those of inputs, and so counted apart; for one micro-batch at once."""
 _SINGLE, _SEVERAL = (1,), (2, 3)
 """Sequences of the micro-batches that are counted, where one or where more are asked for. A single one is contiguous
 whichever way it is turned: copies that turn tensors begin with two."""
@@ -171,6 +180,8 @@ class ModuleCounts:
                 modules = {kind: on_more_ranks(module, fixed[kind], times) for kind, module in modules.items()}
             if "head" in modules:
                 modules = modules | {"head": self._with_logits(modules["head"], piece)}
+                with_ends = counted if _counts_ends(self.config, counted) else counted.without_recompute
+                modules = without_neighbours(modules, self._at(with_ends, size)["layer"])
             self._modules[piece, size] = modules
         return self._modules[piece, size]
 
@@ -233,7 +244,7 @@ def _carry_out(jobs: Mapping[_Counted, Sequence[Job]]) -> Iterator[tuple[_Counte
     """Dry runs of all jobs together, which may take minutes and so is told."""
     everything = [job for those in jobs.values() for job in those]
     log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
-    done = run_jobs(everything)
+    done = run_jobs(everything, joins=True)
     for one, those in jobs.items():
         yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
 
@@ -265,13 +276,18 @@ def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
         "checkpoint": {"upcycle": False},
     }
     values |= {group: {**values[group], **change} for group, change in changes.items()}
-    # a query layer among layers of experts is recomputed unlike them
-    ends = piece.recompute == "none" or (model.query_layer is not None and model.experts is not None)
-    stages = (1, 0) if ends and not piece.dense else (1,)
+    stages = (1, 0) if _counts_ends(config, piece) else (1,)
     sizes = ({"global_size": 3 * size * layout.data, "micro_size": size} for size in micro_sizes)
     losses = ({"chunk": _loss_chunk(config, piece, size)} for size in micro_sizes)
     batches = [{**values, "batch": size, "loss": loss} for size, loss in zip(sizes, losses, strict=True)]
     return [(batch, stage * layout.tensor * layout.replicas) for stage in stages for batch in batches]
+
+
+def _counts_ends(config: RunConfig, piece: Piece) -> bool:
+    """Whether embedding and head are counted with this layer, or with the same one when all is kept: a query layer
+    among layers of experts is recomputed unlike them."""
+    unlike = config.model.query_layer is not None and config.model.experts is not None
+    return not piece.dense and (piece.recompute == "none" or unlike)
 
 
 def _loss_chunk(config: RunConfig, piece: Piece, micro_size: int) -> int | None:

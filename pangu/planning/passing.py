@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from pangu.planning.workload import working_beside
 from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
 
 
@@ -17,8 +18,10 @@ class Module(NamedTuple):
     """Before any sharding over replicas, as the next ones."""
     experts: float = 0.0
     """Of experts that the layout splits, which `parameters` leave out."""
-    saved: float = 0.0
-    """Bytes from forward to backward of a micro-batch."""
+    saved_bytes: float = 0.0
+    """This and the next ones as in `ModuleWork`."""
+    deferred_bytes: float = 0.0
+    working: tuple[float, ...] = (0.0,) * 4
 
 
 class Chunk(NamedTuple):
@@ -82,6 +85,17 @@ class Formats(NamedTuple):
     """Of gradients that are sent."""
 
 
+class Steps(NamedTuple):
+    """How a stage goes through the micro-batches."""
+
+    micro_batches: int
+    reduces: bool
+    """Gradients after each."""
+    splits_backward: bool
+    chunks_loss: bool
+    """The head's gradients are made in forward, as its loss is computed in chunks."""
+
+
 class _Flat(NamedTuple):
     """A flat parameter."""
 
@@ -91,32 +105,37 @@ class _Flat(NamedTuple):
 
 
 @lru_cache(maxsize=10_000)
-def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, reduces: bool) -> float:
-    """Most bytes that pass while the modules of a chunk compute one after the other, less what is not saved then of a
-    micro-batch's activations: weights that are gathered for the one that computes and for the next (`zero.unshard`);
-    with `reduces` also gradients that are summed, and sent once they are complete (`zero.gradients`)."""
-    if not any(kind.weights or (reduces and kind.sums) for kind in (dense, experts)):
+def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, steps: Steps) -> float:
+    """Bytes by which a chunk needs more at its fullest moment because of what passes while its modules compute one
+    after the other: weights that are gathered for the one that computes and for the next (`zero.unshard`); where each
+    micro-batch is reduced also gradients that are summed, and sent once they are complete (`zero.gradients`). What is
+    saved and worked with at that moment may be less than at the fullest without them."""
+    if not any(kind.weights or (steps.reduces and kind.sums) for kind in (dense, experts)):
         return 0.0
-    names = [chunk.embedding, *chunk.layers, chunk.head]
-    saved = [module.saved for module in names if module is not None]
+    names = [module for module in (chunk.embedding, *chunk.layers, chunk.head) if module is not None]
+    saved, beside = [module.saved_bytes for module in names], working_beside(names, steps.splits_backward)
     modules = list(_modules(chunk))
     first = int(chunk.embedding is not None)  # backward of a lookup reads no weights
     kinds = dense, experts
     whole, sums, flying = set[_Flat](), set[_Flat](), deque[float]()
     most = 0.0
 
-    def measure(place: int) -> None:
+    def measure(activations: float) -> None:
+        """Besides all that the chunk keeps."""
         nonlocal most
         weights, gradients = (sum(flat.numbers for flat in flats) for flats in (whole, sums))
-        now = formats.weights * weights + formats.sums * gradients + sum(flying) - sum(saved[place + 1 :])
-        most = max(most, now)
+        most = max(most, formats.weights * weights + formats.sums * gradients + sum(flying) + activations)
 
-    def compute(place: int, following: int) -> None:
+    def compute(place: int, following: int, part: int) -> None:
         """And gather for the next one."""
-        beside = modules[following]
-        whole.update(flat for flat in (*modules[place], *beside) if kinds[flat.experts].weights)
-        measure(place)
-        whole.difference_update(set(modules[place]) - set(beside))
+        after = modules[following]
+        whole.update(flat for flat in (*modules[place], *after) if kinds[flat.experts].weights)
+        measure(beside[place][part])
+        whole.difference_update(set(modules[place]) - set(after))
+
+    def begin(place: int) -> None:
+        """The sums of its gradients."""
+        sums.update(flat for flat in modules[place] if steps.reduces and kinds[flat.experts].sums)
 
     def send(place: int) -> None:
         """The gradients that no module before it adds to."""
@@ -129,21 +148,23 @@ def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Format
                 if formats.messages == formats.sums:
                     sums.discard(flat)
                 flying.append(message + message / kinds[flat.experts].shards)
-                measure(place)
+                measure(-sum(saved[place + 1 :]))
                 sums.discard(flat)
 
     last = len(modules) - 1
-    for _ in range(2):  # what the first one sent last is there when the next one begins
+    for _ in range(min(2, steps.micro_batches)):  # what the first one sent last is there when the next one begins
         for place in range(len(modules)):
-            compute(place, min(place + 1, last))
+            if place == last and chunk.head is not None and steps.chunks_loss:
+                begin(place)
+            compute(place, min(place + 1, last), 0)
         for place in range(last, -1, -1):
-            sums.update(flat for flat in modules[place] if reduces and kinds[flat.experts].sums)
+            begin(place)
             if place >= first:
-                compute(place, max(place - 1, first))
-            measure(place)
+                compute(place, max(place - 1, first), 1)
+            measure(beside[place][1])
             send(place)
         whole.clear()
-    return most
+    return max(0.0, most - max(0.0, *map(max, beside)))
 
 
 def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:

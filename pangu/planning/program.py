@@ -29,7 +29,7 @@ from pangu.planning.layout_work import (
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
-from pangu.planning.passing import Chunk, Formats, Module, Passing, Stored, most_passing
+from pangu.planning.passing import Chunk, Formats, Module, Passing, Steps, Stored, most_passing
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
@@ -260,7 +260,9 @@ class Program:
             sums += wide * weights.numbers * kinds[-1].sums
         both = kinds[0], kinds[-1]
         if not two_phases:
-            passing = max(most_passing(chunk, *both, formats, reduces) for chunk in chunks)
+            in_chunks = any(chunk.head for chunk in chunks) and self._pieces(plan)["layer"].loss_chunks != 1
+            steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks)
+            passing = max(most_passing(chunk, *both, formats, steps) for chunk in chunks)
             return Stored(lasting, passing, 0.0 if reduces else sums)
         # a chunk at a time is gathered, and reduced when its gradients are complete
         passing = max(chunk.numbers(*(kind.weights for kind in both)) for chunk in chunks)
@@ -307,7 +309,8 @@ def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
 
 def _module(module: ModuleWork, words: float = 0.0) -> Module:
     """Of its weights those that are not `words`."""
-    return Module(module.parameters - words, module.experts, module.saved_bytes)
+    held = module.saved_bytes, module.deferred_bytes, module.working
+    return Module(module.parameters - words, module.experts, *held)
 
 
 def _dense_layers(model: ModelConfig) -> tuple[int, ...]:

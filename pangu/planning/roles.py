@@ -32,8 +32,9 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[dict[str, Any]]:
-    """What `Worker.report` says of each composed configuration and rank, as soon as it and all before it are done.
+def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> Iterator[dict[str, Any]]:
+    """What `Worker.report` says of each composed configuration and rank, as soon as it and all before it are done;
+    `options` as there.
 
     Raises:
         DryRunError: if a rank cannot be carried out.
@@ -47,7 +48,7 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[dict[str
     def report(job: tuple[Mapping[str, Any], int]) -> dict[str, Any]:
         worker = waiting.get()
         try:
-            return worker.report(*job)
+            return worker.report(*job, **options)
         finally:
             waiting.put(worker)
 

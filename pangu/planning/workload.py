@@ -6,9 +6,10 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from operator import sub
+from typing import Literal, NamedTuple, Protocol
 
 Replicas = Literal["data", "shard", "copies", "expert_data", "expert_shard", "expert_copies"]
 """Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
@@ -86,9 +87,9 @@ class ModuleWork:
     """Activations that are kept from forward to backward for one micro-batch."""
     deferred_bytes: float = 0.0
     """Kept from the gradient of the input to those of the weights, where these are computed apart."""
-    working: tuple[float, ...] = (0.0,)
-    """Most bytes that are there besides in forward, in backward's part for the input and in that for the weights; of
-    the embedding, whose backward comes last, besides all that the rest of its chunk keeps."""
+    working: tuple[float, ...] = (0.0,) * 4
+    """Most bytes that are there besides in forward, in backward's part for the input, in that for the weights, and in a
+    backward of both at once: of the embedding, the head and `inner` 0 where a layer next to them takes more."""
     parameters: float = 0.0
     """Numbers that this rank holds of its weights before any sharding over replicas."""
     experts: float = 0.0
@@ -100,6 +101,38 @@ class ModuleWork:
     def working_bytes(self) -> float:
         """Most that is there besides while it is computed."""
         return max(self.working)
+
+
+class Keeps(Protocol):
+    """What `working_beside` asks of a module, as in `ModuleWork`."""
+
+    @property
+    def saved_bytes(self) -> float: ...
+
+    @property
+    def deferred_bytes(self) -> float: ...
+
+    @property
+    def working(self) -> tuple[float, ...]: ...
+
+
+def not_kept(saved: float, deferred: float) -> tuple[float, ...]:
+    """What modules that keep so much do not keep while one before them works, of each number of `working`: in forward
+    they have not begun, and of their backward is left what the gradients of weights need that are still to come."""
+    return saved, saved - deferred, deferred, saved
+
+
+def working_beside(modules: Sequence[Keeps], splits_backward: bool) -> list[tuple[float, ...]]:
+    """Of each module of a chunk, in the order of forward, what is there while it works besides all that the chunk keeps
+    of a micro-batch: in forward, in backward's part for the input and in that for the weights, or in forward and in
+    backward."""
+    saved = deferred = 0.0
+    beside = []
+    for module in reversed(modules):
+        most = tuple(map(sub, module.working, not_kept(saved, deferred)))
+        beside.append(most[:3] if splits_backward else (most[0], most[-1]))
+        saved, deferred = saved + module.saved_bytes, deferred + module.deferred_bytes
+    return beside[::-1]
 
 
 @dataclass(frozen=True)
@@ -138,6 +171,8 @@ class Workload:
     """By kind, e.g. `embedding`, `layer`, `recomputed`, `dense layer`, `head`."""
     chunks: tuple[Mapping[str, int], ...]
     """Chunk in model order -> how many modules of each kind it has."""
+    orders: tuple[tuple[str, ...], ...]
+    """Chunk -> the kinds of its modules in the order of forward."""
     steps: tuple[StepWork, ...]
     """Of each stage."""
     message_bytes: float

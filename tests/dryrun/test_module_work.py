@@ -65,6 +65,13 @@ PLANNED = (
     "parallel.expert=2 parallel.zero=1 parallel.pipeline=2 memory.recompute=1",
     "batch.global_size=16 model.experts=4 parallel.context=2 parallel.context_kind=ring parallel.expert=2 "
     "parallel.zero=3 model.attention=flash",
+    "batch.global_size=24 batch.micro_size=6 model.sequence=1024 model.vocab=16384 model.kind=gpt model.experts=8 "
+    "model.dense_layers=1 parallel.data=4 parallel.expert=4 parallel.zero=2 memory.recompute=full",
+    "batch.global_size=24 batch.micro_size=2 model.sequence=1024 model.vocab=8192 model.kind=gpt model.experts=4 "
+    "model.dense_layers=1 model.expert_every=2 parallel.data=2 parallel.expert=2 parallel.zero=1 parallel.pipeline=2 "
+    "memory.recompute=1",
+    "batch.global_size=24 batch.micro_size=3 model.sequence=1024 model.vocab=16384 model.kind=gpt parallel.data=2 "
+    "parallel.zero=3",
 )
 NAMES = {"gather": "shard", "replicas": "data", "expert_gather": "expert_shard", "expert_replicas": "expert_data"}
 """Axis of a process group -> what the cost model calls it, if other."""
@@ -374,7 +381,7 @@ def test_what_was_counted_is_kept_and_a_damaged_file_is_counted_again(
     config = choose_layout(values("", *SHAPE), 1).config
     first = ModuleCounts(config).of(Piece(1, False), 1)
 
-    def run_jobs(jobs: object) -> None:
+    def run_jobs(jobs: object, **options: object) -> None:
         raise CountedAgainError
 
     monkeypatch.setattr(module_work, "run_jobs", run_jobs)
