@@ -175,10 +175,10 @@ def test_the_package_stays_small() -> None:
     drops as the reference does; 94 that whoever waits longest says who is stuck where, and who did not come, from the
     start of a run on and where no file can be written, and that a recording keeps what collectives read; 15 that chunks
     of a loss are long enough, that fp32 products are chosen at a size that shows which is faster, and both names of
-    transformers' cache; 735 flash attention that drops as the reference does in one pass, with its gradients, for
+    transformers' cache; 745 flash attention that drops as the reference does in one pass, with its gradients, for
     documents, windows and parts of a sequence."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_870
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 27_880
 
 
 @pytest.mark.parametrize("folder", APART)

@@ -32,7 +32,7 @@ def signed(number: int, bits: int) -> int:
     return number - (number >> (bits - 1) << bits)
 
 
-_GOLDEN, _FACTOR = signed(0x9E3779B1, 32), 0x2C1B3C6D
+GOLDEN, FACTOR = signed(0x9E3779B1, 32), 0x2C1B3C6D
 _SPLITMIX = signed(0xBF58476D1CE4E5B9, 64), signed(0x94D049BB133111EB, 64)
 
 
@@ -61,7 +61,7 @@ def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _factors(columns: Tensor) -> Tensor:
     """int32, what is of the numbers of columns. From int64: where a kernel counts in that and calls it int32, a
     conversion to int32 would be left out."""
-    return (columns.to(torch.int64) * _GOLDEN).to(torch.int32)
+    return (columns.to(torch.int64) * GOLDEN).to(torch.int32)
 
 
 def _words(rows: Tensor, key: Tensor | int, first: Tensor | int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def _mix(low: Tensor, high: Tensor, factors: Tensor, out: tuple[Tensor | None, T
     memory, shifted = out
     mixed = torch.mul(torch.bitwise_xor(low, factors, out=memory), high, out=memory)
     mixed = torch.bitwise_xor(mixed, torch.bitwise_right_shift(mixed, 16, out=shifted), out=memory)
-    return torch.mul(mixed, _FACTOR, out=memory)
+    return torch.mul(mixed, FACTOR, out=memory)
 
 
 def bound_of(probability: float) -> int:

@@ -64,13 +64,16 @@ class Masked(NamedTuple):
     """Place of the first query, and of the first key."""
     key_at: int = 0
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The last ones of both operators."""
+        return *(self.masks or (None, None, 0.0)), self.query_at, self.key_at
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, masked: Masked) -> tuple[Tensor, Tensor]:
     """Output [batch, heads, queries, head size], 0 for a query that sees nothing, and the logarithms of the sums of
     exponentials, fp32 [batch, heads, queries], -inf for such a one."""
-    rows, place, probability = masked.masks or (None, None, 0.0)
-    oldest = masked.reach.oldest
-    return torch.ops.pangu.attend(query, key, value, oldest, rows, place, probability, masked.query_at, masked.key_at)
+    return torch.ops.pangu.attend(query, key, value, masked.reach.oldest, *masked.arguments)
 
 
 def attend_backward(
@@ -78,9 +81,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `output` and `log_sum`: of all keys that the queries see, of which `key`
     may be some."""
-    rows, place, probability = masked.masks or (None, None, 0.0)
-    tensors = grad, query, key, value, output, log_sum, *masked.reach, rows, place
-    return torch.ops.pangu.attend_backward(*tensors, probability, masked.query_at, masked.key_at)
+    tensors = grad, query, key, value, output, log_sum, *masked.reach
+    return torch.ops.pangu.attend_backward(*tensors, *masked.arguments)
 
 
 class _Attention(Function):
@@ -171,11 +173,12 @@ def tiles_of(size: int) -> tuple[Tiles, Tiles, Tiles]:
     return (Tiles(64, 32, 8, 2),) * 3
 
 
-class _Given(NamedTuple):
+class _Launcher(NamedTuple):
     """What all kernels take beside their tensors of columns and sums."""
 
     query: Tensor
     key: Tensor
+    # as `Masked.arguments`
     rows: Tensor | None
     place: Tensor | None
     probability: float
@@ -186,6 +189,8 @@ class _Given(NamedTuple):
         self, name: str, columns: Sequence[Tensor], sums: Sequence[Tensor], reach: Tensor | None, tiles: Tiles, cut: str
     ) -> None:
         """`columns`: tensors with the columns of heads; `cut`: whether a program has a tile of `queries` or `keys`."""
+        from triton.errors import TritonError
+
         from pangu.layers import triton_kernels
 
         batch, heads, queries, size = self.query.shape
@@ -220,7 +225,7 @@ class _Given(NamedTuple):
         )
         try:
             kernel[(count * batch,)](*arguments, **options, enable_fp_fusion=True)
-        except (triton_kernels.TritonError, subprocess.SubprocessError, OSError) as error:
+        except (TritonError, subprocess.SubprocessError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             works = "model.attention=reference works"
             raise LocalError(f"model.attention = triton cannot run on this device ({reason}); {works}") from error
@@ -231,23 +236,13 @@ def _lined_up(*parts: Tensor) -> list[Tensor]:
     return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    oldest: Tensor | None,
-    rows: Tensor | None,
-    place: Tensor | None,
-    probability: float,
-    query_at: int,
-    key_at: int,
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, oldest: Tensor | None, *of_mask: Any) -> tuple[Tensor, Tensor]:
     query, key, value = _lined_up(query, key, value)
     output, log_sum = _like_attend(query)
-    assert rows is None or rows.is_contiguous()
-    given = _Given(query, key, rows, place, probability, query_at, key_at)
+    launcher = _Launcher(query, key, *of_mask)
+    assert launcher.rows is None or launcher.rows.is_contiguous()
     tiles, _, _ = tiles_of(query.shape[-1])
-    given.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
+    launcher.launch("attend", (query, key, value, output), (log_sum,), oldest, tiles, "queries")
     return output, log_sum
 
 
@@ -260,20 +255,16 @@ def _attend_backward(
     log_sum: Tensor,
     oldest: Tensor | None,
     newest: Tensor | None,
-    rows: Tensor | None,
-    place: Tensor | None,
-    probability: float,
-    query_at: int,
-    key_at: int,
+    *of_mask: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, output = _lined_up(grad, query, key, value, output)
     of_query, of_key, of_value = _like_attend_backward(grad, query, key, value)
     log_sum = log_sum.contiguous()
     sums = log_sum, torch.empty_like(log_sum)
-    given = _Given(query, key, rows, place, probability, query_at, key_at)
+    launcher = _Launcher(query, key, *of_mask)
     _, of_queries, of_keys = tiles_of(query.shape[-1])
-    given.launch("query_gradients", (query, key, value, grad, output, of_query), sums, oldest, of_queries, "queries")
-    given.launch("key_gradients", (query, key, value, grad, of_key, of_value), sums, newest, of_keys, "keys")
+    launcher.launch("query_gradients", (query, key, value, grad, output, of_query), sums, oldest, of_queries, "queries")
+    launcher.launch("key_gradients", (query, key, value, grad, of_key, of_value), sums, newest, of_keys, "keys")
     return of_query, of_key, of_value
 
 

@@ -14,31 +14,36 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.errors import TritonError as TritonError
 
-GOLDEN = tl.constexpr(0x9E3779B1 - 2**32)
-FACTOR = tl.constexpr(0x2C1B3C6D)
+from pangu.layers import dropout_masks
+
+GOLDEN = tl.constexpr(dropout_masks.GOLDEN)
+FACTOR = tl.constexpr(dropout_masks.FACTOR)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _load(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """[numbers, WIDTH]: rows, 0 from number `stop` on, and `WIDTH` columns from `FIRST` on, 0 from `SIZE` on."""
+def _places(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Pointers [numbers, WIDTH] to rows and `WIDTH` columns from `FIRST` on, and which are there: rows before number
+    `stop`, columns before `SIZE`."""
     columns = FIRST + tl.arange(0, WIDTH)
     there = numbers[:, None] < stop
     if FIRST + WIDTH > SIZE:
         there = there & (columns[None, :] < SIZE)
-    return tl.load(at + numbers[:, None].to(tl.int64) * stride + columns[None, :], mask=there, other=0.0)
+    return at + numbers[:, None].to(tl.int64) * stride + columns[None, :], there
+
+
+@triton.jit
+def _load(at, numbers, stride, stop, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """As `_places`, 0 where nothing is."""
+    places, there = _places(at, numbers, stride, stop, FIRST, WIDTH, SIZE)
+    return tl.load(places, mask=there, other=0.0)
 
 
 @triton.jit
 def _store(at, numbers, stride, stop, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    columns = FIRST + tl.arange(0, WIDTH)
-    there = numbers[:, None] < stop
-    if FIRST + WIDTH > SIZE:
-        there = there & (columns[None, :] < SIZE)
-    target = at + numbers[:, None].to(tl.int64) * stride + columns[None, :]
-    tl.store(target, values.to(at.dtype.element_ty), mask=there)
+    places, there = _places(at, numbers, stride, stop, FIRST, WIDTH, SIZE)
+    tl.store(places, values.to(at.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -65,6 +70,40 @@ def _edges(begin, end, whole_begin, whole_end, STEP: tl.constexpr):
 
 
 @triton.jit
+def _is_seen(places, oldest, numbers, key_at, keys, BOUNDED: tl.constexpr):
+    """[queries, keys]: whether queries at `places` see keys number `numbers`."""
+    of_keys = (key_at + numbers)[None, :]
+    seen = (of_keys <= places[:, None]) & (numbers < keys)[None, :]
+    if BOUNDED:
+        seen = seen & (of_keys >= oldest[:, None])
+    return seen
+
+
+@triton.jit
+def _tile_of_queries(queries, heads, M: tl.constexpr):
+    """Number of this program's first query, of its last, of its row, of its head, and of both."""
+    # neighbouring programs read the same keys; of those the ones that see the most begin first
+    tiles = tl.cdiv(queries, M)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * M
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    return first, tl.minimum(first + M, queries) - 1, pair // heads, pair % heads, pair
+
+
+@triton.jit
+def _of_queries(
+    oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high,
+    BOUNDED: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries: places of the oldest keys that they see, and halves of their row keys."""
+    begins, low, high = numbers, numbers, numbers
+    if BOUNDED:
+        begins = tl.load(oldest + batch * reach_batch + query_at + numbers, mask=numbers < queries, other=0)
+    if DROPS:
+        low, high = _keys(rows + pair * queries, numbers, queries, place_low, place_high)
+    return begins, low, high
+
+
+@triton.jit
 def _attend_some(
     sums, sums_e, total, top, query, query_e, key, value, key_stride, value_stride, begin, end, keys,
     places, oldest, key_at, scale, low, high, bound,
@@ -80,11 +119,7 @@ def _attend_some(
             scores = tl.dot(query_e, tl.trans(part), scores)
         scores = scores * scale
         if MASKED:
-            seen = (key_at + numbers)[None, :] <= places[:, None]
-            seen = seen & (numbers < keys)[None, :]
-            if BOUNDED:
-                seen = seen & ((key_at + numbers)[None, :] >= oldest[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         # of a query that has seen nothing yet both are -inf, and their difference is no number
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -125,41 +160,36 @@ def attend(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Output, and natural logarithms of the sums of exponentials, -inf of a query that sees nothing."""
-    # neighbouring programs read the same keys; of those the ones that see the most begin first
-    tiles = tl.cdiv(queries, M)
-    first = (tiles - 1 - tl.program_id(0) % tiles) * M
-    last = tl.minimum(first + M, queries) - 1
-    pair = tl.program_id(0) // tiles
-    batch, head = (pair // heads).to(tl.int64), pair % heads
+    first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
     numbers = first + tl.arange(0, M)
-    query += batch * query_batch + head.to(tl.int64) * query_head
-    key += batch * key_batch + (head // group).to(tl.int64) * key_head
-    value += batch * value_batch + (head // group).to(tl.int64) * value_head
-    own = _load(query, numbers, query_row, queries, 0, D, SIZE)
-    own_e = own
+    query += batch * query_batch + head * query_head
+    key += batch * key_batch + (head // group) * key_head
+    value += batch * value_batch + (head // group) * value_head
+    query_tile = _load(query, numbers, query_row, queries, 0, D, SIZE)
+    query_tile_e = query_tile
     sums = tl.zeros([M, D], dtype=tl.float32)
     sums_e = sums
     if E > 0:
-        own_e = _load(query, numbers, query_row, queries, D, E, SIZE)
+        query_tile_e = _load(query, numbers, query_row, queries, D, E, SIZE)
         sums_e = tl.zeros([M, E], dtype=tl.float32)
     total, top = tl.zeros([M], dtype=tl.float32), tl.full([M], float("-inf"), dtype=tl.float32)
-    places, begins, low, high = query_at + numbers, numbers, numbers, numbers
-    if BOUNDED:
-        begins = tl.load(oldest + batch * reach_batch + places, mask=numbers < queries, other=0)
-    if DROPS:
-        low, high = _keys(rows + pair.to(tl.int64) * queries, numbers, queries, place_low, place_high)
+    places = query_at + numbers
+    begins, low, high = _of_queries(
+        oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high, BOUNDED, DROPS
+    )
     edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
     for part in tl.static_range(3):
         sums, sums_e, total, top = _attend_some(
-            sums, sums_e, total, top, own, own_e, key, value, key_row, value_row, edges[part], edges[part + 1], keys,
-            places, begins, key_at, scale, low, high, bound, part != 1, BOUNDED, DROPS, SIZE, D, E, N,
+            sums, sums_e, total, top, query_tile, query_tile_e, key, value, key_row, value_row, edges[part],
+            edges[part + 1], keys, places, begins, key_at, scale, low, high, bound,
+            part != 1, BOUNDED, DROPS, SIZE, D, E, N,
         )  # fmt: skip
     share = tl.where(total > 0, rescale / total, 0.0)[:, None]
-    output += batch * output_batch + head.to(tl.int64) * output_head
+    output += batch * output_batch + head * output_head
     _store(output, numbers, output_row, queries, sums * share, 0, D, SIZE)
     if E > 0:
         _store(output, numbers, output_row, queries, sums_e * share, D, E, SIZE)
-    tl.store(log_sum + pair.to(tl.int64) * queries + numbers, (top + tl.log2(total)) * LOG_2, mask=numbers < queries)
+    tl.store(log_sum + pair * queries + numbers, (top + tl.log2(total)) * LOG_2, mask=numbers < queries)
 
 
 @triton.jit
@@ -184,14 +214,10 @@ def _gradients_of_queries(
             of_shares = tl.dot(grad_e, tl.trans(of_value), of_shares)
         shares = tl.exp2(scores * scale - log_sums[:, None])
         if MASKED:
-            seen = (key_at + numbers)[None, :] <= places[:, None]
-            seen = seen & (numbers < keys)[None, :]
-            if BOUNDED:
-                seen = seen & ((key_at + numbers)[None, :] >= oldest[:, None])
-            shares = tl.where(seen, shares, 0.0)
+            shares = tl.where(_is_seen(places, oldest, numbers, key_at, keys, BOUNDED), shares, 0.0)
         if DROPS:
-            kept = _is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound)
-            of_shares = tl.where(kept, of_shares * rescale, 0.0)
+            keep_mask = _is_kept(low[:, None], high[:, None], (key_at + numbers)[None, :], bound)
+            of_shares = tl.where(keep_mask, of_shares * rescale, 0.0)
         of_scores = (shares * (of_shares - means[:, None])).to(part.dtype)
         sums = tl.dot(of_scores, part, sums)
         if E > 0:
@@ -210,44 +236,39 @@ def query_gradients(
 ):  # fmt: skip
     """Of a tile of queries; and the mean of the gradients of each query's probabilities, which `key_gradients`
     reads."""
-    tiles = tl.cdiv(queries, M)
-    first = (tiles - 1 - tl.program_id(0) % tiles) * M
-    last = tl.minimum(first + M, queries) - 1
-    pair = tl.program_id(0) // tiles
-    batch, head = (pair // heads).to(tl.int64), pair % heads
+    first, last, batch, head, pair = _tile_of_queries(queries, heads, M)
     numbers = first + tl.arange(0, M)
-    query += batch * query_batch + head.to(tl.int64) * query_head
-    key += batch * key_batch + (head // group).to(tl.int64) * key_head
-    value += batch * value_batch + (head // group).to(tl.int64) * value_head
-    output += batch * output_batch + head.to(tl.int64) * output_head
-    grad += batch * grad_batch + head.to(tl.int64) * grad_head
-    own = _load(query, numbers, query_row, queries, 0, D, SIZE)
+    query += batch * query_batch + head * query_head
+    key += batch * key_batch + (head // group) * key_head
+    value += batch * value_batch + (head // group) * value_head
+    output += batch * output_batch + head * output_head
+    grad += batch * grad_batch + head * grad_head
+    query_tile = _load(query, numbers, query_row, queries, 0, D, SIZE)
     of_output = _load(grad, numbers, grad_row, queries, 0, D, SIZE)
     means = tl.sum(of_output.to(tl.float32) * _load(output, numbers, output_row, queries, 0, D, SIZE), 1)
-    own_e, of_output_e = own, of_output
+    query_tile_e, of_output_e = query_tile, of_output
     sums = tl.zeros([M, D], dtype=tl.float32)
     sums_e = sums
     if E > 0:
-        own_e = _load(query, numbers, query_row, queries, D, E, SIZE)
+        query_tile_e = _load(query, numbers, query_row, queries, D, E, SIZE)
         of_output_e = _load(grad, numbers, grad_row, queries, D, E, SIZE)
         means += tl.sum(of_output_e.to(tl.float32) * _load(output, numbers, output_row, queries, D, E, SIZE), 1)
         sums_e = tl.zeros([M, E], dtype=tl.float32)
-    of_pair = pair.to(tl.int64) * queries + numbers
+    of_pair = pair * queries + numbers
     tl.store(mean + of_pair, means, mask=numbers < queries)
     log_sums = tl.load(log_sum + of_pair, mask=numbers < queries, other=0.0) / LOG_2
-    places, begins, low, high = query_at + numbers, numbers, numbers, numbers
-    if BOUNDED:
-        begins = tl.load(oldest + batch * reach_batch + places, mask=numbers < queries, other=0)
-    if DROPS:
-        low, high = _keys(rows + pair.to(tl.int64) * queries, numbers, queries, place_low, place_high)
+    places = query_at + numbers
+    begins, low, high = _of_queries(
+        oldest, rows, batch, pair, numbers, queries, reach_batch, query_at, place_low, place_high, BOUNDED, DROPS
+    )
     edges = _seen_keys(oldest, batch, reach_batch, first, last, query_at, key_at, keys, BOUNDED, N)
     for part in tl.static_range(3):
         sums, sums_e = _gradients_of_queries(
-            sums, sums_e, own, own_e, of_output, of_output_e, key, value, key_row, value_row, edges[part],
+            sums, sums_e, query_tile, query_tile_e, of_output, of_output_e, key, value, key_row, value_row, edges[part],
             edges[part + 1], keys, places, begins, key_at, scale, low, high, bound, rescale, log_sums, means,
             part != 1, BOUNDED, DROPS, SIZE, D, E, N,
         )  # fmt: skip
-    of_query += batch * of_batch + head.to(tl.int64) * of_head
+    of_query += batch * of_batch + head * of_head
     _store(of_query, numbers, of_row, queries, sums * (scale * LOG_2), 0, D, SIZE)
     if E > 0:
         _store(of_query, numbers, of_row, queries, sums_e * (scale * LOG_2), D, E, SIZE)
@@ -286,9 +307,9 @@ def _gradients_of_keys(
         left = shares
         if DROPS:
             low, high = _keys(rows, numbers, queries, place_low, place_high)
-            kept = _is_kept(low[None, :], high[None, :], places[:, None], bound)
-            left = tl.where(kept, shares, 0.0)
-            of_shares = tl.where(kept, of_shares * rescale, 0.0)
+            keep_mask = _is_kept(low[None, :], high[None, :], places[:, None], bound)
+            left = tl.where(keep_mask, shares, 0.0)
+            of_shares = tl.where(keep_mask, of_shares * rescale, 0.0)
         left = left.to(part.dtype)
         of_scores = (shares * (of_shares - means[None, :])).to(part.dtype)
         of_value = tl.dot(left, of_output, of_value)
@@ -319,15 +340,15 @@ def key_gradients(
     numbers = first + tl.arange(0, N)
     key += batch * key_batch + of_group * key_head
     value += batch * value_batch + of_group * value_head
-    own = _load(key, numbers, key_row, keys, 0, D, SIZE)
-    own_value = _load(value, numbers, value_row, keys, 0, D, SIZE)
-    own_e, own_value_e = own, own_value
-    of_own, of_own_value = tl.zeros([N, D], dtype=tl.float32), tl.zeros([N, D], dtype=tl.float32)
-    of_own_e, of_own_value_e = of_own, of_own_value
+    key_tile = _load(key, numbers, key_row, keys, 0, D, SIZE)
+    value_tile = _load(value, numbers, value_row, keys, 0, D, SIZE)
+    key_tile_e, value_tile_e = key_tile, value_tile
+    key_sums, value_sums = tl.zeros([N, D], dtype=tl.float32), tl.zeros([N, D], dtype=tl.float32)
+    key_sums_e, value_sums_e = key_sums, value_sums
     if E > 0:
-        own_e = _load(key, numbers, key_row, keys, D, E, SIZE)
-        own_value_e = _load(value, numbers, value_row, keys, D, E, SIZE)
-        of_own_e, of_own_value_e = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
+        key_tile_e = _load(key, numbers, key_row, keys, D, E, SIZE)
+        value_tile_e = _load(value, numbers, value_row, keys, D, E, SIZE)
+        key_sums_e, value_sums_e = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
     places, ends = key_at + numbers, numbers
     begin = tl.maximum(key_at + first - query_at, 0) // M * M
     end, whole_end = queries, queries
@@ -342,16 +363,16 @@ def key_gradients(
         of_grad = grad + batch * grad_batch + head * grad_head
         of_head = (batch * heads + head) * queries
         for part in tl.static_range(3):
-            of_own, of_own_e, of_own_value, of_own_value_e = _gradients_of_keys(
-                of_own, of_own_e, of_own_value, of_own_value_e, own, own_e, own_value, own_value_e,
+            key_sums, key_sums_e, value_sums, value_sums_e = _gradients_of_keys(
+                key_sums, key_sums_e, value_sums, value_sums_e, key_tile, key_tile_e, value_tile, value_tile_e,
                 of_query, of_grad, query_row, grad_row, edges[part], edges[part + 1], queries, places, ends, query_at,
                 scale, rows + of_head, place_low, place_high, bound, rescale, log_sum + of_head, mean + of_head,
                 part != 1, BOUNDED, DROPS, SIZE, D, E, M,
             )  # fmt: skip
     of_key += batch * of_key_batch + of_group * of_key_head
     of_value += batch * of_value_batch + of_group * of_value_head
-    _store(of_key, numbers, of_key_row, keys, of_own * (scale * LOG_2), 0, D, SIZE)
-    _store(of_value, numbers, of_value_row, keys, of_own_value * rescale, 0, D, SIZE)
+    _store(of_key, numbers, of_key_row, keys, key_sums * (scale * LOG_2), 0, D, SIZE)
+    _store(of_value, numbers, of_value_row, keys, value_sums * rescale, 0, D, SIZE)
     if E > 0:
-        _store(of_key, numbers, of_key_row, keys, of_own_e * (scale * LOG_2), D, E, SIZE)
-        _store(of_value, numbers, of_value_row, keys, of_own_value_e * rescale, D, E, SIZE)
+        _store(of_key, numbers, of_key_row, keys, key_sums_e * (scale * LOG_2), D, E, SIZE)
+        _store(of_value, numbers, of_value_row, keys, value_sums_e * rescale, D, E, SIZE)

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 from typing import Literal, NamedTuple, cast
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.planning.pipeline_time import Pipeline
-from pangu.planning.workload import Axis, Collective, ModuleWork, StepWork, Workload
+from pangu.planning.workload import Axis, Collective, ModuleWork, StepWork, Working, Workload
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
 
@@ -298,7 +299,7 @@ def sent_to_host(layer: ModuleWork) -> ModuleWork:
         forward=replace(layer.forward, host_bytes=layer.forward.host_bytes + saved),
         backward_input=replace(layer.backward_input, host_bytes=layer.backward_input.host_bytes + saved),
         saved_bytes=0.0,
-        working=tuple(most + saved * (part != 2) for part, most in enumerate(layer.working)),
+        working=Working(*map(add, layer.working, (saved, saved, 0.0, saved))),
     )
 
 

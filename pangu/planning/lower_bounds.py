@@ -15,7 +15,7 @@ from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.module_work import Piece
 from pangu.planning.passing import Chunk, Module
 from pangu.planning.pipeline_time import Pipeline
-from pangu.planning.workload import Axis, Collective, ModuleWork
+from pangu.planning.workload import Axis, Collective, ModuleWork, Working
 
 if TYPE_CHECKING:
     from pangu.planning.search import Space
@@ -36,8 +36,8 @@ class Pieces(NamedTuple):
     saved: float
     """Bytes, this and the following ones as in `ModuleWork`."""
     deferred: float
-    working: tuple[float, float, float]
-    """Of each `Held.part`: at least."""
+    working: Working
+    """At least: of a backward and its part for the input the smaller one, whichever a schedule computes."""
     parameters: float
     experts: float
 
@@ -158,9 +158,9 @@ class Bounds:
         numbers, experts = self._least(plan)
         words = program.shape.embedding / plan.tensor
         # what passes while all activations are saved
-        working = tuple(map(min, layer.working, dense.working))
+        working = Working(*map(min, layer.working, dense.working))
         numbers_of_each = min(layer.parameters, dense.parameters), min(layer.experts, dense.experts)
-        each = Module(*numbers_of_each, math.inf, working=(*working, working[1]))
+        each = Module(*numbers_of_each, math.inf, working=working)
         shared = plan.pipeline > 1 and program.shape.tied
         embedding = Module(0.0 if shared else words)
         chunk = Chunk(min(plan.layers) * (each,), embedding, words=words if shared else None)
@@ -235,6 +235,7 @@ def _pieces(module: ModuleWork, head: float, groups: Mapping[Axis, Group], clust
     forward, back, weight = map(sum, module_time(module, groups, cluster))
     whole = forward + back + weight
     copies = sum(map(sum, module_time(sent_to_host(module), groups, cluster))) - whole
-    in_forward, of_input, of_weights, of_both = module.working
-    held = (module.saved_bytes, module.deferred_bytes, (in_forward, min(of_input, of_both), of_weights))
+    smaller = min(module.working.backward_input, module.working.backward)
+    working = module.working._replace(backward_input=smaller, backward=smaller)
+    held = (module.saved_bytes, module.deferred_bytes, working)
     return Pieces(whole, forward, back, weight, head, copies, *held, module.parameters, module.experts)

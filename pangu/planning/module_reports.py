@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import add, sub
 from typing import Any, cast
 
-from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work, not_kept
+from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work, Working, not_kept
 
 Report = Mapping[str, Any]
 """What matters here of `RankReport`: `phases` and `update`."""
@@ -38,7 +38,7 @@ def modules_of(second: Report, first: Report) -> Modules:
     ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
     # counted while the layer behind it kept nothing yet, or no longer
     less = not_kept(layer.saved_bytes, layer.deferred_bytes)
-    ends["embedding"] = replace(ends["embedding"], working=tuple(map(add, ends["embedding"].working, less)))
+    ends["embedding"] = replace(ends["embedding"], working=Working(*map(add, ends["embedding"].working, less)))
     return {"layer": layer, **ends}
 
 
@@ -48,13 +48,11 @@ def without_neighbours(modules: Modules, layer: ModuleWork) -> Modules:
     less = {kind: not_kept(module.saved_bytes, module.deferred_bytes) for kind, module in modules.items()}
     beside = {kind: tuple(map(sub, layer.working, less[kind])) for kind in ("head", "inner")}
     beside["embedding"] = tuple(map(add, layer.working, not_kept(layer.saved_bytes, layer.deferred_bytes)))
-    own = {
-        kind: tuple(
-            most if most > least + _GRAIN else 0.0 for most, least in zip(modules[kind].working, of_layer, strict=True)
-        )
-        for kind, of_layer in beside.items()
-    }
-    return modules | {kind: replace(modules[kind], working=working) for kind, working in own.items()}
+    for kind, of_layer in beside.items():
+        pairs = zip(modules[kind].working, of_layer, strict=True)
+        working = Working(*(most if most > least + _GRAIN else 0.0 for most, least in pairs))
+        modules = modules | {kind: replace(modules[kind], working=working)}
+    return modules
 
 
 def recomputed(second: Report, plain: ModuleWork) -> ModuleWork:
@@ -107,7 +105,9 @@ def _module(phases: Mapping[str, Any]) -> ModuleWork:
         _work(weight),
         saved_bytes=saved,
         deferred_bytes=saved + back["end"] - back["start"],
-        working=(forward["peak"] - forward["end"], *(one["peak"] - one["start"] for one in (back, weight, both))),
+        working=Working(
+            forward["peak"] - forward["end"], *(one["peak"] - one["start"] for one in (back, weight, both))
+        ),
     )
 
 

@@ -193,8 +193,7 @@ class ModuleCounts:
         assert isinstance(chunk, int)
         columns = -(-self.config.model.vocab // piece.tensor)
         more = (chunk - _even_chunk(self.config, piece)) * columns * BYTES[self.config.precision.compute]
-        forward, *back = head.working
-        return replace(head, working=(forward + more, *back))
+        return replace(head, working=head.working._replace(forward=head.working.forward + more))
 
     def _counted_for(self, piece: Piece) -> Piece:
         return piece if self.exact else piece.counted

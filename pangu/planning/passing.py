@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from pangu.planning.workload import working_beside
+from pangu.planning.workload import NOTHING, Working, working_beside
 from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
 
 
@@ -21,7 +21,7 @@ class Module(NamedTuple):
     saved_bytes: float = 0.0
     """This and the next ones as in `ModuleWork`."""
     deferred_bytes: float = 0.0
-    working: tuple[float, ...] = (0.0,) * 4
+    working: Working = NOTHING
 
 
 class Chunk(NamedTuple):

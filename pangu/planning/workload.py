@@ -74,6 +74,20 @@ class Work:
     """Times that the host waits for a value of the device."""
 
 
+class Working(NamedTuple):
+    """Most bytes that a module needs while it is computed and no longer."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    """This and the one before where a schedule computes the gradients of weights apart."""
+    backward: float = 0.0
+    """Of both at once."""
+
+
+NOTHING = Working()
+
+
 @dataclass(frozen=True)
 class ModuleWork:
     """A module of the model (embedding, layer, head) on one rank."""
@@ -87,9 +101,8 @@ class ModuleWork:
     """Activations that are kept from forward to backward for one micro-batch."""
     deferred_bytes: float = 0.0
     """Kept from the gradient of the input to those of the weights, where these are computed apart."""
-    working: tuple[float, ...] = (0.0,) * 4
-    """Most bytes that are there besides in forward, in backward's part for the input, in that for the weights, and in a
-    backward of both at once: of the embedding, the head and `inner` 0 where a layer next to them takes more."""
+    working: Working = NOTHING
+    """What is there besides: of the embedding, the head and `inner` 0 where a layer next to them takes more."""
     parameters: float = 0.0
     """Numbers that this rank holds of its weights before any sharding over replicas."""
     experts: float = 0.0
@@ -113,13 +126,13 @@ class Keeps(Protocol):
     def deferred_bytes(self) -> float: ...
 
     @property
-    def working(self) -> tuple[float, ...]: ...
+    def working(self) -> Working: ...
 
 
-def not_kept(saved: float, deferred: float) -> tuple[float, ...]:
-    """What modules that keep so much do not keep while one before them works, of each number of `working`: in forward
-    they have not begun, and of their backward is left what the gradients of weights need that are still to come."""
-    return saved, saved - deferred, deferred, saved
+def not_kept(saved: float, deferred: float) -> Working:
+    """What modules that keep so much do not keep while one before them works: in forward they have not begun, and of
+    their backward is left what the gradients of weights need that are still to come."""
+    return Working(saved, saved - deferred, deferred, saved)
 
 
 def working_beside(modules: Sequence[Keeps], splits_backward: bool) -> list[tuple[float, ...]]:
@@ -127,10 +140,10 @@ def working_beside(modules: Sequence[Keeps], splits_backward: bool) -> list[tupl
     of a micro-batch: in forward, in backward's part for the input and in that for the weights, or in forward and in
     backward."""
     saved = deferred = 0.0
-    beside = []
+    beside: list[tuple[float, ...]] = []
     for module in reversed(modules):
-        most = tuple(map(sub, module.working, not_kept(saved, deferred)))
-        beside.append(most[:3] if splits_backward else (most[0], most[-1]))
+        most = Working(*map(sub, module.working, not_kept(saved, deferred)))
+        beside.append(most[:3] if splits_backward else (most.forward, most.backward))
         saved, deferred = saved + module.saved_bytes, deferred + module.deferred_bytes
     return beside[::-1]
 

@@ -217,8 +217,8 @@ def _previous(model: ModelConfig, recorded: object, preferred: str) -> Mapping[s
     kernel, is_free = previous.get("attention"), model.attention == "auto" and model.attention_dropout > 0
     if not is_free or kernel not in ABILITIES or ABILITIES[kernel].hashed or not ABILITIES[preferred].hashed:
         return previous
-    told = "the checkpoint's, %r, drops other probabilities in every layout; model.attention=%s goes on with it"
-    log.info(f"%-12s {told}", "attention", kernel, kernel)
+    message = "the checkpoint's, %r, drops other probabilities in every layout; model.attention=%s goes on with it"
+    log.info(f"%-12s {message}", "attention", kernel, kernel)
     return {key: value for key, value in previous.items() if key != "attention"}
 
 

@@ -343,10 +343,10 @@ def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypa
     monkeypatch.setattr(gpu_kernels, "can_run", lambda kernel, device: flash and device.type == "cuda")
     monkeypatch.setitem(sys.modules, "flash_attn", FakeFlashAttn("flash_attn") if flash else None)
     lists = (["flash_attn"], ["flash"], ["cudnn"], ["triton"], ["flex"]) if flash else ([],) * 5
-    package, flash_alone, cudnn, own, flex = lists
+    package, flash_alone, cudnn, triton, flex = lists
     large = {"hidden": 64, "heads": 2}
     for model, documents in ((variant(**large), True), (variant(**large, window=5), False)):
-        kernels = [*flash_alone, *own, "sdpa", *flex, *cudnn, *package, "reference"]
+        kernels = [*flash_alone, *triton, "sdpa", *flex, *cudnn, *package, "reference"]
         assert attention_kernels(model, "bf16", CUDA, documents) == kernels
         assert attention_kernels(model, "bf16", CPU, documents) == ["sdpa", "reference"]
         assert attention_kernels(model, "fp32", CUDA, documents) == ["sdpa", *flex, "reference"]
@@ -356,7 +356,15 @@ def test_documents_and_windows_do_not_cost_flash_attention(flash: bool, monkeypa
     assert attention_kernels(blocks, "bf16", CUDA) == ["sdpa", *flex, *cudnn, "reference"]
     assert attention_kernels(blocks, "bf16", CPU) == ["sdpa", "reference"]
     plain = variant(**large)
-    assert attention_kernels(plain, "bf16", CUDA) == ["sdpa", *flash_alone, *cudnn, *flex, *own, *package, "reference"]
+    assert attention_kernels(plain, "bf16", CUDA) == [
+        "sdpa",
+        *flash_alone,
+        *cudnn,
+        *flex,
+        *triton,
+        *package,
+        "reference",
+    ]
     assert attention_kernels(plain, "fp32", CUDA) == ["sdpa", *flex, "reference"]
 
 

@@ -17,6 +17,9 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+"""What this version of transformers calls the keys and values so far."""
+
 
 class PanguConfig(PretrainedConfig):
     """The architecture; `num_layers` counts the query layer.
@@ -243,8 +246,7 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: where a text is longer than the model's window, and of two caches.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
-            known = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
-            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {known}")
+            raise ValueError(f"cache and past_key_values are two caches; this version of transformers takes {CACHE}")
         checkpoints = self.training and self.transformer.gradient_checkpointing
         cache = past_key_values if cache is None else cache
         if checkpoints:
@@ -272,5 +274,4 @@ class PanguForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        name = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{name: cache})
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
