@@ -49,6 +49,15 @@ class Masks(NamedTuple):
     probability: float
 
 
+def keys_of_heads(rows: Tensor, like: Tensor, first: int) -> Tensor:
+    """int64 [batch, heads, sequence], of row keys [sequence, batch] and the heads from number `first` on; `like`:
+    [1, heads]."""
+    from pangu.layers.dropout_masks import row_keys
+
+    # -1 is no sample; contiguous once, where every layer's kernel would make it so
+    return (rows.t()[:, None] ^ row_keys(like, -1, first)).contiguous()
+
+
 class Dropout:
     """Zeroes each element with `probability` and scales the others by 1 / (1 - probability) (Srivastava et al. 2014).
     A rank with a shard of a tensor has its part of the mask of the whole."""
@@ -81,14 +90,10 @@ class Dropout:
     def rows_of(self, x: Tensor, keys: DropoutKeys) -> Tensor:
         """int64 [batch, heads / ranks, queries], row keys of probabilities [batch, heads / ranks, queries, keys] or of
         queries [batch, heads / ranks, queries, head size]."""
-        from pangu.layers.dropout_masks import row_keys
-
         assert keys.rows is not None
         heads = self.region.rank * x.shape[1], x.shape[1]
         if heads not in keys.of_heads:
-            # -1 is no sample
-            of_heads = keys.rows.t()[:, None] ^ row_keys(x.detach()[:1, :, 0, 0], -1, heads[0])
-            keys.of_heads[heads] = of_heads.contiguous()  # once, where every layer's kernel would do it
+            keys.of_heads[heads] = keys_of_heads(keys.rows, x.detach()[:1, :, 0, 0], heads[0])
         return keys.of_heads[heads]
 
     def masks(self, query: Tensor, keys: DropoutKeys | None) -> Masks | None:

@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from pangu.layers.dropout import Dropout, DropoutKeys, Masks
-from pangu.layers.dropout_masks import drop, row_keys
+from pangu.layers.dropout import Dropout, DropoutKeys, Masks, keys_of_heads
+from pangu.layers.dropout_masks import drop
 from pangu.layers.linear import ParallelLinear, RowParallelLinear
 from pangu.layers.recompute import SavedTensors, checkpointed
 from pangu.layers.tensor_parallel_matmul import ColumnBackward, RowBackward, Use
@@ -139,7 +139,7 @@ class TensorKeys(DropoutKeys):
         """What all layers share in a micro-batch; `num_heads`: those of all ranks."""
         assert keys.rows is not None
         like = keys.rows[:1, :1].expand(1, num_heads // region.size)
-        heads = (keys.rows.t()[:, None] ^ row_keys(like, -1, region.rank * like.shape[1])).contiguous()
+        heads = keys_of_heads(keys.rows, like, region.rank * like.shape[1])
         rows = keys.rows.chunk(region.size)[region.rank] if region.slices_sequence else keys.rows
         return cls(keys.seed, keys.step, keys.samples, rows, heads)
 

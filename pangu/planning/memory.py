@@ -83,6 +83,7 @@ class _Chunk(NamedTuple):
     def of(cls, modules: Sequence[ModuleWork], splits_backward: bool) -> _Chunk:
         saved = sum(module.saved_bytes for module in modules)
         deferred = sum(module.deferred_bytes for module in modules)
+        # a chunk of a published layout may have no module
         parts = zip((0.0,) * 3, *working_beside(modules, splits_backward), strict=False)
         return cls(saved, deferred, tuple(map(max, parts)))
 

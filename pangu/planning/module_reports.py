@@ -36,18 +36,22 @@ def modules_of(second: Report, first: Report) -> Modules:
     alone, layer = inner(second)
     chunks = {"embedding": _module(first["phases"]["0"]), "inner": alone, "head": _module(first["phases"]["3"])}
     ends = {kind: _less(chunk, layer) for kind, chunk in chunks.items()}
-    # counted while the layer behind it kept nothing yet, or no longer
-    less = not_kept(layer.saved_bytes, layer.deferred_bytes)
-    ends["embedding"] = replace(ends["embedding"], working=Working(*map(add, ends["embedding"].working, less)))
+    embedding = ends["embedding"]
+    ends["embedding"] = replace(embedding, working=_before(layer, embedding.working))
     return {"layer": layer, **ends}
+
+
+def _before(layer: ModuleWork, working: Working) -> Working:
+    """Of a module that was counted with a layer behind it, which kept nothing yet, or no longer."""
+    return Working(*map(add, working, not_kept(layer.saved_bytes, layer.deferred_bytes)))
 
 
 def without_neighbours(modules: Modules, layer: ModuleWork) -> Modules:
     """The modules, of which embedding, head and `inner` work with nothing where the layer that each was counted with
     takes more: what a chunk holds while that layer computes is the layer's."""
     less = {kind: not_kept(module.saved_bytes, module.deferred_bytes) for kind, module in modules.items()}
-    beside = {kind: tuple(map(sub, layer.working, less[kind])) for kind in ("head", "inner")}
-    beside["embedding"] = tuple(map(add, layer.working, not_kept(layer.saved_bytes, layer.deferred_bytes)))
+    beside = {kind: Working(*map(sub, layer.working, less[kind])) for kind in ("head", "inner")}
+    beside["embedding"] = _before(layer, layer.working)
     for kind, of_layer in beside.items():
         pairs = zip(modules[kind].working, of_layer, strict=True)
         working = Working(*(most if most > least + _GRAIN else 0.0 for most, least in pairs))

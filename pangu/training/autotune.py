@@ -82,8 +82,9 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     device_kinds = ", ".join(sorted(set(processors)))
     collectives = _collectives(config, mesh) if mesh.groups else []
     gathers, scatters = ([one for one in collectives if one.kind == kind] for kind in ("gather", "scatter"))
+    every = _common(kernels_of_ranks, "")
     candidates = {
-        "attention": _affordable(config.model, _common(kernels_of_ranks, "")),
+        "attention": _affordable(config.model, every),
         "products": _common(precisions_of_ranks, ""),
         "gather": _common([gather.algorithms for gather in gathers], mesh.algorithms.gather),
         "scatter": _common([scatter.algorithms for scatter in scatters], mesh.algorithms.scatter),
@@ -95,18 +96,16 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     recalled = _recall(candidates, previous, device_kinds, compute)
     seconds = {
         "products": _time_matmuls(config, mesh, candidates["products"], timer),
-        "attention": _time_attention(config, mesh, candidates["attention"], candidates["products"], timer),
         "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
         "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
     }
     for times in seconds.values():  # the slowest rank decides
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
-    if all(map(math.isinf, seconds["attention"].values())):  # the last one needs no compiler
-        last = _common(kernels_of_ranks, "")[-1]
-        seconds["attention"] = {(last, precision): 0.0 for precision in candidates["products"]}
+    seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
     attention, _ = fastest(both)
+    recalled = [key for key in recalled if key != "attention" or attention == previous[key]]
     products = fastest({p: time for (kernel, p), time in both.items() if kernel == attention}, MATMUL_TIE)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
@@ -247,6 +246,21 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
 
 
 def _time_attention(
+    config: RunConfig, mesh: Mesh, candidates: Mapping[str, list[str]], every: list[str], timer: Timer
+) -> dict[Any, float]:
+    """As `_time_kernels`, on the slowest rank, of the candidates, or if all ranks can run none of them, of others of
+    `every`, whose last one needs no compiler."""
+    times: dict[Any, float] = {}
+    others = [kernel for kernel in _affordable(config.model, every) if kernel not in candidates["attention"]]
+    for kernels in filter(None, (candidates["attention"], others, every[-1:])):
+        times = _time_kernels(config, mesh, kernels, candidates["products"], timer)
+        times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
+        if min(times.values()) < math.inf:
+            break
+    return times
+
+
+def _time_kernels(
     config: RunConfig, mesh: Mesh, kernels: Sequence[str], precisions: Sequence[str], timer: Timer
 ) -> dict[Any, float]:
     """Seconds of the attention of a micro-batch, by kernel and precision; 0 where there is no choice, infinite where a

@@ -72,6 +72,8 @@ PLANNED = (
     "memory.recompute=1",
     "batch.global_size=24 batch.micro_size=3 model.sequence=1024 model.vocab=16384 model.kind=gpt parallel.data=2 "
     "parallel.zero=3",
+    "batch.global_size=8 batch.micro_size=2 model.sequence=1024 model.vocab=1024 model.kind=gpt precision=fp32 "
+    "parallel.pipeline=4 loss.chunk=300 memory.offload=[activations]",
 )
 NAMES = {"gather": "shard", "replicas": "data", "expert_gather": "expert_shard", "expert_replicas": "expert_data"}
 """Axis of a process group -> what the cost model calls it, if other."""

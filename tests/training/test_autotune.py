@@ -186,6 +186,33 @@ def test_a_kernel_that_drops_others_in_every_layout_is_not_gone_on_with(
     assert not any("cannot be had" in line for line in said)
 
 
+def test_a_recorded_kernel_that_can_be_compiled_no_longer_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are timed; nothing is said to be kept."""
+
+    def trial(kernel: str, *_: object) -> Callable[[], object]:
+        if kernel == "flex":
+            raise LocalError("no compiler")
+        return lambda: None
+
+    given, timer = tiny("model.attention_dropout=0.1"), table({"triton": 2.0, "reference": 3.0, "flex": 1.0})
+    monkeypatch.setattr(autotune, "matmul_precisions", lambda *_: ["highest"])
+    monkeypatch.setattr(autotune, "kernels_of", lambda *_: ["triton", "flex", "reference"])
+    monkeypatch.setattr(autotune, "attention_trial", lambda *_: lambda: None)
+    recorded = choose(given, ONE, timer=timer)
+    assert recorded.attention == "flex"
+    monkeypatch.setattr(autotune, "attention_trial", trial)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "pangu"):
+        found = choose(given, ONE, asdict(recorded), timer)
+    assert found.attention == "triton"
+    assert set(found.milliseconds["attention"]) == {"triton", "reference"}
+    lines = [line for line in caplog.messages if line.startswith("attention    ")]
+    assert lines[0] == "attention    flex cannot run here: no compiler"
+    assert "kept from the checkpoint" not in lines[1]
+
+
 @pytest.mark.parametrize("kernels", [["triton", "reference"], ["triton", "flex", "reference"]], ids=str)
 def test_where_no_kernel_can_be_compiled_the_scores_are_computed(
     kernels: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
