@@ -35,8 +35,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from benchmarks.models import micro_batches, pangu_trainer
 from benchmarks.side_by_side import SHAPE, fresh, machine, samples
+from benchmarks.trainer import micro_batches, pangu_trainer
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig

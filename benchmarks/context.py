@@ -15,14 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_context
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.models import PlainGPT, loop, loss_of, pangu_step, plain_on_one
+from benchmarks.models import PlainGPT, loop, loss_of, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
 
 PROCESSES = 2
 PEERS = ("plain", "pangu_gather", "pangu_ring", "pangu_ulysses", "torch_ring")
+
+
+def _torch_context() -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -42,7 +47,7 @@ class RingAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, log_sum = torch_context._templated_ring_attention(
+        out, log_sum = _torch_context()._templated_ring_attention(
             dist.group.WORLD, 2, _forward, query, key, value, is_causal=True
         )
         ctx.save_for_backward(query, key, value, out, log_sum)
@@ -50,7 +55,7 @@ class RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return torch_context._templated_ring_attention_backward(
+        return _torch_context()._templated_ring_attention_backward(
             dist.group.WORLD, 2, _backward, grads[0].contiguous(), "grad_out", *ctx.saved_tensors, is_causal=True
         )
 
@@ -83,6 +88,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
     if peer == "torch_ring":
         model = RingGPT(vocab)
         return loop(model, DistributedDataParallel(model), precision, micro)
+    from benchmarks.trainer import pangu_step
+
     kind = peer.removeprefix("pangu_")
     return pangu_step(precision, vocab, micro, f"parallel.context={PROCESSES}", f"parallel.context_kind={kind}")
 

@@ -39,7 +39,7 @@ MICRO = 2
 
 def values_of(preset: str, *words: str) -> dict[str, Any]:
     """A preset's configuration on one replica and stage, as plain dictionaries."""
-    from benchmarks.models import composed
+    from benchmarks.trainer import composed
 
     rows = ROWS[preset]
     fixed = [f"+config={preset}", "data=synthetic", f"batch.global_size={MICRO * rows}", f"batch.micro_size={rows}"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import PlainBlock, PlainGPT, loop, pangu_step
+from benchmarks.models import PlainBlock, PlainGPT, loop
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 from benchmarks.tensor_parallel import megatron_config
 
@@ -133,6 +133,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
     """The step function of a peer."""
     torch.manual_seed(0)
     if peer == "pangu":
+        from benchmarks.trainer import pangu_step
+
         return pangu_step(precision, vocab, micro, *PANGU)
     implementation = {"transformers": "eager", "transformers_grouped": "grouped_mm"}
     kinds: dict[str, Any] = {name: partial(mixtral_experts, implementation=how) for name, how in implementation.items()}

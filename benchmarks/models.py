@@ -1,32 +1,17 @@
-"""The plain GPT that everything is compared with, the loop around it, and our trainer on the same work."""
+"""The plain GPT that everything is compared with, and the loop around it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from benchmarks.side_by_side import SHAPE, Step
-from pangu.config.build import build
-from pangu.config.data import PackingConfig
-from pangu.config.layout_checks import data_size
-from pangu.config.schema import RunConfig
-from pangu.data.batch import Batch, make_batch
-from pangu.topology.launch import choose_memory_settings
-from pangu.topology.layout import Layout
-from pangu.topology.mesh import Mesh
-from pangu.training.autotune import choose
-from pangu.training.step import Trainer
 
 
 class PlainBlock(nn.Module):
@@ -78,12 +63,21 @@ class PlainGPT(nn.Module):
         return loss_of(self.head(self.norm(x)), labels)
 
 
+def is_cut(x: Tensor) -> bool:
+    """Whether it is a DTensor, of which only the peers that make them know."""
+    return hasattr(x, "full_tensor")
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor, or what a DTensor is a part of."""
+    return x.full_tensor() if is_cut(x) else x  # type: ignore[attr-defined, no-any-return]
+
+
 def clip(groups: Sequence[Sequence[Tensor]]) -> None:
     """Clip the global norm of all groups of parameters to 1."""
-    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
     for group in groups:
-        nn.utils.clip_grads_with_norm_(group, 1.0, torch.stack(whole).norm())
+        nn.utils.clip_grads_with_norm_(group, 1.0, torch.stack(norms).norm())
 
 
 def loop(
@@ -105,7 +99,7 @@ def loop(
         optimizer: None: fused AdamW.
     """
     # torch's fused and foreach kernels cannot mix cut (DTensor) and whole parameters
-    groups = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (False, True)]
+    groups = [[p for p in model.parameters() if is_cut(p) == cut] for cut in (False, True)]
     groups = [group for group in groups if group]
     optimizer = optimizer or torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
 
@@ -117,8 +111,7 @@ def loop(
                 with torch.autocast(batch.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     value = loss(part[:, :-1], part[:, 1:]) / len(parts)
                 value.backward()
-            value = value.detach()
-            total += value.full_tensor() if isinstance(value, DTensor) else value
+            total += whole(value.detach())
         clip(groups)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -147,52 +140,3 @@ def plain_on_one(precision: str, vocab: int, micro: int) -> Step:
 def _nothing_until_the_barrier() -> float:
     dist.barrier()
     return math.nan
-
-
-def composed(*words: str) -> dict[str, Any]:
-    """What pretrain.py would run from, given these overrides."""
-    from pangu.training.command import compose
-
-    return compose(Path(__file__).resolve().parent.parent / "configs", words)
-
-
-def pangu_trainer(precision: str, vocab: int, *overrides: str) -> Trainer:
-    """Our trainer, on all processes of the default group; `overrides` are configuration keys."""
-    choose_memory_settings()
-    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
-    fixed = ["model=gpt2_124m", "data=synthetic", "model.dropout=0", "model.attention_dropout=0"]
-    words = (*fixed, *shape, f"model.vocab={vocab}", f"precision={precision}", *overrides)
-    # the others have no configuration to read: Hydra does it in a process of its own
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        config = build(RunConfig, pool.submit(composed, *words).result())
-    device = torch.device("cpu")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = Mesh.connect(Layout.of(config.parallel, data_size(config, world)), device)
-    return Trainer(config, mesh, choices=choose(config, mesh))
-
-
-def micro_batches(batch: Tensor, micro: int) -> list[Batch]:
-    """int64 [sequences, sequence + 1] in parts of `micro` sequences, as our trainer takes them."""
-    packing = PackingConfig(None, None, False, False)
-    return [make_batch(part.numpy(), range(len(part)), packing) for part in batch.split(micro)]
-
-
-def pangu_step(precision: str, vocab: int, micro: int, *overrides: str) -> Step:
-    """A step of our trainer, which is built at the first one, when the batch is known; arguments as for
-    `pangu_trainer`."""
-    trainer: Trainer | None = None
-    products = ""
-
-    def step(batch: Tensor) -> float:
-        nonlocal trainer, products
-        if trainer is None:
-            sizes = (f"batch.micro_size={micro}", f"batch.global_size={len(batch)}")
-            trainer = pangu_trainer(precision, vocab, *sizes, *overrides)
-            assert trainer.choices is not None
-            products = trainer.choices["products"]
-        torch.set_float32_matmul_precision(products)
-        loss = trainer.train_step(micro_batches(batch, micro)).loss
-        torch.set_float32_matmul_precision("highest")  # what the others run with
-        return loss
-
-    return step

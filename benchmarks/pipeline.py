@@ -9,34 +9,24 @@ many threads as all processes have together, while the others wait.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from benchmarks import with_deepspeed
-from benchmarks.models import PlainGPT, loss_of, pangu_step, plain_on_one
+from benchmarks.models import PlainGPT, loss_of, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
 
 PROCESSES = 2
 MICRO_BATCHES = 8
 ONCE, LOOPED, IN_A_V = (4, 2), (2, 1, 2, 1), (1, 2, 2, 1)
 """Layers of each chunk. The head takes as long as 1.3 layers, so each process has 3 or 4 layers' worth."""
-TORCH: dict[str, tuple[type[Any], tuple[int, ...]]] = {
-    "torch_gpipe": (ScheduleGPipe, ONCE),
-    "torch_1f1b": (Schedule1F1B, ONCE),
-    "torch_interleaved": (ScheduleInterleaved1F1B, LOOPED),
-    "torch_zero_bubble": (ScheduleInterleavedZeroBubble, LOOPED),
-    "torch_zb_v": (ScheduleZBVZeroBubble, IN_A_V),
+TORCH = {
+    "torch_gpipe": ("ScheduleGPipe", ONCE),
+    "torch_1f1b": ("Schedule1F1B", ONCE),
+    "torch_interleaved": ("ScheduleInterleaved1F1B", LOOPED),
+    "torch_zero_bubble": ("ScheduleInterleavedZeroBubble", LOOPED),
+    "torch_zb_v": ("ScheduleZBVZeroBubble", IN_A_V),
 }
 OURS = {
     "gpipe": ONCE,
@@ -72,16 +62,19 @@ class Chunk(nn.Module):
             return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
-def torch_pipeline(kind: type[Any], layers: tuple[int, ...], precision: str, vocab: int) -> Step:
+def torch_pipeline(schedule_name: str, layers: tuple[int, ...], precision: str, vocab: int) -> Step:
     """The plain model on torch's stages and schedule; the rest of the loop is that of `loop`, over two processes."""
+    from torch.distributed import pipelining
+
     rank, model = dist.get_rank(), PlainGPT(vocab)
     ends = [sum(layers[:chunk]) for chunk in range(len(layers) + 1)]
     mine = ((0, 3), (1, 2))[rank] if layers is IN_A_V else tuple(range(rank, len(layers), PROCESSES))
     chunks = [Chunk(model, ends[chunk], ends[chunk + 1], precision) for chunk in mine]
     stages = [
-        PipelineStage(chunk, number, len(layers), torch.device("cpu"))
+        pipelining.PipelineStage(chunk, number, len(layers), torch.device("cpu"))
         for number, chunk in zip(mine, chunks, strict=True)
     ]
+    kind = getattr(pipelining, schedule_name)
     schedule = kind(stages if len(layers) > PROCESSES else stages[0], MICRO_BATCHES, loss_fn=loss_of)
     first, last = 0 in mine, len(layers) - 1 in mine
     table = model.word.weight
@@ -117,6 +110,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         return torch_pipeline(*TORCH[peer], precision, vocab)
     if peer == "deepspeed":
         return with_deepspeed.pipeline(precision, vocab, micro, MICRO_BATCHES, ONCE)
+    from benchmarks.trainer import pangu_step
+
     more = ("precision.fp32_products=highest",) if peer == UNTIMED else ()
     schedule = peer.removesuffix("_highest")
     layers = OURS[schedule]

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import composed, micro_batches
 from benchmarks.side_by_side import fresh, machine
+from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import load_cluster

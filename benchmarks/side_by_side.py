@@ -1,9 +1,11 @@
 """What all benchmarks share: fresh processes, interleaved repeats, rows and the file they are written to.
 
-A row is the median over repeats of its ratio to the plain loop's step next to it (above 1: faster than plain), with the
-smallest and largest ratio and the peak resident set of fresh processes. Machines are noisy, so absolute times are kept
-for reference only. A peak says as much of how glibc reuses its heap as of what was held, unless blocks of tensors leave
-the process when they are freed: `MALLOC_MMAP_THRESHOLD_=1000000` in the environment makes them.
+A row is the median over repeats of its ratio to the plain loop's step of the same repeat (above 1: faster than plain),
+with the smallest and largest ratio and the peak resident set of fresh processes. In each repeat the peers come in
+another order: what the one before has left in caches and in the heap would always fall to the same one. Machines are
+noisy, so absolute times are kept for reference only. A process imports what its peers need, nothing else. A peak says
+as much of how glibc reuses its heap as of what was held, unless blocks of tensors leave the process when they are
+freed: `MALLOC_MMAP_THRESHOLD_=1000000` in the environment makes them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -127,11 +130,11 @@ def _interleaved(
     steps = {peer: make(peer, precision, vocab, arguments.micro) for peer in peers}
     seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in peers}
     for repeat in range(arguments.warm_up + (arguments.repeats if len(peers) > 1 else 1)):
-        for peer, step in steps.items():
+        for peer in Random(repeat).sample(peers, len(peers)):
             if dist.is_initialized():
                 dist.barrier()
             wall, processor = time.perf_counter(), time.process_time()
-            step(data)
+            steps[peer](data)
             if repeat >= arguments.warm_up:
                 seconds[peer].append((time.perf_counter() - wall, time.process_time() - processor))
     return seconds, _peak_resident_mib()

@@ -15,18 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 from torch.nn import functional as F
 
-from benchmarks.models import PlainGPT, loop, pangu_step, plain_on_one
+from benchmarks.models import PlainGPT, loop, plain_on_one
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 
 PROCESSES = 2
@@ -35,6 +26,16 @@ PEERS = ("plain", "pangu", "pangu_sp", "dtensor", "dtensor_sp", "megatron", "meg
 
 def dtensor(precision: str, vocab: int, micro: int, sequence: bool) -> Step:
     """The plain model cut by `parallelize_module`, with the vocabulary-parallel loss of `loss_parallel`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
     between = Shard(1) if sequence else Replicate()
     model = PlainGPT(vocab)
     column, row = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
@@ -200,6 +201,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
         case "megatron":
             return megatron(precision, vocab, micro, sequence)
         case _:
+            from benchmarks.trainer import pangu_step
+
             overrides = (f"parallel.tensor={PROCESSES}", f"parallel.sequence={str(sequence).lower()}")
             return pangu_step(precision, vocab, micro, *overrides)
 

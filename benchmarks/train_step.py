@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import PlainGPT, loop, loss_of, pangu_step
+from benchmarks.models import PlainGPT, loop, loss_of
 from benchmarks.side_by_side import SHAPE, Step, command_line, measure
 
-PEERS = ("plain", "pangu", "pangu_whole", "transformers", "compiled", "pangu_compiled")
+OURS = {"pangu": (), "pangu_whole": ("loss.chunk=null",), "pangu_compiled": ("compile=true",)}
+PEERS = ("plain", *OURS, "transformers", "compiled")
 
 
 class TransformersGPT2(nn.Module):
@@ -60,12 +61,10 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
             return loop(model, torch.compile(model), precision, micro)
         case "transformers":
             return transformers_gpt2(precision, vocab, micro)
-        case "pangu_whole":
-            return pangu_step(precision, vocab, micro, "loss.chunk=null")
-        case "pangu_compiled":
-            return pangu_step(precision, vocab, micro, "compile=true")
         case _:
-            return pangu_step(precision, vocab, micro)
+            from benchmarks.trainer import pangu_step
+
+            return pangu_step(precision, vocab, micro, *OURS[peer])
 
 
 if __name__ == "__main__":

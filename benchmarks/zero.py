@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import with_deepspeed
-from benchmarks.models import PlainGPT, loop, pangu_step, plain_on_one
+from benchmarks.models import PlainGPT, loop, plain_on_one
 from benchmarks.side_by_side import Step, command_line, measure
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PROCESSES = 2
 OURS = tuple(f"pangu_{stage}" for stage in range(4))
@@ -47,17 +48,23 @@ def ddp(precision: str, vocab: int, micro: int, sharded: bool) -> Step:
     model = DistributedDataParallel(PlainGPT(vocab))
     optimizer = None
     if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return loop(model, model, precision, micro, optimizer=optimizer)
 
 
 def fsdp2(precision: str, vocab: int, micro: int) -> Step:
     """`fully_sharded` on two processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     return fully_sharded(PlainGPT(vocab), precision, micro, init_device_mesh("cpu", (PROCESSES,)))
 
 
 def fully_sharded(model: PlainGPT, precision: str, micro: int, mesh: DeviceMesh) -> Step:
     """`fully_shard` of every block and of the rest, bf16 by its own policy."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -70,6 +77,8 @@ def make(peer: str, precision: str, vocab: int, micro: int) -> Step:
     torch.manual_seed(0)
     name, _, stage = peer.rpartition("_")
     if name == "pangu":
+        from benchmarks.trainer import pangu_step
+
         batch = (f"batch.micro_size={micro}", f"batch.global_size={PROCESSES * micro}")
         return replicated(lambda: pangu_step(precision, vocab, micro, f"parallel.zero={stage}", *batch))
     if name == "deepspeed":

@@ -18,6 +18,7 @@ from pangu.layers.dropout import DropoutKeys
 from pangu.layers.fp32_matmul import random
 from pangu.layers.kernels import KERNELS, QKV, MaskAndBias, kernel_named
 from pangu.layers.masks import AttentionMask
+from pangu.layers.root import Root
 from pangu.topology.placement import PlacementTable
 
 
@@ -143,6 +144,6 @@ def attention_trial(
 
     def once() -> object:
         output, _ = core(heads, compute, keys)
-        return torch.autograd.grad(output, joined, output.detach(), retain_graph=True)
+        return torch.autograd.grad(Root.apply([output.detach()], output), joined, retain_graph=True)
 
     return once

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.optim.moments import start_moments, updates_at_once
+from pangu.optim.uncompiled import AdamW
 from pangu.topology.placement import Placement
 
 
@@ -37,7 +38,7 @@ def make_optimizer(
     ]
     at_once = all(updates_at_once(tensor.device) for _, tensor in tensors)
     if isinstance(config, AdamConfig) and moments is None and at_once:
-        adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        adam = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         start_moments(adam, None)
         return adam
     from pangu.optim.lamb import Lamb
@@ -59,4 +60,4 @@ def make_optimizer(
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
-    return "torch's fused AdamW" if isinstance(optimizer, torch.optim.AdamW) else "multi-tensor operations"
+    return "torch's fused AdamW" if isinstance(optimizer, AdamW) else "multi-tensor operations"

@@ -15,12 +15,13 @@ from torch.optim.adamw import adamw
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.optim.moments import start_moments, updates_at_once
+from pangu.optim.uncompiled import Uncompiled
 
 _IN_CACHE = 2**18
 """Elements that are updated at a time on a CPU."""
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Uncompiled):
     """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
 
     r is 1 where either norm is 0, and `max_ratio` at most. A parameter group may set `weight_decay` and `adapt` (false:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pangu.config.errors import LostError
 from pangu.layers.attention import KVCache
 from pangu.layers.dropout import DropoutKeys
+from pangu.layers.root import Root
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.actions import CONTENTS, Action, Kind
 from pangu.pipeline.schedule import Schedule
@@ -60,23 +60,6 @@ M = TypeVar("M", bound=StageModel)
 
 class StageError(LostError):
     """A message between stages failed."""
-
-
-class _ChunkEnd(Function):
-    """The scalar from which backward through a chunk that sends its output begins: sent tensors are freed at once, for
-    backward needs the graph that made them, not their values."""
-
-    # forward     output -> _ChunkEnd -> root; `gradients` is empty until the next chunk's backward has sent them
-    # backward    root.backward() -> gradients -> the graph of output
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients
 
 
 @dataclass
@@ -231,7 +214,8 @@ class Runner(Generic[M]):
             root = end(states.hidden, batch)
         else:
             outputs = [tensor for tensor in states if tensor is not None]
-            root = _ChunkEnd.apply(gradients, *outputs) if training else outputs[0]
+            # `gradients` stays empty until the next chunk's backward has sent them; what is sent is freed at once
+            root = Root.apply(gradients, *outputs) if training else outputs[0]
             self._made["activation", chunk, micro] = [tensor.detach() for tensor in outputs]
         if training:
             self._live[chunk, micro] = _Live(received, root, gradients)
