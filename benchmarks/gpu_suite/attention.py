@@ -117,20 +117,20 @@ def by_hash(kernel: str, case: Case, device: torch.device) -> Attention:
 
 
 def trials(
-    case: Case, dtype: torch.dtype, device: torch.device, own: bool
+    case: Case, dtype: torch.dtype, device: torch.device, of_trainer: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Kernel -> what makes its trial ready, forward and backward. `own`: the trainer's kernels in the place of torch's
-    flex, which is one of them: compiling takes longest."""
+    """Kernel -> what makes its trial ready, forward and backward. `of_trainer`: the trainer's kernels in the place of
+    torch's flex, which is one of them: compiling takes longest."""
     makers: dict[str, Callable[[Case, torch.device], Attention]] = {
         f"torch {name}": partial(torchs, backend) for name, backend in BACKENDS.items()
     }
     if case.dropout > 0:
         makers |= {f"trainer's {kernel}": partial(by_hash, kernel) for kernel in ("triton", "flex", "reference")}
     else:
-        makers |= {"varlen": variable, **({} if own else {"flex, compiled": flex})}
+        makers |= {"varlen": variable, **({} if of_trainer else {"flex, compiled": flex})}
     for name, make in makers.items():
         yield name, partial(_trial, make, case, dtype, device)
-    if case.dropout == 0 and own:
+    if case.dropout == 0 and of_trainer:
         shape = AttentionShape(
             case.rows, case.heads, case.heads, case.sequence, case.size, case.documents, window=None, biased=False
         )
@@ -170,7 +170,7 @@ def measure(setting: Setting) -> None:
     clock = Clock(setting.device, quick=setting.on_host)
     dtype = torch.float32 if setting.on_host else torch.bfloat16
     for name, case in cases(setting):
-        for kernel, make in trials(case, dtype, setting.device, own=name.startswith("pangu_2_6b")):
+        for kernel, make in trials(case, dtype, setting.device, of_trainer=name.startswith("pangu_2_6b")):
             setting.release()
             try:
                 seconds = clock.seconds(make())

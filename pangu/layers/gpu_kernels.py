@@ -73,13 +73,13 @@ def flex(
     if rows is None:
         return flex_attention(*qkv, score_mod, **options)
 
-    def kept(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def without_dropped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         biased = score if score_mod is None else score_mod(score, batch, head, query, key)
         # added: where exp gives 0, so is the gradient of the score, and backward needs no mask for it
         return biased + torch.where(is_kept(rows[batch, head, query], key, dropout), 0.0, -math.inf)
 
     options["return_aux"] = AuxRequest(lse=True)
-    output, of_kept = flex_attention(*qkv, kept, **options)
+    output, of_kept = flex_attention(*qkv, without_dropped, **options)
     # for its sums, so of few values; torch's compiler has no backward without a gradient of the output, here 0
     few = qkv.value[..., :FEWEST_COLUMNS].detach()
     nothing, of_all = flex_attention(qkv.query, qkv.key, few, score_mod, **options)
