@@ -24,6 +24,8 @@ class _Block:
 @dataclass
 class _Layer:
     before: _Layer | None
+    last: bool
+    """Of the forward: what it saves stays."""
     copied: torch.Event | None = None
     """Its copies to the host."""
     returned: torch.Event | None = None
@@ -46,7 +48,11 @@ class Offload:
         """`resident`: addresses of memory that stays on the device anyway, or that all layers share."""
         self._resident = resident
         self._stream = CopyStream(device)
-        self._layer = _Layer(None)
+        self._layer: _Layer | None = None
+
+    def begin_layer(self, last: bool) -> None:
+        """`last`: of the forward."""
+        self._layer = _Layer(self._layer, last)
 
     def pack(self, tensor: Tensor) -> Saved:
         """Begin to copy the storage of `tensor`; the views that a layer saves share one copy."""
@@ -54,6 +60,15 @@ class Offload:
         if storage.nbytes() < SMALLEST or storage._cdata in self._resident:
             return tensor
         layer, key = self._layer, (storage._cdata, tensor._version)
+        assert layer is not None
+        if layer.last:
+            kept = tensor.detach()
+
+            def unpack_kept() -> Tensor:
+                self._bring_back_before(layer)
+                return kept
+
+            return unpack_kept
         if key not in layer.blocks:
             memory = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             with self._stream.after_computation():
@@ -64,9 +79,7 @@ class Offload:
 
         def unpack() -> Tensor:
             self._bring_back(layer)
-            if layer.before is not None:
-                self._bring_back(layer.before)
-                layer.before = None
+            self._bring_back_before(layer)
             self._stream.wait(layer.returned)
             assert block.device is not None
             return block.device.view(dtype).as_strided(*view)
@@ -74,20 +87,23 @@ class Offload:
         return unpack
 
     def end_layer(self) -> None:
+        """Free what the layer before saved."""
+        assert self._layer is not None
         self._layer.copied = self._stream.record()
         if (before := self._layer.before) is not None:
             self._stream.wait(before.copied)
             for block in before.blocks.values():
                 block.device = None
-        self._layer = _Layer(self._layer)
+
+    def _bring_back_before(self, layer: _Layer) -> None:
+        if layer.before is not None:
+            self._bring_back(layer.before)
+            layer.before = None
 
     def _bring_back(self, layer: _Layer) -> None:
-        absent = [block for block in layer.blocks.values() if block.device is None]
+        absent = list(layer.blocks.values())
         layer.blocks.clear()  # from here on, what autograd forgets is gone
         if not absent:
-            # what is here is freed behind its use, and must not be while it is being copied
-            self._stream.wait(layer.copied)
-            layer.copied = None
             return
         for block in absent:
             block.device = torch.empty(block.host.shape, dtype=block.host.dtype, device=self._stream.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -52,11 +52,15 @@ class SavedTensors:
         """Address of a tensor -> the function that recomputes it."""
 
     @contextmanager
-    def layer(self) -> Iterator[None]:
-        with nullcontext() if self._offload is None else saved_tensors_hooks(self._pack, _unpack):
+    def layer(self, last: bool) -> Iterator[None]:
+        """`last`: of the forward."""
+        if self._offload is None:
             yield
-        if self._offload is not None:
-            self._offload.end_layer()
+            return
+        self._offload.begin_layer(last)
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._offload.end_layer()
 
     @contextmanager
     def discarding(self, compute: Callable[[Tensor], Tensor], source: Tensor, on: bool = True) -> Iterator[Tensor]:

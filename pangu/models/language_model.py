@@ -130,7 +130,7 @@ class LanguageModel(nn.Module):
         recomputed = len(part.layers) if self.recomputed_layers is None else self.recomputed_layers
         for layer in part.layers:
             queries: Tensor | None = None
-            with context.saved.layer():
+            with context.saved.layer(last=layer == part.layers[-1]):
                 hidden = hooks.before(f"layers.{layer}", hidden)
                 if layer == self.config.query_layer:
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden

@@ -290,19 +290,13 @@ def kinds_of_layers(layers: tuple[bool, ...], recomputed: int, modules: Collecti
     return [DENSE * dense + kind for kind, dense in zip(kinds, layers, strict=True)]
 
 
-def resident(layer: ModuleWork) -> ModuleWork:
-    """A layer whose saved activations stay, being the last: they are copied to the host all the same, as nobody knows
-    that while it computes."""
-    forward = replace(layer.forward, host_bytes=layer.forward.host_bytes + layer.saved_bytes)
-    return replace(layer, forward=forward)
-
-
 def sent_to_host(layer: ModuleWork) -> ModuleWork:
     """A layer whose saved activations wait on the host (`pangu.layers.offload`): they are on the device while it
     computes, and those of the layer before it are still there in forward, and back already in backward."""
     saved, both = layer.saved_bytes, 2 * layer.saved_bytes
     return replace(
-        resident(layer),
+        layer,
+        forward=replace(layer.forward, host_bytes=layer.forward.host_bytes + saved),
         backward_input=replace(layer.backward_input, host_bytes=layer.backward_input.host_bytes + saved),
         saved_bytes=0.0,
         working=Working(*map(add, layer.working, (both, both, 0.0, both))),

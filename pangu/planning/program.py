@@ -26,7 +26,6 @@ from pangu.planning.layout_work import (
     cut,
     kinds_of_chunks,
     kinds_of_layers,
-    resident,
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
@@ -104,9 +103,7 @@ class Program:
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
         if "activations" in plan.offload:
             away = {kind: sent_to_host(modules[kind]) for kind in pieces}
-            stay = {
-                kind.replace("layer", RESIDENT): resident(modules[kind]) for kind in pieces if kind.endswith("layer")
-            }
+            stay = {kind.replace("layer", RESIDENT): modules[kind] for kind in pieces if kind.endswith("layer")}
             modules = modules | away | stay
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
         numbers = _numbers(self.config.model, counted.without_recompute)["layer"]

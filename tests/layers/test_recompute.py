@@ -27,9 +27,9 @@ def test_every_consumer_of_a_discarded_tensor_gets_it_again(moves: bool) -> None
 
     def gradients(discard: bool) -> tuple[Tensor, ...]:
         saved = SavedTensors(Offload(x.device, set()) if moves else None)
-        with saved.layer(), saved.discarding(compute, x, discard) as y:
+        with saved.layer(last=False), saved.discarding(compute, x, discard) as y:
             out = y @ first + second @ y + y * y.t()
-        with saved.layer():  # only now does the first layer give its memory back
+        with saved.layer(last=True):  # only now does the first layer give its memory back
             out = out * out
         del y
         return torch.autograd.grad(out.sum(), (x, first, second))
@@ -58,14 +58,32 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_is_moved_once_for_all_its_views(moved: list[int]) -> None:
     """Parameters and what is small stay."""
     x, weight, small = numbers(0, 40, 40), numbers(1, 40, 80), numbers(2, 8, 8)
-    with SavedTensors(Offload(x.device, {address(weight)})).layer():
+    with SavedTensors(Offload(x.device, {address(weight)})).layer(last=False):
         out = ((x * x.t()) @ weight).sum() + (small @ small).sum()
     assert out.requires_grad
     assert moved == [4 * 40 * 40] * 2  # x for both factors, and their product
 
 
+def test_the_last_layer_stays_and_brings_the_one_before_it_back(moved: list[int]) -> None:
+    """As where nothing is moved, to the bit."""
+    x, weight = numbers(0, 40, 40), numbers(1, 40, 40)
+
+    def gradients(saved: SavedTensors) -> tuple[Tensor, ...]:
+        with saved.layer(last=False):
+            out = x @ weight
+        first = len(moved)
+        with saved.layer(last=True):
+            out = out.sin() @ out
+        assert len(moved) == first
+        return torch.autograd.grad(out.sum(), (x, weight))
+
+    kept, away = gradients(SavedTensors()), gradients(SavedTensors(Offload(x.device, set())))
+    assert moved == [4 * 40 * 40] * 2
+    assert all(torch.equal(a, b) for a, b in zip(kept, away, strict=True))
+
+
 def test_evaluation_moves_nothing(moved: list[int]) -> None:
     saved, x = SavedTensors(Offload(torch.device("cpu"), set())), numbers(0, 64, 64)
-    with torch.no_grad(), saved.layer(), saved.discarding(torch.sin, x) as y:
+    with torch.no_grad(), saved.layer(last=False), saved.discarding(torch.sin, x) as y:
         y @ y
     assert moved == []
