@@ -88,12 +88,12 @@ def _context(config: RunConfig) -> Iterator[Problem]:
 def _pipeline(config: RunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.layers
     chunks = parallel.pipeline * parallel.virtual
+    key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
     if chunks > layers:
-        key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline x parallel.virtual"
         yield Problem(key, chunks, f"each chunk needs at least one of model.layers = {layers}", f"1 to {layers} work")
-    if "activations" in config.memory.offload and layers <= parallel.pipeline:
-        rule = f"the last layer of a stage keeps its own, and no stage of model.layers = {layers} has two"
-        yield Problem("memory.offload", "[activations]", rule, "[] works, or a smaller parallel.pipeline")
+    if "activations" in config.memory.offload and layers <= chunks:
+        rule = f"the last layer of a chunk keeps its own, and no chunk of model.layers = {layers} has two"
+        yield Problem("memory.offload", "[activations]", rule, f"[] works, or a smaller {key}")
 
 
 def _zero(config: RunConfig) -> Iterator[Problem]:

@@ -330,9 +330,12 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
     least, most = SCHEDULES[plan.schedule].virtual
     if plan.virtual < least or (most is not None and plan.virtual > most):
         return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
-    if plan.pipeline * plan.virtual > space.config.model.layers:
+    chunks, layers = plan.pipeline * plan.virtual, space.config.model.layers
+    if chunks > layers:
         return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
-    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual))
+    if chunks == layers and "activations" in space.fixed.get("offload", ()):
+        return "memory.offload: the last layer of a chunk keeps its own"
+    return plan._replace(layers=_layers(space.config.model, chunks))
 
 
 @lru_cache(maxsize=1000)

@@ -201,7 +201,7 @@ CONTRADICTIONS = {
     ),
     "memory.recompute=selective memory.selective=[]": "memory.selective = []: names no part",
     "memory.offload=[activations] model.kind=gpt model.layers=1": (
-        "memory.offload = [activations]: the last layer of a stage keeps its own, and no stage of model.layers = 1"
+        "memory.offload = [activations]: the last layer of a chunk keeps its own, and no chunk of model.layers = 1"
     ),
     "parallel.sequence=true": "parallel.sequence = true: has nothing to share with parallel.tensor = 1",
     "loss.chunk=0": "loss.chunk = 0: must be at least 1",

@@ -15,6 +15,10 @@ from tests.configs import config
 CONTRADICTIONS = {
     "parallel.virtual=0": "parallel.virtual = 0: must be at least 1",
     "parallel.pipeline=2 parallel.virtual=9": "parallel.pipeline x parallel.virtual = 18: each chunk needs",
+    "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved memory.offload=[activations]": (
+        "memory.offload = [activations]: the last layer of a chunk keeps its own, and no chunk of model.layers = 4 has "
+        "two; [] works, or a smaller parallel.pipeline x parallel.virtual"
+    ),
     "parallel.zero_group=2": "parallel.zero_group = 2: parallel.zero = 0 shards nothing",
     "parallel.context=0": "parallel.context = 0: must be at least 1",
     "parallel.context_kind=ring": (

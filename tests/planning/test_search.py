@@ -130,7 +130,13 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "given"), [(1, {"zero": 2}), (1, {"offload": ("parameters",)}), (4, {"offload": ("parameters",)})]
+    ("devices", "given"),
+    [
+        (1, {"zero": 2}),
+        (1, {"offload": ("parameters",)}),
+        (4, {"offload": ("parameters",)}),
+        (8, {"offload": ("activations",), "pipeline": 8}),
+    ],
 )
 def test_what_is_given_goes_only_with_what_the_checks_accept(devices: int, given: dict[str, Any]) -> None:
     where = space(devices, *SMALL)._replace(fixed=given)
