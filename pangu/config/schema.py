@@ -61,8 +61,8 @@ class ParallelConfig:
     overlap: bool
     """Communication between replicas runs while layers compute; false: one after the other, with the same results."""
     timeout_s: Annotated[float, Bounds(above=0, most=1e9)]
-    """Seconds that a process waits for a message of another one before the run ends with an error. A save may take
-    longer, but a rank has to get on with it: each file, of about 1 GiB, must be on the disk within this time."""
+    """Seconds that a process waits for a message of another one before the run ends with an error. Preparing data and
+    saving may take longer, but have to get on: each part of a text, each file of a save (about 1 GiB), in this time."""
     allowed: tuple[dict[str, object], ...] | None
     """Layouts to choose from, for runs whose number of processes changes: keys of this group that replace the group's
     own, e.g. [{tensor: 4, pipeline: 2}, {tensor: 4}]. The first that goes with the number of processes is taken.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError, reading, writing
@@ -26,7 +25,7 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar, noted, progress_bar
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
@@ -161,10 +160,13 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     return encoded
 
 
-def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progress: bool) -> None:
-    """Encode and pack the conversations, unless the folder has them. Raises UserError if a file cannot be read or has
-    more lines without a conversation than are left out, or if the folder cannot be written."""
-    recipe, inputs = _recipe(data, model), _inputs(data)
+def prepare_instructions(
+    data: InstructionsData, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None]
+) -> None:
+    """Encode and pack the conversations, unless the folder has them. `note_progress` is called for each file and each
+    chunk of one. Raises UserError if a file cannot be read or has more lines without a conversation than are left out,
+    or if the folder cannot be written."""
+    recipe, inputs = _recipe(data, model), _inputs(data, note_progress)
     wanted = json.loads(json.dumps({"format": _FORMAT, **asdict(recipe), "inputs": inputs}))
     folder = Path(data.folder) / _FOLDER
     manifest = _manifest(folder)
@@ -172,7 +174,7 @@ def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progre
         fitting_tokenizer(recipe.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with new_path(folder) as partial, progress_bar(show_progress) as progress:
+            with new_path(folder) as partial, progress_bar(show_progress, note_progress) as progress:
                 partial.mkdir()
                 manifest = {"recipe": wanted, **_write_all(partial, data, recipe, inputs, model.vocab, progress)}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -180,7 +182,7 @@ def prepare_instructions(data: InstructionsData, model: ModelConfig, show_progre
     for pattern, counts in zip((*data.train, *data.validation), manifest["counts"].values(), strict=True):
         log.info("%-12s %s: %s", "data", pattern, Counts(**counts))
     for prefix in manifest["counts"]:
-        write_packing(_packing(data, model, prefix))
+        write_packing(_packing(data, model, prefix), note_progress)
 
 
 def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
@@ -199,7 +201,7 @@ def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
     )
 
 
-def _inputs(data: InstructionsData) -> dict[str, list[tuple[str, int, int]]]:
+def _inputs(data: InstructionsData, note_progress: Callable[[], None]) -> dict[str, list[tuple[str, int, int]]]:
     """The files of each dataset, by the name that its tokens have in the folder. Raises UserError."""
     inputs = {}
     for split, patterns in (("train", data.train), ("validation", data.validation)):
@@ -207,7 +209,7 @@ def _inputs(data: InstructionsData) -> dict[str, list[tuple[str, int, int]]]:
             sources = find_inputs([pattern], f"data.{split}")
             if wrong := next((source for source in sources if not _LINES.search(source)), None):
                 raise UserError(f"data.{split} {wrong}: conversations are read from .jsonl files, one in each line")
-            inputs[f"{split}-{number}"] = [input_record(source) for source in sources]
+            inputs[f"{split}-{number}"] = [input_record(source) for source in noted(sources, note_progress)]
     return inputs
 
 
@@ -228,22 +230,30 @@ def _write_all(
     recipe: Recipe,
     inputs: Mapping[str, Sequence[tuple[str, int, int]]],
     vocab: int,
-    progress: Progress,
+    progress: ProgressBar,
 ) -> dict[str, Any]:
     """The tokens of all datasets; what the manifest says of them."""
     counts = {}
-    for name, records in progress.track(inputs.items(), description="Encoding conversations"):
+    for name, records in progress.through(inputs.items(), "Encoding conversations"):
         sources = [source for source, *_ in records]
-        counts[name] = asdict(_write(folder / name, data, recipe, sources, vocab))
+        counts[name] = asdict(_write(folder / name, data, recipe, sources, vocab, progress.note_progress))
     return {"counts": counts, "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())}}
 
 
-def _write(prefix: Path, data: InstructionsData, recipe: Recipe, sources: Sequence[str], vocab: int) -> Counts:
+def _write(
+    prefix: Path,
+    data: InstructionsData,
+    recipe: Recipe,
+    sources: Sequence[str],
+    vocab: int,
+    note_progress: Callable[[], None],
+) -> Counts:
     """The tokens of one dataset, and beside them where the loss counts."""
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} such lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
         for encoded in parallel_map(partial(encode_chunk, recipe), chunks, data.workers):
+            note_progress()
             for line in encoded.bad:
                 counts.bad_lines += 1
                 leave_out(line, counts.bad_lines, data.max_bad, limit, log.warning)

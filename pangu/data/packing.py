@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -117,8 +117,9 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     return bins
 
 
-def write_packing(packing: Packing) -> None:
-    """Write the index of a pair of files, unless it is there and theirs. Raises UserError."""
+def write_packing(packing: Packing, note_progress: Callable[[], None] = lambda: None) -> None:
+    """Write the index of a pair of files, unless it is there and theirs; `note_progress` is called meanwhile. Raises
+    UserError."""
     if _is_current(packing):
         return
     reader, path = open_indexed(packing.prefix), packing.path
@@ -127,7 +128,7 @@ def write_packing(packing: Packing) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             new = NewFile(path)
             try:
-                _write(new.file, reader, packing)
+                _write(new.file, reader, packing, note_progress)
                 new.finish()
                 new.publish()
             finally:
@@ -138,11 +139,12 @@ def write_packing(packing: Packing) -> None:
         raise
 
 
-def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing) -> None:
+def _write(file: BinaryIO, reader: IndexedTokens, packing: Packing, note_progress: Callable[[], None]) -> None:
     """The contents of an index. Raises UserError, OSError."""
     file.write(bytes(_HEADER.size))
     counts = []
     for pieces, in_each in _packed(reader, packing):
+        note_progress()
         file.write(pieces.tobytes())
         counts.append(in_each)
     if not counts:

@@ -1,11 +1,35 @@
-"""The progress bar of making files."""
+"""The progress of making files: a bar for people, a call for whoever waits."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+Item = TypeVar("Item")
 
-def progress_bar(show: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not show)
+
+class ProgressBar(Progress):
+    """A bar for each phase. `note_progress` is called when the work has got on; what it raises ends the work."""
+
+    def __init__(self, show: bool, note_progress: Callable[[], None]) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=Console(stderr=True), disable=not show)
+        self.note_progress = note_progress
+
+    def through(self, items: Collection[Item], description: str) -> Iterable[Item]:
+        """The items, each of which moves the bar of a phase and is progress."""
+        return self.track(noted(items, self.note_progress), len(items), description=description)
+
+
+def noted(items: Iterable[Item], note_progress: Callable[[], None]) -> Iterator[Item]:
+    """The items; each that is taken is progress."""
+    for item in items:
+        note_progress()
+        yield item
+
+
+def progress_bar(show: bool, note_progress: Callable[[], None] = lambda: None) -> ProgressBar:
+    return ProgressBar(show, note_progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,36 +35,46 @@ class Sources:
     """The samples of each part of the validation split by itself, if it has several."""
 
 
-def prepare(data: DataConfig, model: ModelConfig, show_progress: bool) -> None:
+def prepare(
+    data: DataConfig, model: ModelConfig, show_progress: bool, note_progress: Callable[[], None] = lambda: None
+) -> None:
     """Make the files of a data source that needs it, and check those of the others. May write and take long; one
-    process of each file system calls it, before `open_sources` of any. Raises UserError."""
+    process of each file system calls it, before `open_sources` of any. `note_progress` is called whenever it has got
+    on, from the calling thread, and ends it by raising. Raises UserError."""
     if isinstance(data, StdlibData):
         from pangu.data.stdlib import prepare_stdlib
 
-        prepare_stdlib(data.folder, model.vocab, data.validation_fraction, data.packing, show_progress)
+        fraction = data.validation_fraction
+        prepare_stdlib(data.folder, model.vocab, fraction, data.packing, show_progress, note_progress)
     elif isinstance(data, IndexedData):
         _check_exist([*data.train, *data.validation])
     elif isinstance(data, InstructionsData):
         from pangu.data.instructions import prepare_instructions
 
-        prepare_instructions(data, model, show_progress)
+        prepare_instructions(data, model, show_progress, note_progress)
     elif isinstance(data, StreamData):
         from pangu.data.text_stream import check_exist
 
-        check_exist(data)
+        check_exist(data, note_progress)
     if isinstance(data, (StdlibData, IndexedData)) and data.packing.method != "concat":
         from pangu.data.packing import packings, write_packing
 
         files = _as_indexed(data, model) if isinstance(data, StdlibData) else data
         for packing in packings([*files.train, *files.validation], data.packing, model.sequence):
-            write_packing(packing)
+            write_packing(packing, note_progress)
 
 
 def open_sources(
-    data: DataConfig, model: ModelConfig, seed: int, global_size: int = 1, num_validation: int = 0
+    data: DataConfig,
+    model: ModelConfig,
+    seed: int,
+    global_size: int = 1,
+    num_validation: int = 0,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> Sources:
     """Open a prepared data source on every process; writes nothing. Of text that is streamed, an epoch must have
-    `global_size` samples, and `num_validation` are held out at most. Raises UserError."""
+    `global_size` samples, and `num_validation` are held out at most, which are read here: `note_progress` as in
+    `prepare`. Raises UserError."""
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
@@ -80,7 +90,7 @@ def open_sources(
     if isinstance(data, InstructionsData):
         return _open_instructions(data, model, seed, tokenizer)
     if isinstance(data, StreamData):
-        return _open_stream(data, model, seed, tokenizer, global_size, num_validation)
+        return _open_stream(data, model, seed, tokenizer, global_size, num_validation, note_progress)
     train = _open(data.train, data, model, seed, shuffle=True)
     validation = _open(data.validation, data, model, seed) if data.validation else None
     parts = _short_names(data.validation)
@@ -103,15 +113,21 @@ def _open_instructions(data: InstructionsData, model: ModelConfig, seed: int, to
 
 
 def _open_stream(
-    data: StreamData, model: ModelConfig, seed: int, tokenizer: Tokenizer | None, global_size: int, num_validation: int
+    data: StreamData,
+    model: ModelConfig,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    global_size: int,
+    num_validation: int,
+    note_progress: Callable[[], None],
 ) -> Sources:
     from pangu.data.text_stream import open_held_out, open_text
 
     assert tokenizer is not None
-    train, recipes = open_text(data, model, seed, tokenizer.eod, global_size)
+    train, recipes = open_text(data, model, seed, tokenizer.eod, global_size, note_progress)
     if not num_validation or not (data.holdout or data.validation):
         return Sources(train, None, tokenizer)
-    validation, parts = open_held_out(data, recipes, num_validation)
+    validation, parts = open_held_out(data, recipes, num_validation, note_progress)
     alone: dict[str, Stream] = {name: parts[entry] for name, entry in _short_names(list(parts)).items()}
     return Sources(train, validation, tokenizer, alone)
 

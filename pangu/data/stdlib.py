@@ -14,19 +14,19 @@ import sysconfig
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from rich.progress import Progress
 
 from pangu.config.data import PackingConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.files import open_regular, read_json, write_atomically
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar, progress_bar
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key
 
@@ -63,11 +63,17 @@ class Source:
 
 
 def prepare_stdlib(
-    folder: str | Path, vocab: int, validation_fraction: float, packing: PackingConfig, show_progress: bool = False
+    folder: str | Path,
+    vocab: int,
+    validation_fraction: float,
+    packing: PackingConfig,
+    show_progress: bool = False,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> StdlibPaths:
     """Make a tokenizer of `vocab` pieces and the indexed files, unless the folder has them. A folder whose manifest is
-    missing or does not fit the arguments or the files (some 8 MB, whose checksums are compared) is built anew. Raises
-    UserError if the folder cannot be written, the library has no text, or `vocab` does not suit it."""
+    missing or does not fit the arguments or the files (some 8 MB, whose checksums are compared) is built anew.
+    `note_progress` is called for each file, and each few documents. Raises UserError if the folder cannot be written,
+    the library has no text, or `vocab` does not suit it."""
     paths = StdlibPaths(Path(folder))
     if packing.eod not in (None, END_OF_TEXT):
         raise UserError(
@@ -78,7 +84,7 @@ def prepare_stdlib(
     if damaged:
         log.warning("%s: made anew, as its checksums are not those of %s", paths.folder, ", ".join(damaged))
     if damaged or not prepared:
-        with writing(paths.folder), progress_bar(show_progress) as progress:
+        with writing(paths.folder), progress_bar(show_progress, note_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
     return paths
 
@@ -113,7 +119,7 @@ def _names(paths: StdlibPaths) -> set[str]:
     return {paths.tokenizer.name, *(f(prefix).name for prefix in prefixes for f in (bin_path, idx_path))}
 
 
-def read_library(root: Path, progress: Progress) -> list[Source]:
+def read_library(root: Path, progress: ProgressBar) -> list[Source]:
     """The library's files below `root`, in order of their names. Raises UserError unless there are at least two."""
     names = sorted(
         relative.as_posix()
@@ -121,7 +127,7 @@ def read_library(root: Path, progress: Progress) -> list[Source]:
         if _LEFT_OUT.isdisjoint(relative.parts) and not relative.name.startswith("_sysconfigdata")
     )
     sources = []
-    for name in progress.track(names, description="Reading the standard library"):
+    for name in progress.through(names, "Reading the standard library"):
         try:
             text = (root / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -161,7 +167,7 @@ def _recipe(vocab: int, validation_fraction: float) -> dict[str, Any]:
     return {"format": _FORMAT, "vocab": vocab, "validation_fraction": validation_fraction}
 
 
-def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress: Progress) -> None:
+def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress: ProgressBar) -> None:
     """Make everything in a temporary folder inside, move it into place, and write the manifest last."""
     paths.folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(paths.folder)
@@ -183,7 +189,7 @@ def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress:
         shutil.rmtree(temporary.folder, ignore_errors=True)
 
 
-def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, progress: Progress) -> None:
+def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, progress: ProgressBar) -> None:
     task = progress.add_task(f"Training a tokenizer of {vocab} pieces", total=1)
     try:
         model = train_sentencepiece((source.documents[0] for source in sources), vocab, "bpe")
@@ -194,7 +200,7 @@ def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, prog
 
 
 def _write_documents(
-    paths: StdlibPaths, sources: list[Source], validation_fraction: float, vocab: int, progress: Progress
+    paths: StdlibPaths, sources: list[Source], validation_fraction: float, vocab: int, progress: ProgressBar
 ) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(paths.tokenizer))
     names = validation_split(sources, validation_fraction)
@@ -206,7 +212,7 @@ def _write_documents(
         documents = [document for source in chosen for document in source.documents]
         starts = range(0, len(documents), _ENCODED_AT_ONCE)
         with IndexedWriter(prefix, vocab) as writer:
-            for start in progress.track(starts, description=f"Encoding {prefix.name} documents"):
+            for start in progress.through(starts, f"Encoding {prefix.name} documents"):
                 texts = documents[start : start + _ENCODED_AT_ONCE]
                 for ids in processor.encode(texts, num_threads=min(8, os.cpu_count() or 1)):
                     writer.add([*ids, END_OF_TEXT])

@@ -7,7 +7,7 @@ that comes before it, so one from before the sample that is asked for will do, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -25,6 +25,7 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import find_inputs, input_record, is_dataset
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, Recipe
+from pangu.data.progress import noted
 from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
 
@@ -73,15 +74,18 @@ class TextStream(Stream):
             self._next = index + 1
             return tokens.astype(np.int64)
 
-    def first(self, most: int) -> list[NDArray[np.int64]]:
-        """The first samples, before any text comes again."""
+    def first(self, most: int, note_progress: Callable[[], None]) -> list[NDArray[np.int64]]:
+        """The first samples, before any text comes again. `note_progress` is called for each."""
         samples: list[NDArray[np.int64]] = []
-        for index in range(most):
-            sample = self[index]
-            if any(source.epoch for source in self._sources):
-                break
-            samples.append(sample)
-        self.close()
+        try:
+            for index in range(most):
+                note_progress()
+                sample = self[index]
+                if any(source.epoch for source in self._sources):
+                    break
+                samples.append(sample)
+        finally:
+            self.close()
         return samples
 
     def close(self) -> None:
@@ -114,10 +118,10 @@ class HeldOut(Stream):
         return self._samples[index]
 
 
-def check_exist(data: StreamData) -> None:
-    """Raise UserError unless there are files for all that is configured."""
+def check_exist(data: StreamData, note_progress: Callable[[], None]) -> None:
+    """Raise UserError unless there are files for all that is configured. `note_progress` is called for each."""
     for key, patterns in (("data.train", data.train), ("data.validation", data.validation)):
-        for source in find_inputs(patterns, key):
+        for source in noted(find_inputs(patterns, key), note_progress):
             input_record(source)
             if not (is_url(source) or is_dataset(source) or Path(source).is_file()):
                 rule = "is no regular file, and text is read again in each epoch and process"
@@ -125,11 +129,16 @@ def check_exist(data: StreamData) -> None:
 
 
 def open_text(
-    data: StreamData, model: ModelConfig, seed: int, eod: int | None, global_size: int
+    data: StreamData,
+    model: ModelConfig,
+    seed: int,
+    eod: int | None,
+    global_size: int,
+    note_progress: Callable[[], None],
 ) -> tuple[TextStream, list[Recipe]]:
     """The training samples, and what its sources are read by. `eod`: the tokenizer's own; `global_size`: samples of a
-    batch, which an epoch must have. Raises UserError if a file is missing, no id ends a document, or a weight is too
-    small."""
+    batch, which an epoch must have; `note_progress` is called for each file. Raises UserError if a file is missing, no
+    id ends a document, or a weight is too small."""
     assert data.tokenizer is not None
     eod = eod if data.packing.eod is None else data.packing.eod
     if eod is None:
@@ -154,7 +163,7 @@ def open_text(
         for number, (inputs, weight) in enumerate(zip(files, weights, strict=True))
     ]
     facts = {
-        "train": [[_record(source) for source in inputs] for inputs in files],
+        "train": [[_record(source) for source in noted(inputs, note_progress)] for inputs in files],
         "weights": weights,
         "text_key": data.text_key,
         "holdout": data.holdout,
@@ -165,17 +174,24 @@ def open_text(
     return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
 
 
-def open_held_out(data: StreamData, recipes: Sequence[Recipe], most: int) -> tuple[HeldOut, dict[str, HeldOut]]:
+def open_held_out(
+    data: StreamData, recipes: Sequence[Recipe], most: int, note_progress: Callable[[], None]
+) -> tuple[HeldOut, dict[str, HeldOut]]:
     """The first samples of the validation split, at most so many, and of each of its sources, if it has several.
-    `recipes`: of the training samples. Raises UserError if there is not enough text for one."""
+    `recipes`: of the training samples; `note_progress` is called for each sample. Raises UserError if there is not
+    enough text for one."""
+
+    def first(recipes: Sequence[Recipe], weights: Sequence[float]) -> HeldOut:
+        return HeldOut(TextStream(recipes, weights, {}).first(most, note_progress))
+
     names, weights = data.train if data.weights else (), data.weights or (1.0,)
     plain = [replace(recipe, held_out=data.holdout > 0, least=1, shuffle=0) for recipe in recipes]
     if data.validation:
         names, weights = data.validation, (1.0,) * len(data.validation)
         plain = [replace(plain[0], inputs=tuple(find_inputs([name], "data.validation"))) for name in names]
     parts = dict(zip(names, plain, strict=False)) if len(plain) > 1 else {}
-    alone = {name: HeldOut(TextStream([recipe], (1.0,), {}).first(most)) for name, recipe in parts.items()}
-    return HeldOut(TextStream(plain, weights, {}).first(most)), alone
+    alone = {name: first([recipe], (1.0,)) for name, recipe in parts.items()}
+    return first(plain, weights), alone
 
 
 def _require_weights(entries: Sequence[tuple[str, ...]], weights: Sequence[float]) -> None:

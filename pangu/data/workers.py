@@ -30,22 +30,22 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item], work
     with _signals_wait():  # this starts the tracker of semaphores
         # Forking is unsafe beside the threads of progress bars and tokenizers.
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
-    with pool:
-        pending: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                with _signals_wait():  # the first times, each starts a process
-                    pending.append(pool.submit(function, item))
-                if len(pending) >= 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            with _signals_wait():  # the first times, each starts a process
+                pending.append(pool.submit(function, item))
+            if len(pending) >= 4 * workers:
                 yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process was killed, most likely for lack of memory; use fewer --workers, or data.workers"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was killed, most likely for lack of memory; use fewer --workers, or data.workers"
+        ) from error
+    finally:
+        # one that still starts would not find the pool's semaphores any more, and say so
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Mesh:
 
         end_with_launcher()
         if layout.world == 1:
-            return cls(layout, 0, device)
+            return cls(layout, 0, device, timeout_s=timeout_s)
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
             timeout = timedelta(seconds=timeout_s)

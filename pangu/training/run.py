@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 
 from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
+from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
@@ -144,7 +147,7 @@ def _train(
     watchdog: Watchdog | None,
 ) -> int:
     output = Path(config.train.output)
-    sources = _sources(config, mesh, launch)
+    sources = _sources(config, mesh, launch, watchdog)
     prompts = _prompts(config, sources)
     validation, benchmarks = _measurements(config, sources, mesh)
     checkpoint = find_checkpoint(config, mesh)
@@ -213,16 +216,35 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
         keep_tokenizer(output, tokenizer)
 
 
-def _sources(config: RunConfig, mesh: Mesh, launch: Launch) -> Sources:
-    """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it."""
-
-    def make() -> None:
-        prepare(config.data, config.model, show_progress=mesh.is_first)
-
-    agree(mesh, make, runs_here=mesh.is_first)
-    agree(mesh, make, runs_here=launch.local_rank == 0 and not mesh.is_first)
+def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:
+    """Prepare the data once per file system (the first node's first, so that a shared one is found ready), open it.
+    That may take long, but has to get on."""
     num_validation = config.validation.sequences if config.validation.every else 0
-    sources = open_sources(config.data, config.model, config.train.seed, config.batch.global_size, num_validation)
+    opened: list[Sources] = []
+
+    def make(note_progress: Callable[[], None]) -> None:
+        prepare(config.data, config.model, mesh.is_first, note_progress)
+
+    def open_all(note_progress: Callable[[], None]) -> None:
+        sizes = config.batch.global_size, num_validation
+        opened.append(open_sources(config.data, config.model, config.train.seed, *sizes, note_progress))
+
+    before = set(active_children())
+
+    def end_workers() -> None:
+        for worker in {*active_children()} - before:
+            worker.kill()  # Python would wait for one that hangs
+
+    watch = watchdog.look_at if watchdog else lambda words, progress: None
+    prepare_all = partial(
+        agree_on_long_work, mesh, f"preparing data={config.data.kind}", watch=watch, leave=end_workers
+    )
+    prepare_all(make, runs_here=mesh.is_first)
+    prepare_all(make, runs_here=launch.local_rank == 0 and not mesh.is_first)
+    prepare_all(open_all, runs_here=True)
+    if watchdog is not None:
+        watchdog.look_at()
+    (sources,) = opened
     if (position := sources.train.position) is not None:
         from pangu.training.preflight import require_same_text
 

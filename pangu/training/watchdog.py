@@ -77,6 +77,10 @@ class Watchdog:
         """Look at where a trainer is from now on."""
         self._place = partial(place_of, trainer)
 
+    def look_at(self, words: str = STARTING.words, progress: int = 0) -> None:
+        """Take this for what the process does before its first step, and for how often it has got on with it."""
+        self._place = lambda: Place(STARTING.step, words, progress)
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

@@ -99,6 +99,49 @@ def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
     }
 
 
+def test_who_works_hears_of_its_own_progress_and_who_waits_of_all() -> None:
+    heard: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(3)}
+
+    def work(mesh: Mesh) -> None:
+        def action(note_progress: Callable[[], None]) -> None:
+            for _ in range(6):
+                time.sleep(0.25)
+                if mesh.rank == 1:
+                    note_progress()
+
+        agree_on_long_work(
+            mesh, "working", action, runs_here=mesh.rank < 2, watch=lambda *said: heard[mesh.rank].append(said)
+        )
+
+    on_ranks(work, 3, 5.0, dist.HashStore())
+    assert {progress for words, progress in heard[0] if words == "working"} == {0}
+    assert max(progress for words, progress in heard[1] if words == "working") > 0
+    assert heard[2][-1] == ("waiting for others, working", 6)
+
+
+def test_work_that_nobody_waits_for_ends_and_cleans_up() -> None:
+    """Rank 0 hangs, which ends what rank 1 does well."""
+    released, ended = Event(), Event()
+
+    def work(mesh: Mesh) -> bool:
+        def action(note_progress: Callable[[], None]) -> None:
+            try:
+                while not released.wait(0.05):
+                    if mesh.rank:
+                        note_progress()
+            finally:
+                ended.set()
+
+        leave = released.set if mesh.rank == 0 else lambda: None
+        try:
+            agree_on_long_work(mesh, "working", action, runs_here=True, leave=leave)
+        except StuckError:
+            return ended.is_set()
+        return False
+
+    assert on_ranks(work, 2, 1.0, dist.HashStore()) == [True, True]
+
+
 @pytest.mark.parametrize("absent", [0, 5])
 def test_ranks_that_do_not_come_are_named(absent: int) -> None:
     def come(mesh: Mesh) -> None:

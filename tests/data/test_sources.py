@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,23 @@ def test_prepare_makes_the_files(small_library: Path, tmp_path: Path) -> None:
     data = stdlib(tmp_path / "data", 0.3)
     prepare(data, model(400), show_progress=False)
     assert open_sources(data, model(400), seed=0).train[0].max() < 400
+
+
+def test_whoever_waits_hears_of_progress_and_may_end_it(small_library: Path, tmp_path: Path) -> None:
+    """For each file that is read, each few documents, and those that are packed."""
+    data = replace(stdlib(tmp_path / "data", 0.3), packing=replace(PACKING, method="best_fit"))
+    heard: list[None] = []
+
+    def note_progress() -> None:
+        heard.append(None)
+        if len(heard) == 9:
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        prepare(data, model(400), False, note_progress)
+    assert list((tmp_path / "data").iterdir()) == []
+    prepare(data, model(400), False, note_progress)
+    assert len(heard) > 9 + 7 + 2 + 1
 
 
 def test_progress_goes_to_standard_error(
