@@ -68,7 +68,7 @@ def agree_on_long_work(
             if stuck_ranks:
                 raise StuckError(
                     f"{mesh.named(stuck_ranks)}: {doing} does not get on for more than {mesh.timeout_s:g} s "
-                    "(parallel.timeout_s); look at the disk and the network there"
+                    "(parallel.timeout_s); look at the disk and the network there, or raise the limit"
                 )
             watch(*(doing, progress) if running else (f"waiting for others, {doing}", of_all))
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
@@ -18,6 +19,15 @@ class ProgressBar(Progress):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=Console(stderr=True), disable=not show)
         self.note_progress = note_progress
+
+    def start(self) -> None:
+        """Show it, until the process ends at most, which may leave a thread behind that never comes to the end."""
+        atexit.register(self.stop)
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        atexit.unregister(self.stop)
 
     def through(self, items: Collection[Item], description: str) -> Iterable[Item]:
         """The items, each of which moves the bar of a phase and is progress."""

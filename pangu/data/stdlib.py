@@ -171,8 +171,9 @@ def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress:
     """Make everything in a temporary folder inside, move it into place, and write the manifest last."""
     paths.folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(paths.folder)
-    temporary = StdlibPaths(Path(tempfile.mkdtemp(prefix=".building-", dir=paths.folder)))
-    try:
+    # it goes with the process too, which may end while a thread of it still trains the tokenizer
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=paths.folder, ignore_cleanup_errors=True) as folder:
+        temporary = StdlibPaths(Path(folder))
         sources = read_library(Path(sysconfig.get_paths()["stdlib"]), progress)
         _write_tokenizer(temporary, sources, vocab, progress)
         _write_documents(temporary, sources, validation_fraction, vocab, progress)
@@ -185,8 +186,6 @@ def _build(paths: StdlibPaths, vocab: int, validation_fraction: float, progress:
         for name in manifest["files"]:
             (temporary.folder / name).replace(paths.folder / name)
         write_atomically(paths.manifest, json.dumps(manifest, indent=2).encode())
-    finally:
-        shutil.rmtree(temporary.folder, ignore_errors=True)
 
 
 def _write_tokenizer(paths: StdlibPaths, sources: list[Source], vocab: int, progress: ProgressBar) -> None:

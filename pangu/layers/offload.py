@@ -65,7 +65,7 @@ class Offload:
             kept = tensor.detach()
 
             def unpack_kept() -> Tensor:
-                self._bring_back_before(layer)
+                self._bring_back(layer.before)
                 return kept
 
             return unpack_kept
@@ -79,7 +79,7 @@ class Offload:
 
         def unpack() -> Tensor:
             self._bring_back(layer)
-            self._bring_back_before(layer)
+            self._bring_back(layer.before)
             self._stream.wait(layer.returned)
             assert block.device is not None
             return block.device.view(dtype).as_strided(*view)
@@ -95,16 +95,11 @@ class Offload:
             for block in before.blocks.values():
                 block.device = None
 
-    def _bring_back_before(self, layer: _Layer) -> None:
-        if layer.before is not None:
-            self._bring_back(layer.before)
-            layer.before = None
-
-    def _bring_back(self, layer: _Layer) -> None:
+    def _bring_back(self, layer: _Layer | None) -> None:
+        if layer is None or not layer.blocks:
+            return
         absent = list(layer.blocks.values())
         layer.blocks.clear()  # from here on, what autograd forgets is gone
-        if not absent:
-            return
         for block in absent:
             block.device = torch.empty(block.host.shape, dtype=block.host.dtype, device=self._stream.device)
         with self._stream.after_computation():

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ import torch
 
 from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
-from pangu.collectives.long_work import agree_on_long_work
 from pangu.collectives.reduce import gather_objects
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
@@ -229,19 +227,24 @@ def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog |
         sizes = config.batch.global_size, num_validation
         opened.append(open_sources(config.data, config.model, config.train.seed, *sizes, note_progress))
 
+    def carry_out(action: Callable[[Callable[[], None]], None], runs_here: bool) -> None:
+        if watchdog is not None:
+            from pangu.collectives.long_work import agree_on_long_work
+
+            doing, watch = f"preparing data={config.data.kind}", watchdog.look_at
+            agree_on_long_work(mesh, doing, action, runs_here=runs_here, watch=watch, leave=end_workers)
+        elif runs_here:  # nobody waits, and Ctrl-C reaches the work in this thread
+            action(lambda: None)
+
     before = set(active_children())
 
     def end_workers() -> None:
         for worker in {*active_children()} - before:
             worker.kill()  # Python would wait for one that hangs
 
-    watch = watchdog.look_at if watchdog else lambda words, progress: None
-    prepare_all = partial(
-        agree_on_long_work, mesh, f"preparing data={config.data.kind}", watch=watch, leave=end_workers
-    )
-    prepare_all(make, runs_here=mesh.is_first)
-    prepare_all(make, runs_here=launch.local_rank == 0 and not mesh.is_first)
-    prepare_all(open_all, runs_here=True)
+    carry_out(make, mesh.is_first)
+    carry_out(make, launch.local_rank == 0 and not mesh.is_first)
+    carry_out(open_all, True)
     if watchdog is not None:
         watchdog.look_at()
     (sources,) = opened

@@ -94,7 +94,7 @@ def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
         (
             StuckError,
             "rank 5: writing FILE does not get on for more than 2 s (parallel.timeout_s); look at the disk and "
-            "the network there",
+            "the network there, or raise the limit",
         )
     }
 
@@ -120,23 +120,28 @@ def test_who_works_hears_of_its_own_progress_and_who_waits_of_all() -> None:
 
 
 def test_work_that_nobody_waits_for_ends_and_cleans_up() -> None:
-    """Rank 0 hangs, which ends what rank 1 does well."""
-    released, ended = Event(), Event()
+    """Rank 0 hangs, until it is told to leave; that ends what rank 1 does well."""
+    released = Event()
+    ended = [Event(), Event()]
 
     def work(mesh: Mesh) -> bool:
-        def action(note_progress: Callable[[], None]) -> None:
-            try:
-                while not released.wait(0.05):
-                    if mesh.rank:
-                        note_progress()
-            finally:
-                ended.set()
+        def hang(note_progress: Callable[[], None]) -> None:
+            released.wait(20)
+            ended[0].set()
 
-        leave = released.set if mesh.rank == 0 else lambda: None
+        def get_on(note_progress: Callable[[], None]) -> None:
+            try:
+                for _ in range(400):
+                    time.sleep(0.05)
+                    note_progress()
+            finally:
+                ended[1].set()
+
+        action, leave = (get_on, lambda: None) if mesh.rank else (hang, released.set)
         try:
             agree_on_long_work(mesh, "working", action, runs_here=True, leave=leave)
         except StuckError:
-            return ended.is_set()
+            return ended[mesh.rank].is_set()
         return False
 
     assert on_ranks(work, 2, 1.0, dist.HashStore()) == [True, True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,19 +67,29 @@ def test_memory_is_moved_once_for_all_its_views(moved: list[int]) -> None:
 
 
 def test_the_last_layer_stays_and_brings_the_one_before_it_back(moved: list[int]) -> None:
-    """As where nothing is moved, to the bit."""
+    """Before that one's own backward begins; gradients are as where nothing is moved, to the bit."""
     x, weight = numbers(0, 40, 40), numbers(1, 40, 40)
+    events: list[str] = []
+
+    class Noting(Offload):
+        def _bring_back(self, layer: Any) -> None:
+            events.append("brought back" if layer is not None and layer.blocks else "nothing to bring")
+            super()._bring_back(layer)
 
     def gradients(saved: SavedTensors) -> tuple[Tensor, ...]:
         with saved.layer(last=False):
             out = x @ weight
+        out.register_hook(lambda gradient: events.append("backward of the first"))
         first = len(moved)
         with saved.layer(last=True):
             out = out.sin() @ out
         assert len(moved) == first
         return torch.autograd.grad(out.sum(), (x, weight))
 
-    kept, away = gradients(SavedTensors()), gradients(SavedTensors(Offload(x.device, set())))
+    kept = gradients(SavedTensors())
+    events.clear()
+    away = gradients(SavedTensors(Noting(x.device, set())))
+    assert "brought back" in events[: events.index("backward of the first")]
     assert moved == [4 * 40 * 40] * 2
     assert all(torch.equal(a, b) for a, b in zip(kept, away, strict=True))
 
