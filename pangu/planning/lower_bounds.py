@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
@@ -67,7 +68,7 @@ class Bounds:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._pieces: dict[tuple[Any, ...], tuple[Pieces, Pieces]] = {}
-        self._held: dict[Pipeline, list[tuple[int, int, bool, int]]] = {}
+        self._held: dict[Pipeline, list[tuple[int, int, int, int]]] = {}
         self._links: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -163,19 +164,22 @@ class Bounds:
         each = Module(*numbers_of_each, math.inf, working=working)
         shared = plan.pipeline > 1 and program.shape.tied
         embedding = Module(0.0 if shared else words)
-        chunk = Chunk(min(plan.layers) * (each,), embedding, words=words if shared else None)
-        stored = program.stored_bytes(plan, numbers + words, experts, [chunk])
-        states = stored.lasting + stored.passing
+        other = Chunk(min(plan.layers) * (each,))
+        first = other._replace(embedding=embedding, words=words if shared else None)
+        chunks = [first, *(plan.virtual - 1) * [other]]
+        stored = program.stored_bytes(plan, numbers + words, experts, chunks)
         saved, deferred = self._kept(plan, layer, dense)
-        moments = self._most(plan.steps)
+        # backward begins with the last chunk and ends with the embedding's
+        sums = list(accumulate((of_chunk[0] for of_chunk in reversed(stored.sums)), initial=0.0))
         held = max(
-            forwards * saved + inputs * deferred + summed * stored.sums + working[part] * (saved > 0)
-            for forwards, inputs, summed, part in moments
+            forwards * saved + inputs * deferred + sums[summed * bool(stored.sums)] + working[part] * (saved > 0)
+            for forwards, inputs, summed, part in self._most(plan.steps)
         )
+        held += min(map(min, stored.passing), default=0.0)
         if saved and "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
             held += min(layer.saved, dense.saved)
         memory = self._space.cluster.memory
-        return (states + held * (1 + memory.fragmentation)) / 2**30 + device_overhead(memory, plan.axes)
+        return (stored.lasting + held * (1 + memory.fragmentation)) / 2**30 + device_overhead(memory, plan.axes)
 
     def _kept(self, plan: Plan, layer: Pieces, dense: Pieces) -> tuple[float, float]:
         """Bytes that a chunk keeps for each forward at least, and for each gradient of weights that is to come."""
@@ -189,13 +193,13 @@ class Bounds:
             return min(chunk.of(saved) for chunk in chunks), min(chunk.of(deferred) for chunk in chunks)
         return number * min(saved), number * min(deferred)
 
-    def _most(self, pipeline: Pipeline) -> list[tuple[int, int, bool, int]]:
-        """Most forwards whose backward is to come on the first stage, with these gradients of weights that are, whether
-        there are sums of gradients, and `Held.part`."""
+    def _most(self, pipeline: Pipeline) -> list[tuple[int, int, int, int]]:
+        """Most forwards whose backward is to come on the first stage, with these gradients of weights that are, the
+        number of chunks of which there are sums of gradients, and `Held.part`."""
         if pipeline not in self._held:
-            most: dict[tuple[int, bool, int], int] = {}
+            most: dict[tuple[int, int, int], int] = {}
             for one in most_held(pipeline)[0]:
-                key = sum(one.forwards), one.summed, one.part
+                key = sum(one.forwards), sum(one.summed), one.part
                 most[key] = max(sum(one.inputs), most.get(key, 0))
             self._held[pipeline] = [(key[0], inputs, *key[1:]) for key, inputs in most.items()]
         return self._held[pipeline]

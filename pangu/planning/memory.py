@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import ge, mul
+from operator import add, ge, mul
 from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
@@ -56,18 +56,21 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
     for step, of_stage, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
-        saved, deferred, working = zip(*of_stage, strict=True)
+        saved, deferred, working, backward = zip(*of_stage, strict=True)
+        passing = step.passing or ((0.0, 0.0),) * len(of_stage)
+        whole = [of_chunk[0] for of_chunk in step.sums]
+        first = [max(map(add, *both), default=0.0) for both in zip(backward, step.sums, strict=False)]
         most = max(
             sum(map(mul, one.forwards, saved))
             + sum(map(mul, one.inputs, deferred))
-            + one.summed * step.sum_bytes
-            + max(of_chunk[one.part] for of_chunk in working)
+            + sum(map(mul, one.summed, whole))
+            + max(working[one.chunk][one.part], first[one.chunk] if step.sums and one.begins else 0.0)
+            + passing[one.chunk][one.part > 0]
             for one in held
         )
-        most = max(most + messages, step.update_working_bytes - step.buffer_bytes)
-        states = (step.state_bytes + step.buffer_bytes) / _GIB
+        most = max(most + messages, step.update_working_bytes)
         overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
-        stages.append(Memory(states, most / _GIB, overhead))
+        stages.append(Memory(step.state_bytes / _GIB, most / _GIB, overhead))
     return stages
 
 
@@ -78,14 +81,17 @@ class _Chunk(NamedTuple):
     deferred: float
     working: tuple[float, ...]
     """In each part of `working_beside`."""
+    backward: tuple[float, ...]
+    """The same of each module in backward, or in its part for the input."""
 
     @classmethod
     def of(cls, modules: Sequence[ModuleWork], splits_backward: bool) -> _Chunk:
         saved = sum(module.saved_bytes for module in modules)
         deferred = sum(module.deferred_bytes for module in modules)
         # a chunk of a published layout may have no module
-        parts = zip((0.0,) * 3, *working_beside(modules, splits_backward), strict=False)
-        return cls(saved, deferred, tuple(map(max, parts)))
+        beside = working_beside(modules, splits_backward) or [(0.0,) * 3]
+        parts = zip((0.0,) * 3, *beside, strict=False)
+        return cls(saved, deferred, tuple(map(max, parts)), tuple(parts[1] for parts in beside))
 
 
 def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:
@@ -100,10 +106,17 @@ class Held(NamedTuple):
     """Whose gradient of the input is to come."""
     inputs: tuple[int, ...]
     """Whose gradients of weights alone are to come."""
-    summed: bool
-    """There are gradients of some before."""
+    summed: tuple[int, ...]
+    """1 of chunks of which there are gradients of some before; () where they are reduced after each."""
+    chunk: int
+    """Which of them computes."""
     part: int
     """0 while a forward computes, 1 a backward or its part for the input, 2 that for the weights."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first backward of a chunk."""
+        return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
 
 
 @lru_cache(maxsize=1000)
@@ -112,37 +125,39 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     p, m = pipeline.stages, pipeline.micro_batches
     if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
         often = 2 if pipeline.schedule == "zb-2p" else 1
-        return [[Held((min(m, often * (p - stage)),), (0,), True, 1)] for stage in range(p)]
+        return [[Held((min(m, often * (p - stage)),), (0,), (), 0, 1)] for stage in range(p)]
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
-    never_whole = pipeline.schedule in REDUCES_EACH  # then it makes no difference
-    return [_fullest(set(_moments(order, never_whole))) for order in orders(pipeline._replace(micro_batches=most))]
+    sums = pipeline.virtual * (pipeline.schedule not in REDUCES_EACH)
+    fewer = orders(pipeline._replace(micro_batches=most))
+    return [_fullest(set(_moments(order, sums)), pipeline.virtual) for order in fewer]
 
 
-def _moments(order: Order, summed: bool) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk, then inputs, then whether gradients are, and the
-    part that the step is; `summed`: whether gradients are held at the beginning."""
+def _moments(order: Order, sums: int) -> Iterator[tuple[int, ...]]:
+    """What is held while each step computes, forwards of each chunk, then inputs, then, of so many chunks, whether
+    gradients are; and the chunk and the part that the step is."""
     chunks = sorted({chunk for _, chunk, _ in order})
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
-    held = [0] * (2 * count)
+    held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
         slot = place[chunk]
         held[slot] += kind is Kind.FORWARD
-        yield *held, summed, _PARTS[kind]
+        yield *held, *summed, slot, _PARTS[kind]
         if kind is Kind.BACKWARD_WEIGHT:
             held[slot + count] -= 1
         elif kind is not Kind.FORWARD:
             held[slot] -= 1
             held[slot + count] += kind is Kind.BACKWARD_INPUT
-        summed |= kind is not Kind.FORWARD
+        if sums:
+            summed[slot] |= kind is not Kind.FORWARD
 
 
-def _fullest(moments: set[tuple[int, ...]]) -> list[Held]:
-    """Those that no other of the same part is at least as much as in everything."""
+def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
+    """Those that no other of the same chunk and part is at least as much as in everything."""
     fullest: list[tuple[int, ...]] = []
     for one in sorted(moments, key=sum, reverse=True):
-        if not any(all(map(ge, other, one)) and other[-1] == one[-1] for other in fullest):
+        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):
             fullest.append(one)
-    count = len(fullest[0]) // 2 - 1
-    return [Held(one[:count], one[count:-2], bool(one[-2]), one[-1]) for one in fullest]
+    both = 2 * chunks
+    return [Held(one[:chunks], one[chunks:both], one[both:-2], *one[-2:]) for one in fullest]

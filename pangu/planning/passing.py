@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,10 +53,9 @@ class Stored(NamedTuple):
     """Bytes of a stage on the device."""
 
     lasting: float
-    passing: float = 0.0
-    """Of whole weights and gradients that come and go, at most."""
-    sums: float = 0.0
-    """Of whole gradients that are there from the first backward to the end of the micro-batches."""
+    passing: tuple[tuple[float, float], ...] = ()
+    """This and the next one as in `StepWork`."""
+    sums: tuple[tuple[float, ...], ...] = ()
 
 
 class Passing(NamedTuple):
@@ -96,6 +95,10 @@ class Steps(NamedTuple):
     """The head's gradients are made in forward, as its loss is computed in chunks."""
 
 
+_TABLE = 0
+"""Place of the words' table that stands alone."""
+
+
 class _Flat(NamedTuple):
     """A flat parameter."""
 
@@ -110,8 +113,6 @@ def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Format
     after the other: weights that are gathered for the one that computes and for the next (`zero.unshard`); where each
     micro-batch is reduced also gradients that are summed, and sent once they are complete (`zero.gradients`). What is
     saved and worked with at that moment may be less than at the fullest without them."""
-    if not any(kind.weights or (steps.reduces and kind.sums) for kind in (dense, experts)):
-        return 0.0
     names = [module for module in (chunk.embedding, *chunk.layers, chunk.head) if module is not None]
     saved, beside = [module.saved_bytes for module in names], working_beside(names, steps.splits_backward)
     modules = list(_modules(chunk))
@@ -167,6 +168,22 @@ def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Format
     return max(0.0, most - max(0.0, *map(max, beside)))
 
 
+def sums_of(chunks: Sequence[Chunk], dense: Passing, experts: Passing, size: int) -> tuple[tuple[float, ...], ...]:
+    """`StepWork.sums` of the chunks of a stage, of `size` bytes a number."""
+    kinds, begun = (dense, experts), set[_Flat]()
+    if not any(kind.sums for kind in kinds):
+        return ()
+    found = []
+    for chunk in reversed(chunks):
+        begun = {flat for flat in begun if flat.place == _TABLE}  # another chunk adds to the same
+        before, sums = sum(flat.numbers for flat in begun), list[float]()
+        for flats in reversed(list(_modules(chunk))):
+            begun.update(flat for flat in flats if kinds[flat.experts].sums)
+            sums.append(size * (sum(flat.numbers for flat in begun) - before))
+        found.append(tuple(reversed(sums)))
+    return tuple(reversed(found))
+
+
 def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:
     """The flat parameters of each module in the order of forward."""
     number = 0
@@ -182,12 +199,12 @@ def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:
             table = (flat(chunk.embedding.parameters + (chunk.words or 0.0)),)
             yield table
         else:
-            apart = () if chunk.words is None else (flat(chunk.words),)
+            apart = () if chunk.words is None else (_Flat(_TABLE, chunk.words, False),)
             yield *apart, flat(chunk.embedding.parameters)
     for layer in chunk.layers:
         apart = (flat(layer.experts, True),) if layer.experts else ()
         yield flat(layer.parameters), *apart
     if chunk.head is not None:
         if chunk.words is not None and not table:
-            table = (flat(chunk.words),)
+            table = (_Flat(_TABLE, chunk.words, False),)
         yield *table, flat(chunk.head.parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -29,7 +29,7 @@ from pangu.planning.layout_work import (
     sent_to_host,
 )
 from pangu.planning.module_work import ModuleCounts, Piece
-from pangu.planning.passing import Chunk, Formats, Module, Passing, Steps, Stored, most_passing
+from pangu.planning.passing import Chunk, Formats, Module, Passing, Steps, Stored, most_passing, sums_of
 from pangu.planning.pipeline_time import splits_backward
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
@@ -150,8 +150,8 @@ class Program:
             step,
             collectives=tuple(sends),
             state_bytes=stored.lasting,
-            buffer_bytes=stored.passing,
-            sum_bytes=stored.sums,
+            passing=stored.passing,
+            sums=stored.sums,
             update_working_bytes=max(step.update_working_bytes, self._ending(plan, step, layer)),
         )
 
@@ -243,12 +243,12 @@ class Program:
                 sent, of_layer = sent + both * weights.numbers, of_layer + both * each.numbers
         return sent + max(0.0, layer.working_bytes - of_layer) if sent else 0.0
 
-    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Collection[Chunk]) -> Stored:
+    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Sequence[Chunk]) -> Stored:
         """What a stage of so many parameters, and of `experts` that the layout splits, stores on the device."""
         narrow, wide = self._bytes
         moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
         formats = Formats(narrow, wide, self.system.gradient_bytes)
-        kinds, lasting, sums = [], 0.0, 0.0
+        kinds, lasting = [], 0.0
         two_phases, reduces = SCHEDULES[plan.schedule].two_phases, plan.schedule in REDUCES_EACH
         for weights in Weights.of(plan, numbers, experts):
             sharding = _sharding(plan, weights.experts)
@@ -257,17 +257,22 @@ class Program:
             stored_rows = (row for row in rows if row.alias is None and row.lasting and not row.on_host)
             lasting += sum(row.numel * (wide if row.wide else narrow) for row in stored_rows)
             lasting += moments * weights.numbers / sharding.size
-            sums += wide * weights.numbers * kinds[-1].sums
         both = kinds[0], kinds[-1]
-        if not two_phases:
+        sums = () if reduces else sums_of(chunks, *both, wide)
+        passing: list[tuple[float, float]] = []
+        if two_phases and any(kind.weights for kind in both):
+            # a chunk at a time is gathered; a lookup's backward needs none, but the last chunk's have stayed
+            back = chunks if len(chunks) == 1 else [chunk._replace(embedding=None) for chunk in chunks]
+            whole = [kind.weights for kind in both]
+            phases = zip(chunks, back, strict=True)
+            passing = [(narrow * one.numbers(*whole), narrow * other.numbers(*whole)) for one, other in phases]
+        elif any(kind.weights or (reduces and kind.sums) for kind in both):
             in_chunks = any(chunk.head for chunk in chunks) and self._pieces(plan)["layer"].loss_chunks != 1
             steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks)
-            passing = max(most_passing(chunk, *both, formats, steps) for chunk in chunks)
-            return Stored(lasting, passing, 0.0 if reduces else sums)
-        # a chunk at a time is gathered, and reduced when its gradients are complete
-        passing = max(chunk.numbers(*(kind.weights for kind in both)) for chunk in chunks)
-        sums = max(chunk.numbers(*(kind.sums for kind in both)) for chunk in chunks)
-        return Stored(lasting, narrow * passing, wide * sums)
+            distinct = {id(chunk): chunk for chunk in chunks}  # most are one object
+            most = {key: most_passing(chunk, *both, formats, steps) for key, chunk in distinct.items()}
+            passing = [(most[id(chunk)],) * 2 for chunk in chunks]
+        return Stored(lasting, tuple(passing), sums)
 
     @cached_property
     def _bytes(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -100,7 +100,7 @@ class StepModel(Protocol):
     def describe(self, plan: Plan) -> Workload:
         """The step of a layout."""
 
-    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Collection[Chunk]) -> Stored:
+    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Sequence[Chunk]) -> Stored:
         """What a stage of so many parameters, and of `experts` that the layout splits, stores on the device."""
 
 

@@ -168,10 +168,12 @@ class StepWork:
     """Parameters, gradients and optimizer state."""
     communicators: int = 0
     """Groups in which the stage sends, each with buffers of its own."""
-    buffer_bytes: float = 0.0
-    """Whole parameters and gradients that come and go, at most."""
-    sum_bytes: float = 0.0
-    """Whole gradients that are there from the first backward to the end of the micro-batches."""
+    passing: tuple[tuple[float, float], ...] = ()
+    """Of whole parameters and gradients that come and go, at most: in forward and in backward of each of its chunks.
+    (), and so the next one: there are none."""
+    sums: tuple[tuple[float, ...], ...] = ()
+    """Of whole gradients of each of its chunks that stay from its first backward to the end of the micro-batches: those
+    that are there once that backward has come to each module, in the order of forward."""
     update_working_bytes: float = 0.0
     """Besides states, once the micro-batches are done."""
 
