@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +30,7 @@ from pangu.pipeline.actions import COMPUTE, Action, Kind
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
 from pangu.planning.layouts import Chosen
+from pangu.planning.memory import Held, held_in
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room
@@ -133,8 +134,9 @@ def dry_run(
 
 
 def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
-    """The same run with as few micro-batches as it takes until they repeat: the stage holds as many at a time as it
-    ever does, and there is one between the first and the last."""
+    """The same run with as few micro-batches as it takes until they repeat: the stage holds of each chunk as many at a
+    time as it ever does, with the gradients that are summed meanwhile, and there is one between the first and the
+    last."""
     total, held = stages.schedule.micro_batches, _held(stages.schedule, stage)
     for count in range(3, total):
         fewer = replace(config.batch, global_size=count * config.batch.micro_size * layout.data)
@@ -159,16 +161,10 @@ def _first_joined(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(tuple(of_stage(actions)) for actions in schedule.actions))
 
 
-def _held(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """Most forwards without the gradient of their input, and of their weights, that a stage has at a time."""
-    forwards = inputs = weights = 0
-    held: list[tuple[int, int]] = []
-    for action in schedule.actions[stage]:
-        forwards += action.kind == "F"
-        inputs += action.kind in "BI"
-        weights += action.kind in "BW"
-        held.append((forwards - inputs, forwards - weights))
-    return tuple(map(max, zip(*held, strict=True)))
+def _held(schedule: Schedule, stage: int) -> set[Held]:
+    """What a stage holds at its fullest moments."""
+    computed = (action for action in schedule.actions[stage] if action.kind in COMPUTE)
+    return set(held_in([(action.kind, action.chunk, cast(int, action.micro)) for action in computed], schedule.name))
 
 
 @contextmanager

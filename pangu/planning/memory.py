@@ -121,7 +121,7 @@ class Held(NamedTuple):
 
 @lru_cache(maxsize=1000)
 def most_held(pipeline: Pipeline) -> list[list[Held]]:
-    """Stage -> what it holds at moments that no other moment covers, from the very order of its work."""
+    """Stage -> what it holds, as `held_in`."""
     p, m = pipeline.stages, pipeline.micro_batches
     if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
         often = 2 if pipeline.schedule == "zb-2p" else 1
@@ -129,15 +129,19 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
-    sums = pipeline.virtual * (pipeline.schedule not in REDUCES_EACH)
-    fewer = orders(pipeline._replace(micro_batches=most))
-    return [_fullest(set(_moments(order, sums)), pipeline.virtual) for order in fewer]
+    return [held_in(order, pipeline.schedule) for order in orders(pipeline._replace(micro_batches=most))]
 
 
-def _moments(order: Order, sums: int) -> Iterator[tuple[int, ...]]:
+def held_in(order: Order, schedule: str) -> list[Held]:
+    """What a stage holds at moments that no other moment covers, from the very order of its work in a schedule."""
+    chunks = sorted({chunk for _, chunk, _ in order})
+    sums = len(chunks) * (schedule not in REDUCES_EACH)
+    return _fullest(set(_moments(order, chunks, sums)), len(chunks))
+
+
+def _moments(order: Order, chunks: Sequence[int], sums: int) -> Iterator[tuple[int, ...]]:
     """What is held while each step computes, forwards of each chunk, then inputs, then, of so many chunks, whether
     gradients are; and the chunk and the part that the step is."""
-    chunks = sorted({chunk for _, chunk, _ in order})
     place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
     held, summed = [0] * (2 * count), [0] * sums
     for kind, chunk, _ in order:
