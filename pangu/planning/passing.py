@@ -108,18 +108,22 @@ class _Flat(NamedTuple):
 
 
 @lru_cache(maxsize=10_000)
-def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, steps: Steps) -> float:
+def most_passing(
+    chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, steps: Steps, before: Chunk | None = None
+) -> float:
     """Bytes by which a chunk needs more at its fullest moment because of what passes while its modules compute one
     after the other: weights that are gathered for the one that computes and for the next (`zero.unshard`); where each
     micro-batch is reduced also gradients that are summed, and sent once they are complete (`zero.gradients`). What is
-    saved and worked with at that moment may be less than at the fullest without them."""
+    saved and worked with at that moment may be less than at the fullest without them. `before`: the other chunk whose
+    backward comes before this one's, and leaves what it sent last."""
     names = [module for module in (chunk.embedding, *chunk.layers, chunk.head) if module is not None]
     saved, beside = [module.saved_bytes for module in names], working_beside(names, steps.splits_backward)
     modules = list(_modules(chunk))
-    first = int(chunk.embedding is not None)  # backward of a lookup reads no weights
+    first, last = int(chunk.embedding is not None), len(modules) - 1  # backward of a lookup reads no weights
     kinds = dense, experts
-    whole, sums, flying = set[_Flat](), set[_Flat](), deque[float]()
-    most = 0.0
+    whole, sums = set[_Flat](), set[_Flat]()
+    sent = _messages(before, kinds, formats) if before is not None and steps.reduces else ()
+    flying, most = deque(sent, IN_FLIGHT), 0.0
 
     def measure(activations: float) -> None:
         """Besides all that the chunk keeps."""
@@ -134,38 +138,54 @@ def most_passing(chunk: Chunk, dense: Passing, experts: Passing, formats: Format
         measure(beside[place][part])
         whole.difference_update(set(modules[place]) - set(after))
 
-    def begin(place: int) -> None:
-        """The sums of its gradients."""
-        sums.update(flat for flat in modules[place] if steps.reduces and kinds[flat.experts].sums)
+    def begin(*flats: _Flat) -> None:
+        """The sums of their gradients."""
+        sums.update(flat for flat in flats if steps.reduces and kinds[flat.experts].sums)
 
     def send(place: int) -> None:
         """The gradients that no module before it adds to."""
-        unfinished = {flat for before in modules[:place] for flat in before}
-        for flat in reversed(modules[place]):
-            if flat in sums and flat not in unfinished:
-                if len(flying) == IN_FLIGHT:
-                    flying.popleft()
-                message = formats.messages * flat.numbers
+        for flat in _complete(modules, place):
+            if place < first:  # the words' begin when those of the positions, looked up after them, have been sent
+                begin(flat)
+                measure(beside[place][1])
+            if flat in sums:
                 if formats.messages == formats.sums:
                     sums.discard(flat)
-                flying.append(message + message / kinds[flat.experts].shards)
+                flying.append(_message(flat, kinds, formats))
                 measure(-sum(saved[place + 1 :]))
                 sums.discard(flat)
 
-    last = len(modules) - 1
     for _ in range(min(2, steps.micro_batches)):  # what the first one sent last is there when the next one begins
         for place in range(len(modules)):
             if place == last and chunk.head is not None and steps.chunks_loss:
-                begin(place)
+                begin(*modules[place])
             compute(place, min(place + 1, last), 0)
         for place in range(last, -1, -1):
-            begin(place)
             if place >= first:
+                begin(*modules[place])
                 compute(place, max(place - 1, first), 1)
-            measure(beside[place][1])
+                measure(beside[place][1])
             send(place)
         whole.clear()
     return max(0.0, most - max(0.0, *map(max, beside)))
+
+
+def _complete(modules: Sequence[tuple[_Flat, ...]], place: int) -> Iterator[_Flat]:
+    """Flat parameters whose gradients are complete with those of a module, in the order in which they are sent."""
+    unfinished = {flat for before in modules[:place] for flat in before}
+    return (flat for flat in reversed(modules[place]) if flat not in unfinished)
+
+
+def _message(flat: _Flat, kinds: tuple[Passing, Passing], formats: Formats) -> float:
+    """Bytes of its gradients while they are reduced, and of this rank's part of the result."""
+    return formats.messages * flat.numbers * (1 + 1 / kinds[flat.experts].shards)
+
+
+def _messages(chunk: Chunk, kinds: tuple[Passing, Passing], formats: Formats) -> Iterator[float]:
+    """Those of a chunk's backward, in order."""
+    modules = list(_modules(chunk))
+    flats = (flat for place in reversed(range(len(modules))) for flat in _complete(modules, place))
+    return (_message(flat, kinds, formats) for flat in flats if kinds[flat.experts].sums)
 
 
 def sums_of(chunks: Sequence[Chunk], dense: Passing, experts: Passing, size: int) -> tuple[tuple[float, ...], ...]:

@@ -269,9 +269,14 @@ class Program:
         elif any(kind.weights or (reduces and kind.sums) for kind in both):
             in_chunks = any(chunk.head for chunk in chunks) and self._pieces(plan)["layer"].loss_chunks != 1
             steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks)
-            distinct = {id(chunk): chunk for chunk in chunks}  # most are one object
-            most = {key: most_passing(chunk, *both, formats, steps) for key, chunk in distinct.items()}
-            passing = [(most[id(chunk)],) * 2 for chunk in chunks]
+            # the last chunk's backward comes first, and a round later behind the first one's
+            following = (*chunks[1:], chunks[0]) if len(chunks) > 1 else (None,)
+            pairs = list(zip(chunks, following, strict=True))
+            distinct = {(id(chunk), id(before)): (chunk, before) for chunk, before in pairs}  # most are one object
+            most = {
+                key: most_passing(chunk, *both, formats, steps, before) for key, (chunk, before) in distinct.items()
+            }
+            passing = [(most[id(chunk), id(before)],) * 2 for chunk, before in pairs]
         return Stored(lasting, tuple(passing), sums)
 
     @cached_property

@@ -39,7 +39,7 @@ PLANNED = (
     "batch.global_size=16 parallel.pipeline=4 parallel.schedule=zb_h1 parallel.tensor=2 parallel.sequence=true",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=zb_v parallel.virtual=2 memory.recompute=1",
     "batch.global_size=16 parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=2 parallel.data=2 "
-    "parallel.zero=1 memory.recompute=full",
+    "parallel.zero=2 memory.recompute=full model.kind=gpt model.vocab=32768 model.layers=4",
     "batch.global_size=16 parallel.pipeline=2 batch.micro_size=2 parallel.data=2 memory.offload=[optimizer]",
     "batch.global_size=8 optimizer=lamb model.positions=relative parallel.pipeline=2",
     "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2 model.vocab=8192 "
