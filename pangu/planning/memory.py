@@ -51,14 +51,17 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     distinct = {id(order): order for order in workload.orders}
     sums = {number: _Chunk.of([modules[kind] for kind in order], splits) for number, order in distinct.items()}
     chunks: list[list[_Chunk]] = [[] for _ in workload.steps]
-    for stage, order in zip(pipeline.stage_of, workload.orders, strict=True):
-        chunks[stage].append(sums[id(order)])
+    more_saved = workload.more_saved or (0.0,) * len(workload.orders)
+    for stage, order, more in zip(pipeline.stage_of, workload.orders, more_saved, strict=True):
+        chunk = sums[id(order)]
+        chunks[stage].append(chunk._replace(saved=chunk.saved + more) if more else chunk)
     messages = MESSAGES * workload.message_bytes * (pipeline.stages > 1)
     stages = []
     for step, of_stage, held in zip(workload.steps, chunks, most_held(pipeline), strict=True):
         saved, deferred, working, backward = zip(*of_stage, strict=True)
         passing = step.passing or ((0.0, 0.0),) * len(of_stage)
         whole = [of_chunk[0] for of_chunk in step.sums]
+        # `inner`, which comes last in a chunk, has no weights
         first = [max(map(add, *both), default=0.0) for both in zip(backward, step.sums, strict=False)]
         most = max(
             sum(map(mul, one.forwards, saved))

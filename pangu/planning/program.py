@@ -121,7 +121,11 @@ class Program:
             if key not in stored:
                 stored[key] = replace(self._stored(plan, step, modules["layer"], chunks[stage]), communicators=key[1])
             steps.append(stored[key])
-        return replace(workload, steps=tuple(steps), message_bytes=message)
+        # modules were counted in chunks that had what they received before and what they send still: one stands for the
+        # other, but the first chunk receives nothing and the last one sends nothing. What is received is not offloaded
+        last, stays = len(workload.orders) - 1, "activations" in plan.offload
+        more = (message * ((number == last) - (number == 0) + stays * (number > 0)) for number in range(last + 1))
+        return replace(workload, steps=tuple(steps), message_bytes=message, more_saved=tuple(more))
 
     def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork]) -> Iterator[Chunk]:
         """What each chunk stores."""

@@ -192,3 +192,5 @@ class Workload:
     """Of each stage."""
     message_bytes: float
     """What a stage sends to the next one in a micro-batch."""
+    more_saved: tuple[float, ...] = ()
+    """Of each chunk, bytes that it saves for a micro-batch besides what its modules do (negative: less); (): none."""

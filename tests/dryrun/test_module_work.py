@@ -44,14 +44,15 @@ PLANNED = (
     "batch.global_size=8 optimizer=lamb model.positions=relative parallel.pipeline=2",
     "batch.global_size=32 parallel.data=4 parallel.pipeline=2 parallel.zero=3 parallel.zero_group=2 model.vocab=8192 "
     "batch.micro_size=2 loss.chunk=90",
-    "batch.global_size=12 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe model.vocab=8192 "
-    "batch.micro_size=2 loss.chunk=256 model.sequence=512 model.layers=2",
+    "batch.global_size=32 parallel.data=2 parallel.pipeline=4 parallel.zero=3 parallel.schedule=gpipe model.vocab=8192 "
+    "batch.micro_size=2 loss.chunk=256 model.sequence=512 model.layers=4 memory.recompute=full",
     "batch.global_size=8 parallel.data=2 parallel.pipeline=2 parallel.virtual=2 parallel.zero=3 model.vocab=8192 "
     "parallel.schedule=breadth_first batch.micro_size=2 loss.chunk=256 model.sequence=512 model.layers=4",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
     "batch.global_size=16 parallel.context=2 parallel.data=2 parallel.zero=2 model.attention=flash",
     "batch.global_size=16 parallel.context=4 parallel.context_kind=ring parallel.pipeline=2 model.attention=flash",
-    "batch.global_size=16 parallel.pipeline=2 memory.recompute=full memory.offload=[activations]",
+    "batch.global_size=24 parallel.pipeline=2 parallel.schedule=gpipe memory.recompute=full model.layers=4 "
+    "memory.offload=[activations]",
     "batch.global_size=8 parallel.data=2 parallel.zero=3 memory.offload=[optimizer,parameters,activations]",
     "batch.global_size=16 precision=fp8 parallel.pipeline=2 parallel.schedule=zb_h1",
     "batch.global_size=16 parallel.pipeline=2 model.kind=gpt model.experts=4 parallel.tensor=2 parallel.sequence=true",
