@@ -178,9 +178,10 @@ def test_the_package_stays_small() -> None:
     transformers' cache; 763 flash attention that drops as the reference does in one pass, with its gradients, for
     documents, windows and parts of a sequence; 34 that no run imports torch's compiler for its optimizer; 20
     that no layer which stays on the device is copied to the host; 136 data
-    that is prepared for as long as it gets on, and leaves nothing where it is given up."""
+    that is prepared for as long as it gets on, and leaves nothing where it is given up; 10 a GELU
+    that compilers make fast."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 28_088
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 28_098
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -222,7 +223,7 @@ pretrain(Path("configs").resolve())
 print("compilers", {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_595, "run": 12_352}
+MOST_LINES = {"trainer": 6_605, "run": 12_362}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
@@ -238,7 +239,8 @@ run shapes of products that a CPU remembers; 155 the head's gradients, which pro
 postponed ones hide; 7 of a run the folder that torch makes for compiled code; 40 a loss whose gradients forward may
 make; 25 and 95 keys of masks that kernels of attention make, and their trials; 6 and 46 what is told to backends and
 watched from its start, and who did not come; 34 what keeps torch's compiler out; 4
-what knows the last layer of a forward; 39 of a run who hears that its data gets on."""
+what knows the last layer of a forward; 10 a GELU that compilers make fast; 39 of a run who hears that its data gets
+on."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

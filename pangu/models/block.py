@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,6 +73,15 @@ class HiddenStates(NamedTuple):
     2021, section 3); None in the first layer, and without `model.residual_scores`."""
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """Torch's kernel; for a compiler, which makes one loop of it, by (1 + tanh u) / 2 = sigmoid(2u): the exponential
+    function takes a CPU half the time of tanh."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
+
+
 def _swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half times the second (Shazeer 2020, equation 6)."""
     gate, up = x.chunk(2, dim=-1)
@@ -79,7 +89,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "gelu": F.gelu,
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": _swiglu,

@@ -166,12 +166,8 @@ def test_recompute_keeps_fewer_activations() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"recompute": None}, {"recompute_parts": PARTS}], ids=str)
 def test_offload_empties_every_layer_but_the_last(options: dict[str, Any]) -> None:
-    """Where the host is the device, its copies take the place of what the device gave back: what comes on top is the
-    last layer, which exists twice, however many there are."""
-    gpt = variant(kind="gpt")
-    twice = [
-        kept_bytes(config, offload=True, **options) - kept_bytes(config, **options)
-        for config in (gpt, replace(gpt, layers=5))
-    ]
-    assert twice[0] == twice[1] > 0
+    """Where the host is the device, its copies take the place of what the device gave back: no layer exists twice, the
+    last one neither, which is not copied."""
+    for config in (gpt := variant(kind="gpt"), replace(gpt, layers=5)):
+        assert kept_bytes(config, offload=True, **options) == kept_bytes(config, **options)
     assert kept_bytes(after_backward=True, offload=True, **options) == kept_bytes(after_backward=True, **options)

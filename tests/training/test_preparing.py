@@ -34,6 +34,7 @@ def changed(sources, key):
 
 if __name__ == "__main__":
     instructions.read_chunks = changed
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores it
     os.environ["LOCAL_RANK"] = "0"  # each is a node of its own, with its own disk
     sys.argv.append(f"data.folder={{sys.argv[-1].removeprefix('train.output=')}}/data-{{RANK}}")
     pretrain(Path({str(repository())!r}) / "configs")
