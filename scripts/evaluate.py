@@ -23,7 +23,7 @@ from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.data.documents import read_documents
 from pangu.data.inputs import find_inputs
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
                 f"--stride {options.stride}: would leave out tokens, as the window has {window} (model.sequence); "
                 f"1 to {window} work"
             )
-        with progress_bar(mesh.is_first) as progress:
+        with ProgressBar(mesh.is_first) as progress:
             results = [_measure(model, one, file, progress) for one in questions]
     if launch.rank == 0:
         _print(options, path, results)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import parse_json, write_atomically
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
 from pangu.evaluation.inference import LoadedModel
@@ -113,7 +113,7 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
         with writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)
     live = output is None and len(prompts) == 1 and sys.stdout.isatty()
-    with progress_bar(not live) as progress:
+    with ProgressBar(not live) as progress:
         task = progress.add_task("Drawing text", total=None)
 
         def show(_: int, text: str) -> None:

@@ -22,7 +22,7 @@ from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.data.other_tokenizers import ENCODINGS
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
             f"the tokenizer {tokenizer.path} does not exist; "
             '"data.tokenizer={kind: sentencepiece, path: FILE}" gives another one'
         )
-    with progress_bar(True) as progress:
+    with ProgressBar(True) as progress:
         task = progress.add_task("Converting tensors", total=None)
         convert(
             source,

@@ -19,7 +19,7 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import add_input_arguments, find_inputs, input_record
 from pangu.data.near_duplicates import bands_of
 from pangu.data.preprocessing import Preprocessing, Recipe
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.data.resumable_writer import ResumableWriter
 from pangu.data.tokenizers import load_tokenizer
 
@@ -128,7 +128,7 @@ def preprocess(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     with writing(Path(options.output)), Preprocessing(options.output, recipe, options.overwrite) as work:
         before = sum(writer.num_bytes for writer in work.writers)
-        with progress_bar(True) as progress:
+        with ProgressBar(True) as progress:
             if work.resumed:
                 done = sum(writer.num_documents for writer in work.writers)
                 progress.console.print(f"going on after {done:,} documents", highlight=False)

@@ -15,7 +15,7 @@ from pangu.config.exit_status import exit_status
 from pangu.config.files import write_atomically
 from pangu.data.documents import read_documents
 from pangu.data.inputs import add_input_arguments, find_inputs
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.data.vocabulary import train_sentencepiece
 
 _EXAMPLE = """example:
@@ -71,7 +71,7 @@ def train(options: argparse.Namespace) -> None:
         raise UserError(f"{path} exists already; choose another --output or add --overwrite")
     files = find_inputs(options.input)
     started = time.perf_counter()
-    with writing(path), progress_bar(True) as progress:
+    with writing(path), ProgressBar(True) as progress:
         path.parent.mkdir(parents=True, exist_ok=True)
         documents = _counted(read_documents(files, options.text_key), progress)
         model = train_sentencepiece(

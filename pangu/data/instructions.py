@@ -25,7 +25,7 @@ from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
 from pangu.data.packing import PackedDocuments, Packing, write_packing
-from pangu.data.progress import ProgressBar, noted, progress_bar
+from pangu.data.progress import ProgressBar, noted
 from pangu.data.stream import SampleStream
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
@@ -174,7 +174,7 @@ def prepare_instructions(
         fitting_tokenizer(recipe.tokenizer, model.vocab)
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with new_path(folder) as partial, progress_bar(show_progress, note_progress) as progress:
+            with new_path(folder) as partial, ProgressBar(show_progress, note_progress) as progress:
                 partial.mkdir()
                 manifest = {"recipe": wanted, **_write_all(partial, data, recipe, inputs, model.vocab, progress)}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

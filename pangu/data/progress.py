@@ -13,9 +13,10 @@ Item = TypeVar("Item")
 
 
 class ProgressBar(Progress):
-    """A bar for each phase. `note_progress` is called when the work has got on; what it raises ends the work."""
+    """A bar for each phase, if it is to be shown. `note_progress` is called when the work has got on; what it raises
+    ends the work."""
 
-    def __init__(self, show: bool, note_progress: Callable[[], None]) -> None:
+    def __init__(self, show: bool, note_progress: Callable[[], None] = lambda: None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=Console(stderr=True), disable=not show)
         self.note_progress = note_progress
@@ -39,7 +40,3 @@ def noted(items: Iterable[Item], note_progress: Callable[[], None]) -> Iterator[
     for item in items:
         note_progress()
         yield item
-
-
-def progress_bar(show: bool, note_progress: Callable[[], None] = lambda: None) -> ProgressBar:
-    return ProgressBar(show, note_progress)

@@ -26,7 +26,7 @@ from pangu.config.errors import UserError, writing
 from pangu.config.files import open_regular, read_json, write_atomically
 from pangu.data.indexed import bin_path, idx_path
 from pangu.data.indexed_writer import IndexedWriter
-from pangu.data.progress import ProgressBar, progress_bar
+from pangu.data.progress import ProgressBar
 from pangu.data.vocabulary import END_OF_TEXT, train_sentencepiece
 from pangu.topology.random import random_key
 
@@ -84,7 +84,7 @@ def prepare_stdlib(
     if damaged:
         log.warning("%s: made anew, as its checksums are not those of %s", paths.folder, ", ".join(damaged))
     if damaged or not prepared:
-        with writing(paths.folder), progress_bar(show_progress, note_progress) as progress:
+        with writing(paths.folder), ProgressBar(show_progress, note_progress) as progress:
             _build(paths, vocab, validation_fraction, progress)
     return paths
 

@@ -25,7 +25,7 @@ class _Block:
 class _Layer:
     before: _Layer | None
     last: bool
-    """Of the forward: what it saves stays."""
+    """Whether the forward ends with it: what it saves stays."""
     copied: torch.Event | None = None
     """Its copies to the host."""
     returned: torch.Event | None = None
@@ -51,7 +51,7 @@ class Offload:
         self._layer: _Layer | None = None
 
     def begin_layer(self, last: bool) -> None:
-        """`last`: of the forward."""
+        """`last`: the forward ends with it."""
         self._layer = _Layer(self._layer, last)
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -62,13 +62,13 @@ class Offload:
         layer, key = self._layer, (storage._cdata, tensor._version)
         assert layer is not None
         if layer.last:
-            kept = tensor.detach()
+            resident = tensor.detach()
 
-            def unpack_kept() -> Tensor:
+            def unpack_resident() -> Tensor:
                 self._bring_back(layer.before)
-                return kept
+                return resident
 
-            return unpack_kept
+            return unpack_resident
         if key not in layer.blocks:
             memory = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             with self._stream.after_computation():

@@ -53,7 +53,7 @@ class SavedTensors:
 
     @contextmanager
     def layer(self, last: bool) -> Iterator[None]:
-        """`last`: of the forward."""
+        """The block in which a layer computes; `last`: the forward ends with it."""
         if self._offload is None:
             yield
             return

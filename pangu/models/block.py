@@ -74,8 +74,8 @@ class HiddenStates(NamedTuple):
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """Torch's kernel; for a compiler, which makes one loop of it, by (1 + tanh u) / 2 = sigmoid(2u): the exponential
-    function takes a CPU half the time of tanh."""
+    """Torch's kernel; for a compiler, which makes one loop of it, by (1 + tanh u) / 2 = sigmoid(2u): a CPU
+    takes less time for the exponential function than for tanh."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

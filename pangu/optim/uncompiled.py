@@ -1,4 +1,4 @@
-"""torch's optimizers without torch's compiler, which none of their methods need."""
+"""torch's optimizers, made and stepped without torch's compiler, which neither needs."""
 
 from __future__ import annotations
 

@@ -193,15 +193,15 @@ def sums_of(chunks: Sequence[Chunk], dense: Passing, experts: Passing, size: int
     kinds, begun = (dense, experts), set[_Flat]()
     if not any(kind.sums for kind in kinds):
         return ()
-    found = []
+    of_chunks = []
     for chunk in reversed(chunks):
         begun = {flat for flat in begun if flat.place == _TABLE}  # another chunk adds to the same
         before, sums = sum(flat.numbers for flat in begun), list[float]()
         for flats in reversed(list(_modules(chunk))):
             begun.update(flat for flat in flats if kinds[flat.experts].sums)
             sums.append(size * (sum(flat.numbers for flat in begun) - before))
-        found.append(tuple(reversed(sums)))
-    return tuple(reversed(found))
+        of_chunks.append(tuple(reversed(sums)))
+    return tuple(reversed(of_chunks))
 
 
 def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:

@@ -206,11 +206,15 @@ def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
     """The same layout with less on the device, for one that does not fit: it is never faster. Each is reached once."""
     if "offload" in space.fixed:
         return
-    # the last layer of a chunk stays; weights that are not sharded are needed all the time
-    saves = {"optimizer": True, "activations": max(plan.layers) > 1, "parameters": plan.zero == 3}
     for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
-        if saves[part]:
+        if _can_wait(part, plan):
             yield plan._replace(offload=(*plan.offload, part))
+
+
+def _can_wait(part: str, plan: Plan) -> bool:
+    """Whether some of it can wait in host memory."""
+    # the last layer of a chunk stays; weights that are not sharded are needed all the time
+    return {"optimizer": True, "activations": max(plan.layers) > 1, "parameters": plan.zero == 3}[part]
 
 
 def _memory(space: Space, bounds: Bounds, plan: Plan) -> tuple[Memory, ...] | None:
@@ -330,12 +334,9 @@ def with_schedule(space: Space, plan: Plan) -> Plan | str:
     least, most = SCHEDULES[plan.schedule].virtual
     if plan.virtual < least or (most is not None and plan.virtual > most):
         return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
-    chunks, layers = plan.pipeline * plan.virtual, space.config.model.layers
-    if chunks > layers:
+    if plan.pipeline * plan.virtual > space.config.model.layers:
         return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
-    if chunks == layers and "activations" in space.fixed.get("offload", ()):
-        return "memory.offload: the last layer of a chunk keeps its own"
-    return plan._replace(layers=_layers(space.config.model, chunks))
+    return plan._replace(layers=_layers(space.config.model, plan.pipeline * plan.virtual))
 
 
 @lru_cache(maxsize=1000)
@@ -369,10 +370,11 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
             continue
         for recompute, recomputed in recomputes:
             for offload in _options(space.fixed, "offload", ((),)):
-                if zero == 3 or "parameters" not in offload:
-                    yield plan._replace(
-                        zero=zero, zero_group=group, recompute=recompute, recomputed=recomputed, offload=offload
-                    )
+                saving = plan._replace(
+                    zero=zero, zero_group=group, recompute=recompute, recomputed=recomputed, offload=offload
+                )
+                if all(_can_wait(part, saving) for part in offload):
+                    yield saving
 
 
 def _options(fixed: Mapping[str, Any], name: str, options: Iterable[Any]) -> Iterable[Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pangu.data.progress import progress_bar
+from pangu.data.progress import ProgressBar
 
 
 @pytest.mark.parametrize("show", [True, False])
 def test_progress_bar(capfd: pytest.CaptureFixture[str], show: bool) -> None:
-    with progress_bar(show) as progress:
+    with ProgressBar(show) as progress:
         assert list(progress.track([1, 2], description="Counting")) == [1, 2]
     out, err = capfd.readouterr()
     assert out == ""

@@ -123,6 +123,18 @@ def test_an_epoch_has_each_document_once(
         assert read[: len(texts)] == [text for number in range(files) for text in texts[number::files]]
 
 
+def test_each_file_and_each_held_out_sample_is_progress(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl") for name in "ab"]
+    data, heard = stream_of(*files, holdout=0.3), list[None]()
+    prepare(data, model(), False, lambda: heard.append(None))
+    assert len(heard) == len(files)
+    heard.clear()
+    sources = open_sources(data, model(), 1, 1, 3, lambda: heard.append(None))
+    assert sources.validation is not None
+    assert sources.validation.num_samples == 3
+    assert len(heard) == len(files) + 3
+
+
 def test_seeds_and_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl")
     data, count = stream_of(tmp_path), 2 * sum(len(text) + 1 for text in WORDS) // SEQUENCE
