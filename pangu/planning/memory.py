@@ -68,6 +68,7 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
             + sum(map(mul, one.inputs, deferred))
             + sum(map(mul, one.summed, whole))
             + max(working[one.chunk][one.part], first[one.chunk] if step.sums and one.begins else 0.0)
+            + step.sums_ahead * one.has_sums_ahead
             + passing[one.chunk][one.part > 0]
             for one in held
         )
@@ -120,6 +121,12 @@ class Held(NamedTuple):
     def begins(self) -> bool:
         """Whether this is the first backward of a chunk."""
         return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
+
+    @property
+    def has_sums_ahead(self) -> bool:
+        """Whether a head may have made gradients in forward, in the last chunk, to which backward has not come."""
+        came = self.part == 1 and self.chunk == len(self.forwards) - 1
+        return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
 
 
 @lru_cache(maxsize=1000)

@@ -54,8 +54,9 @@ class Stored(NamedTuple):
 
     lasting: float
     passing: tuple[tuple[float, float], ...] = ()
-    """This and the next one as in `StepWork`."""
+    """This and what follows as in `StepWork`."""
     sums: tuple[tuple[float, ...], ...] = ()
+    sums_ahead: float = 0.0
 
 
 class Passing(NamedTuple):

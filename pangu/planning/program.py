@@ -156,6 +156,7 @@ class Program:
             state_bytes=stored.lasting,
             passing=stored.passing,
             sums=stored.sums,
+            sums_ahead=stored.sums_ahead,
             update_working_bytes=max(step.update_working_bytes, self._ending(plan, step, layer)),
         )
 
@@ -263,6 +264,7 @@ class Program:
             lasting += moments * weights.numbers / sharding.size
         both = kinds[0], kinds[-1]
         sums = () if reduces else sums_of(chunks, *both, wide)
+        in_chunks = chunks[-1].head is not None and self._pieces(plan)["layer"].loss_chunks != 1
         passing: list[tuple[float, float]] = []
         if two_phases and any(kind.weights for kind in both):
             # a chunk at a time is gathered; a lookup's backward needs none, but the last chunk's have stayed
@@ -271,7 +273,6 @@ class Program:
             phases = zip(chunks, back, strict=True)
             passing = [(narrow * one.numbers(*whole), narrow * other.numbers(*whole)) for one, other in phases]
         elif any(kind.weights or (reduces and kind.sums) for kind in both):
-            in_chunks = any(chunk.head for chunk in chunks) and self._pieces(plan)["layer"].loss_chunks != 1
             steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks)
             # the last chunk's backward comes first, and a round later behind the first one's
             following = (*chunks[1:], chunks[0]) if len(chunks) > 1 else (None,)
@@ -281,7 +282,7 @@ class Program:
                 key: most_passing(chunk, *both, formats, steps, before) for key, (chunk, before) in distinct.items()
             }
             passing = [(most[id(chunk), id(before)],) * 2 for chunk, before in pairs]
-        return Stored(lasting, tuple(passing), sums)
+        return Stored(lasting, tuple(passing), sums, sums[-1][-1] if sums and in_chunks else 0.0)
 
     @cached_property
     def _bytes(self) -> tuple[int, int]:

@@ -174,6 +174,8 @@ class StepWork:
     sums: tuple[tuple[float, ...], ...] = ()
     """Of whole gradients of each of its chunks that stay from its first backward to the end of the micro-batches: those
     that are there once that backward has come to each module, in the order of forward."""
+    sums_ahead: float = 0.0
+    """Of these, what the head makes in forward already, as its loss is computed in chunks."""
     update_working_bytes: float = 0.0
     """Besides states, once the micro-batches are done."""
 

@@ -46,6 +46,8 @@ PLANNED = (
     "batch.micro_size=2 loss.chunk=90",
     "batch.global_size=32 parallel.data=2 parallel.pipeline=4 parallel.zero=3 parallel.schedule=gpipe model.vocab=8192 "
     "batch.micro_size=2 loss.chunk=256 model.sequence=512 model.layers=4 memory.recompute=full",
+    "batch.global_size=16 parallel.data=2 parallel.pipeline=2 parallel.zero=3 parallel.schedule=gpipe "
+    "model.vocab=32768 batch.micro_size=2 model.sequence=1024 memory.recompute=full",
     "batch.global_size=8 parallel.data=2 parallel.pipeline=2 parallel.virtual=2 parallel.zero=3 model.vocab=8192 "
     "parallel.schedule=breadth_first batch.micro_size=2 loss.chunk=256 model.sequence=512 model.layers=4",
     "parallel.data=2 parallel.zero=1 precision.reduce=bf16",
