@@ -19,8 +19,8 @@ from pangu.topology.layout import Layout
 Recompute = Literal["none", "selective", "full"]
 DENSE = "dense "
 """Before the kind of a layer without experts, in a model whose others have some."""
-RESIDENT = "resident"
-"""Kind of module: the last layer of a chunk, which keeps its activations where those of others are offloaded."""
+RESIDENT = " resident"
+"""After the kind of the last layer of a chunk, which keeps its activations where those of others are offloaded."""
 REDUCES_EACH = ("1f1b", "interleaved")
 """Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
 
@@ -240,8 +240,9 @@ def assemble(
         shape: of the model.
         system: how states are kept and sent.
         plan: the layout.
-        modules: `embedding`, `layer`, `recomputed` and `resident` if there are such, the same of `shape.dense` after
-            `DENSE`, `head`, and `inner` if the chunks between the first and the last one do more than their layers.
+        modules: `embedding`, `layer`, `recomputed` if there are such, both before `RESIDENT` too, the same of
+            `shape.dense` after `DENSE`, `head`, and `inner` if the chunks between the first and the last one do more
+            than their layers.
         update: what the optimizer does.
         twice: numbers of the matrix that embedding and head share where they are on one stage; None: all of the head's.
     """
@@ -285,8 +286,8 @@ def _modules_of(
 def kinds_of_layers(layers: tuple[bool, ...], recomputed: int, modules: Collection[str]) -> list[str]:
     """Kinds of the modules of a chunk's layers; `layers`: which are dense."""
     kinds = ["recomputed" if number < recomputed else "layer" for number in range(len(layers))]
-    if RESIDENT in modules:
-        kinds[-1] = RESIDENT
+    if "layer" + RESIDENT in modules:
+        kinds[-1] += RESIDENT
     return [DENSE * dense + kind for kind, dense in zip(kinds, layers, strict=True)]
 
 

@@ -78,8 +78,9 @@ class Bounds:
         layer, dense = self._of(plan, plan.recompute)
         each = layer.whole, dense.whole
         whole = model.of(each) + layer.head
-        if "activations" in plan.offload:  # but those of each chunk's last layer
-            whole += min(layer.copies, dense.copies) * (sum(model) - p * plan.virtual)
+        if "activations" in plan.offload:  # of a chunk's last layer they stay, of one to be recomputed there are few
+            away = sum(max(0, layers - 1 - plan.recomputed) for layers in plan.layers)
+            whole += min(layer.copies, dense.copies) * away
         longest = max(chunk.of(each) for chunk in chunks) if plan.virtual == 1 else model.of(each) / p
         stage = max(whole / p, longest, last.of(each) + layer.head)
         if plan.recomputed:

@@ -165,7 +165,6 @@ def most_passing(
             if place >= first:
                 begin(*modules[place])
                 compute(place, max(place - 1, first), 1)
-                measure(beside[place][1])
             send(place)
         whole.clear()
     return max(0.0, most - max(0.0, *map(max, beside)))

@@ -103,8 +103,7 @@ class Program:
         modules = modules | {kind: self._of(piece, plan)["layer"] for kind, piece in pieces.items()}
         if "activations" in plan.offload:
             away = {kind: sent_to_host(modules[kind]) for kind in pieces}
-            stay = {kind.replace("layer", RESIDENT): modules[kind] for kind in pieces if kind.endswith("layer")}
-            modules = modules | away | stay
+            modules = modules | away | {kind + RESIDENT: modules[kind] for kind in pieces}
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
         numbers = _numbers(self.config.model, counted.without_recompute)["layer"]
         numbers_of_layer = numbers.parameters + numbers.experts
@@ -122,9 +121,13 @@ class Program:
                 stored[key] = replace(self._stored(plan, step, modules["layer"], chunks[stage]), communicators=key[1])
             steps.append(stored[key])
         # modules were counted in chunks that had what they received before and what they send still: one stands for the
-        # other, but the first chunk receives nothing and the last one sends nothing. What is received is not offloaded
-        last, stays = len(workload.orders) - 1, "activations" in plan.offload
-        more = (message * ((number == last) - (number == 0) + stays * (number > 0)) for number in range(last + 1))
+        # other, but the first chunk receives nothing and the last one sends nothing. What is received stays on the
+        # device, whereas what the first of several layers saves, and it with that, does not
+        last, moves = len(workload.orders) - 1, "activations" in plan.offload
+        more = (
+            message * ((number == last) - (number == 0) + (moves and number > 0 and layers > 1))
+            for number, layers in enumerate(plan.layers)
+        )
         return replace(workload, steps=tuple(steps), message_bytes=message, more_saved=tuple(more))
 
     def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork]) -> Iterator[Chunk]:

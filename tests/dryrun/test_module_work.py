@@ -55,6 +55,8 @@ PLANNED = (
     "batch.global_size=16 parallel.context=4 parallel.context_kind=ring parallel.pipeline=2 model.attention=flash",
     "batch.global_size=24 parallel.pipeline=2 parallel.schedule=gpipe memory.recompute=full model.layers=4 "
     "memory.offload=[activations]",
+    "batch.global_size=24 parallel.pipeline=2 parallel.schedule=gpipe memory.recompute=1 model.layers=3 "
+    "memory.offload=[activations]",
     "batch.global_size=8 parallel.data=2 parallel.zero=3 memory.offload=[optimizer,parameters,activations]",
     "batch.global_size=16 precision=fp8 parallel.pipeline=2 parallel.schedule=zb_h1",
     "batch.global_size=16 parallel.pipeline=2 model.kind=gpt model.experts=4 parallel.tensor=2 parallel.sequence=true",
@@ -342,10 +344,11 @@ def test_no_bound_is_above_the_time_on_slow_links(schedule: str) -> None:
         assert bounds.seconds(plan) <= time_of(where, plan).total, plan
 
 
-def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host() -> None:
+@pytest.mark.parametrize("recompute", ["none", 2])
+def test_no_bound_is_above_what_a_layout_takes_and_needs_with_parts_on_the_host(recompute: str | int) -> None:
     config = choose_layout(values("batch.global_size=16", *LARGER), 1).config
     where = space_of(
-        config, replace(A100, devices=4, host_gb_s=2.0), {"micro_size": 1, "tensor": 1, "recompute": "none"}
+        config, replace(A100, devices=4, host_gb_s=2.0), {"micro_size": 1, "tensor": 1, "recompute": recompute}
     )
     bounds, plans, tried = Bounds(where), list(enumerate_plans(where, Counter()))[::4], set[Plan]()
     while plans:
