@@ -193,7 +193,7 @@ def _places(block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
 
 
 def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | None:
-    """[batch or 1, heads / ranks or 1, queries, keys], the bias, -inf where the mask forbids; None: neither."""
+    """Return the bias, -inf where the mask forbids, [batch or 1, heads / ranks or 1, queries, keys]; None: neither."""
     if terms.bias is None and terms.mask.is_plain_causal and block.is_before:
         return None
     queries, keys, distances = _places(block, terms.device)
@@ -201,8 +201,10 @@ def bias_of(terms: MaskAndBias, block: Block, dtype: torch.dtype) -> Tensor | No
     if terms.bias is not None:
         bias = terms.bias.by_distance.detach()[distances.abs()].permute(2, 0, 1).to(dtype)
     documents = terms.mask.documents
-    batch = torch.arange(1 if documents is None else documents.shape[0], device=terms.device)[:, None, None, None]
-    return torch.where(terms.mask.rule()(batch, None, queries, keys), bias, -math.inf)
+    rows = 1 if documents is None else documents.shape[0]
+    batch = torch.arange(rows, device=terms.device)[:, None, None, None]
+    seen = terms.mask.rule()(batch, None, queries, keys).expand(rows, 1, block.queries, block.keys)
+    return torch.where(seen, bias, -math.inf)
 
 
 class CpuBlocks:

@@ -14,6 +14,7 @@ from pangu.collectives.context import ContextRegion
 from pangu.config.context import context_kind
 from pangu.layers import attention_blocks
 from pangu.layers.attention_blocks import Lengths
+from pangu.layers.biases import Alibi
 from pangu.layers.builder import Builder
 from pangu.layers.context_attention import BlockAttention, context_kernel
 from pangu.layers.dropout import Dropout
@@ -52,6 +53,12 @@ def mask_of(length: int, documents: bool, window: int | None) -> AttentionMask:
     return AttentionMask(starts.cumsum(1), window, bounds)
 
 
+def terms_of(length: int, dtype: torch.dtype, setting: dict[str, Any]) -> MaskAndBias:
+    mask = mask_of(length, setting.get("documents", False), setting.get("window"))
+    bias = Alibi(Builder(PlacementTable()), HEADS)(length, dtype, CPU) if setting.get("alibi") else None
+    return MaskAndBias(mask, bias, length, dtype, CPU)
+
+
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
@@ -64,9 +71,7 @@ def of_rank(rank: int, ranks: int, kind: str, length: int, key_heads: int, setti
     )
     given, grad = inputs(length, key_heads, setting.get("dtype", torch.float64))
     parts = [region.cut(part, 2).requires_grad_() for part in given]
-    terms = MaskAndBias(
-        mask_of(length, setting.get("documents", False), setting.get("window")), None, length, given.query.dtype, CPU
-    )
+    terms = terms_of(length, given.query.dtype, setting)
     kernel = context_kernel(variant(), setting.get("kernel", "reference"), False, region)(terms)
     output, _ = kernel(QKV(*parts), Dropout(Builder(PlacementTable()), 0.0, "none"), None, None)
     return gradients(output, parts, region.cut(grad, 2))
@@ -79,8 +84,7 @@ def together(parts: list[list[Tensor]]) -> list[Tensor]:
 def alone(length: int, key_heads: int, setting: dict[str, Any]) -> list[Tensor]:
     given, grad = inputs(length, key_heads, setting.get("dtype", torch.float64))
     leaves = [part.requires_grad_() for part in given]
-    mask = mask_of(length, setting.get("documents", False), setting.get("window"))
-    kernel = Reference(MaskAndBias(mask, None, length, given.query.dtype, CPU))
+    kernel = Reference(terms_of(length, given.query.dtype, setting))
     output, _ = kernel(QKV(*leaves), Dropout(Builder(PlacementTable()), 0.0, "none"), None, None)
     return gradients(output, leaves, grad)
 
@@ -117,6 +121,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"kernel": "sdpa", "documents": True},
     {"kernel": "sdpa", "window": 7},
     {"kernel": "sdpa", "documents": True, "window": 3},
+    {"kernel": "sdpa", "alibi": True},
+    {"kernel": "sdpa", "alibi": True, "window": 7},
+    {"kernel": "sdpa", "alibi": True, "documents": True},
 ]
 
 

@@ -48,6 +48,19 @@ ROUTERS = {
     "limited": "model.router.selection=group_limited model.router.groups=2 model.router.groups_per_token=1 "
     "model.router.score=sigmoid model.router.scale=2.5",
 }
+DROPOUT = {
+    "everywhere": "",
+    "hidden": "model.attention_dropout=0",
+    "none": "model.dropout=0 model.attention_dropout=0",
+}
+ROWS = {
+    "documents": "",
+    "one_text": "data.packing.eod=null data.packing.pad=null "
+    "data.packing.reset_mask=false data.packing.reset_positions=false",
+    "no_masks": "data.packing.reset_mask=false",
+    "packed": "data.packing.pad=null",  # see `samples_of`
+}
+"""Documents, masks and padding of the samples."""
 EXPERT_LAYERS = {"all": "", "after_first": "model.dense_layers=1", "every_other": "model.expert_every=2"}
 FACTORS: dict[str, tuple[str, ...]] = {
     # the layout
@@ -69,8 +82,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "offload": ("", "activations", "optimizer", "parameters", "activations,optimizer,parameters"),
     "loss_chunk": ("null", "5", "1000"),
+    "attention": ("reference", "auto"),  # one process always computes the reference
     "products": ("false", "true"),  # gradients of layers' matrices made by autograd and then added, or by the product
     # the run
+    "dropout": tuple(DROPOUT),
+    "rows": tuple(ROWS),
     "micro_batches": ("1", "2", "3", "4"),
     "micro_size": ("1", "2"),
     "optimizer": ("adam", "lamb"),
@@ -225,6 +241,8 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"optimizer={case['optimizer']}",
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{','.join(FROZEN[case['frozen']])}]",
+        *DROPOUT[case["dropout"]].split(),
+        *ROWS[case["rows"]].split(),
         *(f"model.{name}={SPARSE[case[name]] if name == 'sparse' else case[name]}" for name in MODEL),
         *(() if case["experts"] == "null" else (f"model.router.balance={case['balance']}", "model.expert_ffn=12")),
         *ROUTERS[case["router"]].split(),
@@ -238,6 +256,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"parallel.overlap_chunks={case['overlap_chunks']}",
         f"memory.offload=[{case['offload']}]",
         f"loss.chunk={case['loss_chunk']}",
+        f"model.attention={case['attention']}",
         *RECOMPUTE[case["recompute"]].split(),
     ]
     if case["cut"] == "uneven":

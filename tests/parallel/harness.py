@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pangu.collectives.reduce import all_reduce, gather_objects
-from pangu.data.batch import Batch, make_batch
+from pangu.config.data import PackingConfig
+from pangu.data.batch import Batch, Row, batch_of
 from pangu.data.loader import Loader
 from pangu.data.stream import Stream
 from pangu.evaluation.generation import Reader
@@ -54,6 +55,24 @@ class RaggedStream(Stream):
         tokens = source.integers(3, 101, size=17)
         tokens[17 - index % 7 :] = 5
         return tokens
+
+
+class PackedRows(RaggedStream):
+    """The same tokens as two documents in each row, with padding behind them, as `data.packing.method=best_fit` packs
+    them; some tokens do not count in the loss."""
+
+    def __getitem__(self, index: int) -> Row:
+        tokens = super().__getitem__(index)
+        inputs, labels = tokens[:-1], tokens[1:]
+        places = np.arange(len(inputs))
+        stop = len(inputs) - index % 5
+        begins = np.isin(places, (0, 3 + index % 4, stop))
+        return Row(inputs, labels, (places < stop) & (labels % 7 > 0), begins, places >= stop)
+
+
+def samples_of(packing: PackingConfig) -> Stream:
+    """Return rows of whole documents if documents end and no id is padding, otherwise tokens cut from all documents."""
+    return PackedRows() if packing.pad is None and packing.eod is not None else RaggedStream()
 
 
 def parallel_keys(layout: Layout) -> tuple[str, ...]:
@@ -106,7 +125,7 @@ def small_trainer(layout: Layout, *overrides: str) -> tuple[Trainer, list[Batch]
     trainer = Trainer(config, Mesh.connect(layout, torch.device("cpu"), config.parallel.timeout_s))
     at, batch = trainer.mesh.at, config.batch
     with Loader(
-        RaggedStream(), config.data.packing, batch.global_size, batch.micro_size, at.data, layout.data
+        samples_of(config.data.packing), config.data.packing, batch.global_size, batch.micro_size, at.data, layout.data
     ) as loader:
         return trainer, loader.micro_batches(0)
 
@@ -131,13 +150,14 @@ def train(trainer: Trainer, steps: range) -> dict[str, Any]:
     first = whole(trainer, of_gradients=False)
     results, gradients = [], []
     size, packing = config.batch.global_size, config.data.packing
-    with Loader(RaggedStream(), packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
+    stream = samples_of(packing)
+    with Loader(stream, packing, size, config.batch.micro_size, mesh.at.data, mesh.layout.data) as loader:
         for step in steps:
             trainer.forward_backward(loader.micro_batches(size * step))
             gradients.append(whole(trainer, of_gradients=True))  # an optimizer may write its update in their place
             results.append(trainer.read(trainer.update()))
-    held_out = np.stack([RaggedStream()[1000 + i] for i in range(4)])
-    batches = [make_batch(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
+    held_out = [stream[1000 + i] for i in range(4)]
+    batches = [batch_of(held_out[i : i + 2], range(2), packing) for i in (0, 2)]
     return {
         "logits": grown_texts(LoadedModel(trainer.runner, trainer.stages.schedule, mesh, config.model, None, None)),
         "first": first,

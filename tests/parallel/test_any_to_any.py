@@ -18,7 +18,7 @@ from torch import Tensor
 from pangu.topology.layout import Layout
 from pangu.training.resuming import load_checkpoint
 from tests.covering import Case, Cover, all_pairs, pairs_of
-from tests.parallel.cases import CHUNKS, among
+from tests.parallel.cases import CHUNKS, DROPOUT, ROWS, among
 from tests.parallel.harness import OVERRIDES, whole
 from tests.parallel.test_zero_runs import Steps, save, train, trainer_of, two_states
 from tests.threads import Ranks
@@ -54,6 +54,9 @@ FACTORS = {
     "precision after": ("fp64", "fp32", "bf16"),
     "matmul": ("compute", "fp8"),  # its scales are those that the checkpoint's history gives
     "freezes": ("never", "always", "after"),
+    "attention": ("reference", "auto"),
+    "dropout": tuple(DROPOUT),
+    "rows": tuple(ROWS),
     "optimizer": ("adam", "lamb"),
     "kind": ("pangu", "gpt"),
     "norm": ("layernorm", "rmsnorm"),
@@ -146,6 +149,9 @@ def words_of(case: Case, when: str) -> tuple[str, ...]:
         f"parallel.schedule={case[f'schedule {when}']}",
         f"precision={case[f'precision {when}']}",
         f"optimizer={case['optimizer']}",
+        f"model.attention={case['attention']}",
+        *DROPOUT[case["dropout"]].split(),
+        *ROWS[case["rows"]].split(),
         f"precision.matmul={case['matmul']}",
         f"train.frozen=[{FROZEN if frozen else ''}]",
         *(f"model.{name}={case[name]}" for name in model),

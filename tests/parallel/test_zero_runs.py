@@ -17,7 +17,7 @@ from pangu.training.saving import Saver
 from pangu.training.step import StepResult, Trainer
 from pangu.training.validation import trust_ratios
 from tests.configs import tiny
-from tests.parallel.harness import RaggedStream, parallel_keys, whole
+from tests.parallel.harness import parallel_keys, samples_of, whole
 from tests.parallel.test_zero import MODEL
 from tests.threads import Ranks
 
@@ -30,7 +30,8 @@ def train(trainer: Trainer, steps: range) -> list[StepResult]:
     """Make steps on the samples that belong to them."""
     config, mesh = trainer.config, trainer.mesh
     size, micro = config.batch.global_size, config.batch.micro_size
-    with Loader(RaggedStream(), config.data.packing, size, micro, mesh.at.data, mesh.layout.data) as loader:
+    packing = config.data.packing
+    with Loader(samples_of(packing), packing, size, micro, mesh.at.data, mesh.layout.data) as loader:
         return [trainer.train_step(loader.micro_batches(size * step)) for step in steps]
 
 
