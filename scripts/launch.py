@@ -1,8 +1,9 @@
-"""torchrun in few words. It takes torchrun's options, and differs in three things:
+"""torchrun with short messages. It takes torchrun's options and differs in four things:
 
-SIGTERM is passed on, and the launcher ends when its processes have ended, with their status; torchrun kills them after
-30 seconds. A user's error is the one message of the run, without torchrun's report around it; of a process that crashed
-there is one line. The status is that of the process that failed first, where torchrun's is always 1.
+SIGTERM, SIGHUP and Ctrl-C are passed on, and the launcher ends when its processes have ended, with their status;
+torchrun kills them after 30 seconds. A user's error is the one message of the run, without torchrun's report around it;
+a process that crashed gets one line. The status is that of the process that failed first, where torchrun's is always 1.
+Where the network to the other launchers is cut, it ends soon after its processes; torchrun waits for ever.
 
   python scripts/launch.py --nproc-per-node=8 pretrain.py +config=pangu_2_6b
 """
@@ -17,48 +18,102 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args, parse_args
 from torch.distributed.run import main as torchrun
 
+from pangu.collectives.agreement import answer_of_store
+from pangu.config.console import guard_console
+from pangu.config.errors import STORE_SECONDS
 from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
+SILENCES = 2
+"""Questions in a row that the launchers' store leaves without an answer when it counts as gone."""
 SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE)
 """Exit statuses of a process that has said why."""
 _LOG = "torch.distributed.elastic.multiprocessing"
 
 
 def children() -> list[int]:
-    """Process numbers of what this process has started."""
+    """Return the process numbers of what this process has started and what still runs."""
     number = str(os.getpid())
     listed = Path("/proc", number, "task", number, "children")  # torchrun starts its processes from its first thread
     if listed.exists():
-        return [int(child) for child in listed.read_text().split()]
+        return [child for child in map(int, listed.read_text().split()) if is_running(child)]
     listing = subprocess.run(["pgrep", "-P", number], capture_output=True, text=True, check=False)  # not on Linux
     return [int(child) for child in listing.stdout.split()]
 
 
-def pass_on(terminated: Event) -> None:
-    """Once SIGTERM has come, send it to every child and to what a child has started in its process group, also to
-    children that are started in place of failed ones."""
-    terminated.wait()
-    signalled: set[int] = set()
+def is_running(child: int) -> bool:
+    """Return whether a child has not ended; torchrun, which asks for its status, may be stuck."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def pass_on(signals: SimpleQueue[int]) -> None:
+    """Send every signal that arrives to all children and to what a child has started in its process group, the last one
+    also to children that are started in place of failed ones. Without children, a signal ends this process."""
+    number, signalled = 0, set[int]()
     while True:
+        try:
+            number, signalled = signals.get(timeout=INTERVAL_SECONDS if number else None), set()
+            if not children():
+                os._exit(128 + number)
+        except Empty:
+            pass
         for child in set(children()) - signalled:
             signalled.add(child)
-            try:
+            with suppress(ProcessLookupError):
                 group = os.getpgid(child)
-                os.kill(child, signal.SIGTERM) if group == os.getpgid(0) else os.killpg(group, signal.SIGTERM)
-            except ProcessLookupError:
-                pass
+                os.kill(child, number) if group == os.getpgid(0) else os.killpg(group, number)
+
+
+def end_after_workers(host: str, port: int) -> None:
+    """End this process soon after its last child if the launchers' store does not answer: torchrun's calls to it have
+    no time limit."""
+    has_started, silences = False, 0
+    while silences < SILENCES:
         time.sleep(INTERVAL_SECONDS)
+        is_idle = has_started and not children()
+        has_started = has_started or bool(children())
+        silences = 0 if not is_idle or answers(host, port) else silences + 1
+    text = f"{socket.gethostname()}: all processes have ended and the launchers' store, {host}:{port}, does not answer"
+    print(f"\n{text}: the launcher ends too", file=sys.stderr, flush=True)
+    os._exit(RETRYABLE)
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether the launchers' store answers; waits `STORE_SECONDS` at least."""
+    limit = timedelta(seconds=STORE_SECONDS)
+    try:
+        answer_of_store(STORE_SECONDS, lambda: TCPStore(host, port, timeout=limit).check(["any"]))
+    except RuntimeError:
+        return False
+    time.sleep(STORE_SECONDS)
+    return True
+
+
+def watch_store(arguments: Sequence[str]) -> None:
+    """Start `end_after_workers` where launchers of several nodes meet at a store of torch's."""
+    config, *_ = config_from_args(parse_args(arguments))
+    if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d"):
+        place = parse_rendezvous_endpoint(config.rdzv_endpoint, DEFAULT_PORT)
+        Thread(target=end_after_workers, args=place, daemon=True).start()
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -101,9 +156,12 @@ def refusal(arguments: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the status to end with."""
-    terminated = Event()
-    Thread(target=pass_on, args=(terminated,), daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    guard_console()
+    signals: SimpleQueue[int] = SimpleQueue()
+    Thread(target=pass_on, args=(signals,), daemon=True).start()
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and a shell's background ignore them
+            signal.signal(number, lambda number, _: signals.put(number))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does that with a warning; a run sets its threads itself
     logging.getLogger(f"{_LOG}.api").addFilter(is_news)
     logging.getLogger(f"{_LOG}.errors.error_handler").disabled = True
@@ -111,7 +169,8 @@ def main(arguments: Sequence[str]) -> int:
         if refused := refusal(arguments):
             print(f"error: {refused}", file=sys.stderr, flush=True)
             return USER_ERROR
-        torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
+        watch_store(arguments)
+        torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as failed:
         return report(failed)
     except SignalException as ended:

@@ -556,9 +556,8 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
     first = os.environ.get("RANK", "0") == "0"
-    return exit_status(lambda: calibrate(options), "\nerror", first)
+    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", first)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
-    return exit_status(lambda: run(options), "convert_checkpoint")
+    return exit_status(lambda: run(parse(arguments)), "convert_checkpoint")
 
 
 if __name__ == "__main__":

@@ -132,8 +132,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
-    return exit_status(lambda: inspect(options), "error")
+    return exit_status(lambda: inspect(parse(arguments)), "error")
 
 
 if __name__ == "__main__":

@@ -223,12 +223,11 @@ def plan(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # a plan is made of millions of small objects without cycles, and looking for these took most of its time
     gc.disable()
     try:
-        return exit_status(lambda: plan(options), "\nerror")
+        return exit_status(lambda: plan(parse(arguments)), "\nerror")
     finally:
         gc.enable()
 

@@ -64,8 +64,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
-    return exit_status(lambda: run(options), "translate_config")
+    return exit_status(lambda: run(parse(arguments)), "translate_config")
 
 
 if __name__ == "__main__":

@@ -245,8 +245,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse(arguments)
-    return exit_status(lambda: validate(options), "\nerror")
+    return exit_status(lambda: validate(parse(arguments)), "\nerror")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from pangu.config.errors import UserError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGTERM)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -59,11 +60,11 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, also by a kill, or sends SIGTERM. Ctrl-C, and SIGTERM and SIGUSR1 of a
-    scheduler, go to all processes of a job: only the parent answers them."""
+    """End this process when its parent ends, also by a kill, or sends SIGTERM. Ctrl-C, the SIGHUP of a terminal that is
+    closed, and SIGTERM and SIGUSR1 of a scheduler go to all processes of a job: only the parent answers them."""
     parent = parent_process()
     assert parent is not None
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})  # of all threads that begin from here on
 

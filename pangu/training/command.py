@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,7 @@ from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.topology.launch import Launch, choose_memory_settings, load_torch
+from pangu.training.interrupts import ENDED
 
 
 def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
@@ -62,7 +64,7 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
-        hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)()
+        _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
         action = train if place is None else _show
         _end(lambda: action(compose(configs, overrides)))
@@ -84,8 +86,10 @@ def _end(action: Callable[[], None]) -> None:
     """Do what the command is for; ends the process unless it succeeds."""
     first = Launch.from_environment().rank == 0
     status = exit_status(action, "\nerror", first)
-    if status == INTERRUPTED and first:
-        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
+    if status == INTERRUPTED:
+        if first:
+            print(ENDED, file=sys.stderr, flush=True)
+        os._exit(status)  # Python's own end would wait for threads, and abort if one is in the store
     if status:
         sys.exit(status)
 

@@ -30,6 +30,8 @@ LOCK_BYTES = 200
 STEPS_UNTIL_STOP = 3
 """Steps that end before a run stops whose flags did not yet ask for that: this one, the next, which raises them, and
 the one after it, in which they are heard of."""
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that save and stop a run: of a scheduler, of a terminal that is closed, and Ctrl-C."""
 HEARTBEAT_SECONDS = 1.0
 """The heartbeat is not written more often than that, unless the run does something else."""
 
@@ -130,16 +132,18 @@ class Request:
 
     @classmethod
     def of(cls, flags: Sequence[bool]) -> Self:
-        """What the `flags` of any rank ask for."""
-        save, terminate, late, settle = flags
-        stop = "SIGTERM" if terminate else "train.stop_after" if late else None
+        """Return what the flags (`StopSignals.flags`) of any rank ask for."""
+        save, *stops, settle = flags
+        reasons = [*(number.name for number in STOPS), "train.stop_after"]
+        stop = next((reason for reason, is_asked in zip(reasons, stops, strict=True) if is_asked), None)
         return cls(save or stop is not None, stop, settle)
 
 
 class StopSignals:
-    """SIGTERM: save and stop; SIGUSR1: save and go on; a time limit: save and stop before it is over.
+    """Signals that a run obeys: `STOPS` save and stop, SIGUSR1 saves; a time limit saves and stops before it is over.
 
-    A context manager, in whose block the signals have these meanings. A signal to one process is enough.
+    A context manager, in whose block the signals have these meanings. A signal to one process is enough. SIGHUP and
+    SIGINT stay ignored where whoever started the process ignores them (`nohup`, a shell's background).
     """
 
     def __init__(self, began: float, limit_s: float | None) -> None:
@@ -149,10 +153,11 @@ class StopSignals:
         self._handlers: dict[int, Any] = {}
 
     def flags(self, step_s: float, save_has_failed: bool) -> list[bool]:
-        """What this rank was told to do, once: to save, to end, to end in time; and to hear how a save ended. `step_s`:
-        seconds of a step."""
+        """Return what this rank was told to do, once: to save, to stop by one of `STOPS` or in time, and to hear how a
+        save ended. `step_s`: seconds of a step."""
         late = self._deadline is not None and time.perf_counter() + STEPS_UNTIL_STOP * step_s > self._deadline
-        flags = [signal.SIGUSR1 in self._received, signal.SIGTERM in self._received, late, save_has_failed]
+        stops = [number in self._received for number in STOPS]
+        flags = [signal.SIGUSR1 in self._received, *stops, late, save_has_failed]
         self._received.discard(signal.SIGUSR1)
         return flags
 
@@ -163,8 +168,10 @@ class StopSignals:
             time.sleep(LAUNCHER_SECONDS)
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self._handlers[number] = signal.signal(number, self._note)
+        for number in (*STOPS, signal.SIGUSR1):
+            is_ignored = number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN
+            if not is_ignored:
+                self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ import torch
 from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
+from pangu.config.console import outlive_console
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
@@ -31,6 +32,7 @@ from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
+from pangu.training.interrupts import Interrupts
 from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
 from pangu.training.saving import find_checkpoint
@@ -49,9 +51,7 @@ def run(values: Mapping[str, Any]) -> int:
     for everything that the user can mend."""
     began = time.perf_counter()
     launch = Launch.from_environment()
-    logging.basicConfig(level=logging.INFO if launch.rank == 0 else logging.ERROR, force=True)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(PrintableFormatter("%(message)s"))
+    _set_up_logging(launch.rank == 0)
     config, layout, stages = choose_layout(values, launch.world)
     frozen = count_frozen(config.model, config.train.frozen)
     log.info(describe(config, layout, fullest_states(config, layout, stages)))
@@ -65,6 +65,7 @@ def run(values: Mapping[str, Any]) -> int:
     forecast = None if config.cluster is None else _forecast(config, layout, stages)
     if config.dry_run:
         return 0
+    outlive_console()
     device = choose_device(config.train.device, launch)
     if device.type != "cpu":
         from pangu.metrics.formats import require_format
@@ -81,6 +82,7 @@ def run(values: Mapping[str, Any]) -> int:
         raise_open_files(launch.world)
     output = Path(config.train.output)
     with ExitStack() as stack:
+        stack.enter_context(Interrupts(speaks=launch.rank == 0))
         if device.type != "cpu":
             stack.enter_context(_told_backend(device, launch, output))
         if config.train.deterministic:
@@ -104,6 +106,14 @@ def run(values: Mapping[str, Any]) -> int:
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
         signals = StopSignals(began, config.train.stop_after_s)
         return _train(config, mesh, launch, stages, signals, forecast, watchdog)
+
+
+def _set_up_logging(is_first: bool) -> None:
+    """Print the run's own log on the first process, and warnings of libraries."""
+    logging.basicConfig(level=logging.WARNING if is_first else logging.ERROR, force=True)
+    log.setLevel(logging.INFO if is_first else logging.ERROR)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter("%(message)s"))
 
 
 @contextmanager

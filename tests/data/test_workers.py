@@ -35,7 +35,7 @@ def test_parallel_map_raises_what_the_function_raised(workers: int) -> None:
 
 
 def signalled(item: int) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         os.kill(os.getpid(), number)
     return item
 

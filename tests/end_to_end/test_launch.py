@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pangu.config.exit_status import RETRYABLE, USER_ERROR
 from scripts import launch
 from tests.spawn import repository
 
-WORKER = "trap 'sleep 1; exit {status}' TERM; echo ready; while :; do sleep 0.1; done"
+WORKER = "trap 'sleep 1; exit {status}' {name}; echo ready; while :; do sleep 0.1; done"
 
 
-@pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.long)])
-def test_the_launcher_passes_sigterm_on_and_ends_with_the_status_of_its_processes(status: int) -> None:
+def obey_signals() -> None:
+    """What a shell starts in the background ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("TERM", 0), ("INT", 3), ("HUP", 0), pytest.param("TERM", 3, marks=pytest.mark.long)]
+)
+def test_the_launcher_passes_signals_on_and_ends_with_the_status_of_its_processes(name: str, status: int) -> None:
     line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=1", "--no-python"]
-    line += ["bash", "-c", WORKER.format(status=status)]
+    line += ["bash", "-c", WORKER.format(name=name, status=status)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(line, cwd=repository(), stdout=pipe, stderr=pipe, text=True) as launcher:
+    with subprocess.Popen(
+        line, cwd=repository(), stdout=pipe, stderr=pipe, text=True, preexec_fn=obey_signals
+    ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "ready\n"
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(signal.Signals[f"SIG{name}"])
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == status, said
     assert "SignalException" not in said
@@ -86,3 +99,21 @@ def test_launchers_that_do_not_meet_say_so() -> None:
     assert done.returncode == RETRYABLE
     assert re.search(r"^the launchers of this run did not meet: .*\(127.0.0.1, 9\)", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
+
+
+def test_a_launcher_whose_store_is_cut_off_ends_soon_after_its_last_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes connections and never answers stands for a partition; torchrun waits for it for ever."""
+    monkeypatch.setattr(launch, "STORE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert launch.answers("127.0.0.1", store.port)
+        assert not launch.answers("127.0.0.1", silent.getsockname()[1])
+    asked, running = [], iter([[], [7], [7], [], [], [], []])
+    monkeypatch.setattr(launch, "children", lambda: next(running))
+    monkeypatch.setattr(launch, "answers", lambda *place: bool(asked.append(place)))
+    monkeypatch.setattr(launch, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: asked.append(status))
+    launch.end_after_workers("node-a", 29400)
+    assert asked == [("node-a", 29400)] * launch.SILENCES + [RETRYABLE]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from pangu.config.exit_status import INTERRUPTED
+from pangu.training import interrupts
 from pangu.training.run import run
+from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from tests.configs import composed, config
-from tests.end_to_end.commands import metrics
+from tests.end_to_end.commands import SMALL, call_and_exit, metrics
+from tests.spawn import run_ranks
 from tests.training.test_resume import QUIET, train
 
 forward_backward = Trainer.forward_backward
@@ -45,6 +54,79 @@ def test_sigterm_saves_and_stops_and_the_run_continues_bit_for_bit(
     assert train(tmp_path / "unsaved", 5, "checkpoint.every=0") == unbroken[:3]
     said = capsys.readouterr().err
     assert "nothing is written (checkpoint.every = 0); the same command begins where this one did" in said
+
+
+@pytest.fixture
+def _obeyed() -> Iterator[None]:
+    """Ctrl-C has its usual meaning; what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_obeyed")
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_closed_terminal_and_ctrl_c_save_and_stop(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sends(signal.Signals[name], 2, monkeypatch)
+    assert len(train(tmp_path, 5, "checkpoint.every=100")) == 3
+    said = capsys.readouterr().err
+    assert f"stopped after step 3 ({name}): " in said
+    assert "step-00000003 is written; the same command continues" in said
+    assert (tmp_path / "plots" / "loss.png").stat().st_size
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_that_the_parent_ignores_stays_ignored(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nohup` and a shell's background."""
+    before = signal.signal(signal.Signals[name], signal.SIG_IGN)
+    try:
+        sends(signal.Signals[name], 2, monkeypatch)
+        assert len(train(tmp_path, 4, "checkpoint.every=0")) == 4
+    finally:
+        signal.signal(signal.Signals[name], before)
+
+
+def interrupt(*pauses_s: float) -> None:
+    """Let Ctrl-C arrive so many times, then block the main thread where no Python handler can run."""
+
+    def press() -> None:
+        for pause_s in pauses_s:
+            time.sleep(pause_s)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=press).start()
+    dist.HashStore().wait(["never"], timedelta(seconds=60))
+
+
+def run_interrupted(place: str, *words: str) -> None:
+    """A run whose step, save or preparation blocks."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.GRACE_SECONDS = 0.5
+    if place == "step":
+        Trainer.forward_backward = lambda *given: interrupt(0.2, 0.5)  # type: ignore[method-assign, assignment]
+    elif place == "save":
+        Saver._write = lambda *given: interrupt(0.2, 0.5)  # type: ignore[method-assign, assignment, return-value]
+    else:
+        Trainer.__init__ = lambda *given: interrupt(0.2)  # type: ignore[method-assign, assignment]
+    call_and_exit("pretrain", *words)
+
+
+@pytest.mark.parametrize("place", ["step", "save", "start"])
+def test_a_second_ctrl_c_ends_a_blocked_run_at_once(place: str, tmp_path: Path) -> None:
+    """Before the first step, where there is nothing to save, one is enough."""
+    words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=2", "checkpoint.every=1")
+    began = time.monotonic()
+    done = run_ranks(1, run_interrupted, place, *words, f"train.output={tmp_path / 'run'}", timeout=50)
+    assert done.statuses == [INTERRUPTED], done.stderr
+    assert time.monotonic() - began < 30
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\ninterrupted; the same command continues from the newest checkpoint") == 1
+    assert done.stderr.count("Ctrl-C again ends it at once") == (place != "start")
 
 
 def test_sigusr1_saves_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

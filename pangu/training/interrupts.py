@@ -1,0 +1,78 @@
+"""Ctrl-C: the first one saves and stops the run, the second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from threading import Event, Thread, current_thread, main_thread
+from typing import Self
+
+from pangu.config.exit_status import INTERRUPTED
+
+SAME_SECONDS = 0.3
+"""Interrupts within this time are one: a terminal and a launcher may both pass it on."""
+GRACE_SECONDS = 5.0
+"""Time to end by KeyboardInterrupt where no training step can be saved, before the process is ended by force."""
+ENDED = "\ninterrupted; the same command continues from the newest checkpoint"
+
+
+class Interrupts:
+    """A thread that ends this process after Ctrl-C, wherever the main thread is.
+
+    Python runs signal handlers between two operations of the main thread, which may be in a collective for minutes, and
+    aborts with a core dump if it ends while another thread is in the store. This thread reads the signals as they
+    arrive and ends the process without Python's cleanup: at the second Ctrl-C, or `GRACE_SECONDS` after the first one
+    where it raises KeyboardInterrupt instead of asking the training loop to stop (`process.StopSignals`).
+
+    A context manager. It does nothing where Ctrl-C is ignored, as in a shell's background.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        """`speaks`: whether this is the process that prints for all."""
+        self._speaks = speaks
+        self._ended = Event()
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous = -1
+        self._is_active = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and current_thread() is main_thread()
+
+    def __enter__(self) -> Self:
+        if self._is_active:
+            self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            Thread(target=self._watch, name="interrupts", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._is_active:
+            signal.set_wakeup_fd(self._previous)
+        self._writer.close()
+
+    def _watch(self) -> None:
+        with self._reader:
+            self._wait(None)
+            saves = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            if saves:
+                self._say("\nCtrl-C: the run saves and stops after this step; Ctrl-C again ends it at once")
+            first_s = time.monotonic()
+            self._wait(None if saves else GRACE_SECONDS)
+            while time.monotonic() - first_s < SAME_SECONDS and not self._ended.is_set():
+                self._wait(None if saves else GRACE_SECONDS)
+            if not self._ended.is_set():
+                self._say(ENDED)
+                os._exit(INTERRUPTED)
+
+    def _wait(self, limit_s: float | None) -> None:
+        """Return at the next SIGINT, at the end, or after so many seconds."""
+        self._reader.settimeout(limit_s)
+        with suppress(TimeoutError):
+            while (number := self._reader.recv(1)) and number[0] != signal.SIGINT:
+                pass
+
+    def _say(self, text: str) -> None:
+        if self._speaks and not self._ended.is_set():
+            print(text, file=sys.stderr, flush=True)
