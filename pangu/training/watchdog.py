@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -60,7 +61,8 @@ class Watchdog:
     """A thread beside the run. It tells the other processes every few seconds where this one is. When that has not
     changed for most of `parallel.timeout_s`, it writes the stacks of this process to `stacks/rank-N.txt` of the run
     folder, and the first process to which that happens says where all are, those first that are furthest behind, also
-    to `stacks/where.txt`. Nothing else: what makes no progress may still come.
+    to `stacks/where-HOST.txt`; where the store does not answer, one file for each host. Nothing else: what makes no
+    progress may still come.
 
     A context manager. Training itself does nothing for it: the thread looks.
     """
@@ -68,6 +70,8 @@ class Watchdog:
     def __init__(self, mesh: Mesh, folder: Path, place: Callable[[], Place] = lambda: STARTING) -> None:
         self._mesh, self._folder, self._place = mesh.background(), folder, place
         self._interval_s = min(BEAT_SECONDS, mesh.timeout_s / 20)
+        self._began_s = time.monotonic()
+        """When this process met the others, about the same moment for all."""
         self._ended = Event()
         self._said_in: int | None = None
         """Step in which this process says where all are."""
@@ -92,9 +96,8 @@ class Watchdog:
     def _watch(self) -> None:
         store = self._mesh.store
         assert store is not None
-        beats, place, since_s, has_spoken = 0, self._place(), time.monotonic(), False
+        place, since_s, has_spoken = self._place(), time.monotonic(), False
         while not self._ended.wait(self._interval_s):
-            beats += 1
             if (now := self._place()) != place:
                 place, since_s, has_spoken = now, time.monotonic(), False
             still_s = time.monotonic() - since_s
@@ -102,7 +105,7 @@ class Watchdog:
                 if self._said_in is not None and not has_spoken:  # it got on: the next wait in that step is another one
                     store.set(_key(self._said_in), "0")
                     self._said_in = None
-                store.set(f"beat-{self._mesh.rank}", json.dumps([beats, still_s, place.step, place.words]))
+                store.set(f"beat-{self._mesh.rank}", json.dumps([self._age_s(), still_s, place.step, place.words]))
                 if still_s > PATIENCE * self._mesh.timeout_s and not has_spoken:
                     has_spoken = True
                     self._speak(place)
@@ -118,16 +121,18 @@ class Watchdog:
         try:
             if answer_of_store(STORE_SECONDS, lambda: store.add(_key(place.step), 1)) > 1:
                 return
-            self._said_in = place.step
+            self._said_in, is_quiet = place.step, False
             text = answer_of_store(LOOK * BEAT_SECONDS + STORE_SECONDS, self._all_places)
         except RuntimeError:  # nobody can be asked
-            if self._mesh.rank > NAMED_RANKS or self._ended.is_set():
+            if self._ended.is_set():
                 return
             keeper = "the launcher" if self._mesh.keeper is None else self._mesh.named([self._mesh.keeper])
             text = f"{self._mesh.name}: {place.words}: no progress, and {keeper} is silent, stopped or gone"
-        with suppress(OSError):  # a log on a full disk
-            print(f"\n{printable(text)}", file=sys.stderr, flush=True)
-        self._leave("where.txt", text)
+            is_quiet = self._mesh.rank > NAMED_RANKS  # every process comes here
+        if not is_quiet:
+            with suppress(OSError):  # a log on a full disk
+                print(f"\n{printable(text)}", file=sys.stderr, flush=True)
+        self._leave(f"where-{socket.gethostname()}.txt", text)
 
     def _leave(self, name: str, text: str, stacks: bool = False) -> None:
         """Write a file into `stacks/`, if asked for with the stacks of this process, which go to standard error where
@@ -154,9 +159,11 @@ class Watchdog:
         longest: dict[tuple[int, str], float] = {}
         beats = self._beats()
         for rank in range(self._mesh.layout.world):
-            beat, still_s, step, words = beats.get(rank, [0, 0.0, 0, ""])
-            is_silent = before.get(rank, [0])[0] == beat and rank != self._mesh.rank
-            place = (-2, "silent, stopped or gone") if is_silent else (step, words)
+            age_s, still_s, step, words = beats.get(rank, [0.0, 0.0, 0, ""])
+            is_silent = before.get(rank, [0.0])[0] == age_s and rank != self._mesh.rank
+            place = (step, words)
+            if is_silent:
+                place, still_s = (-2, "silent, stopped or gone"), self._age_s() - age_s
             ranks.setdefault(place, []).append(rank)
             longest[place] = max(longest.get(place, 0.0), still_s)
         places = sorted(ranks, key=lambda place: (place[0], -longest[place]))
@@ -169,8 +176,12 @@ class Watchdog:
             ]
         )
 
+    def _age_s(self) -> float:
+        """Return the seconds since this process met the others: clocks of machines differ."""
+        return time.monotonic() - self._began_s
+
     def _beats(self) -> dict[int, list[Any]]:
-        """Of the ranks that have begun: number of the message, seconds in one place, step, words."""
+        """Return, of the ranks that have begun: age of their last message, seconds in one place, step, words."""
         store, keys = self._mesh.store, [f"beat-{rank}" for rank in range(self._mesh.layout.world)]
         assert store is not None
         missing = set(absent(store, keys))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from threading import Event, Thread
 from unittest.mock import Mock, patch
 
@@ -78,7 +80,7 @@ def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.Ca
         "rank 0, 1, 4, 5, 6, 7, 8, 9 and 2 more: step 7, adding up gradients",
     ]
     assert (tmp_path / "stacks" / "rank-0.txt").read_text().startswith("rank 0: step 7, adding up gradients\n")
-    assert (tmp_path / "stacks" / "where.txt").read_text().strip() == said.strip()
+    assert (tmp_path / "stacks" / f"where-{gethostname()}.txt").read_text().strip() == said.strip()
 
 
 @pytest.mark.parametrize("folder", ["removed", "on a full disk"])
@@ -88,7 +90,7 @@ def test_the_first_process_is_stopped_and_nothing_can_be_written(
     """Another one says it, and the stacks stand where a log would."""
     if folder == "on a full disk":
         (tmp_path / "run" / "stacks").mkdir(parents=True)
-        for name in ("rank-1.txt", "where.txt"):
+        for name in ("rank-1.txt", f"where-{gethostname()}.txt"):
             (tmp_path / "run" / "stacks" / name).symlink_to("/dev/full")
     store = dist.HashStore()
     stopped, other = (Watchdog(mesh(rank, 2, store), tmp_path / "run", lambda: Place(6, "step 7")) for rank in (0, 1))
@@ -98,7 +100,8 @@ def test_the_first_process_is_stopped_and_nothing_can_be_written(
         said = read_until("for 1.", capfd, "where the ranks are")
     assert "rank 1: step 7 (cannot write" in said
     assert "read_until" in said
-    assert "rank 0: silent, stopped or gone" in said
+    (silent_s,) = re.findall(r"rank 0: silent, stopped or gone, for ([\d.]+) s", said)
+    assert 1.4 < float(silent_s) < 4.0  # since its last message, a quarter of a second after it began
 
 
 def test_the_first_process_is_stopped_and_serves_the_store(
@@ -107,8 +110,18 @@ def test_the_first_process_is_stopped_and_serves_the_store(
     """It takes what is sent, and answers no question."""
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
     monkeypatch.setattr(dist.PrefixStore, "add", lambda *_: time.sleep(5.0), raising=False)
-    with Watchdog(replace(mesh(1, 2, dist.HashStore()), keeper=0), tmp_path, lambda: Place(6, "step 7")):
+    monkeypatch.setattr(watchdog.socket, "gethostname", lambda: "node-b")
+    store = dist.HashStore()
+    with ExitStack() as stack:
+        for rank in (1, 20):  # a node without the first ranks leaves the file too
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            one = replace(mesh(rank, 21, store), keeper=0)
+            stack.enter_context(Watchdog(one, folder, lambda: Place(6, "step 7")))
         said = read_until("gone", capfd)
+        for rank in (1, 20):
+            wait_for(tmp_path / str(rank) / "stacks" / "where-node-b.txt", "no progress, and rank 0 is silent")
+        said += capfd.readouterr().err
     assert said.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
 
 
