@@ -32,7 +32,7 @@ from pangu.evaluation.tasks.catalogue import TASKS, find_task
 from pangu.evaluation.tasks.prompts import Setup, chosen
 from pangu.evaluation.tasks.results import AnswerFile, result, table
 from pangu.evaluation.tasks.task import Item, Task
-from pangu.topology.launch import Launch
+from pangu.topology.launch import Launch, is_first_process
 
 _EXAMPLE = """examples:
   python scripts/evaluate.py runs/quickstart --task perplexity --input corpus.txt
@@ -180,8 +180,7 @@ def _print(options: argparse.Namespace, model: Path, results: list[dict[str, Any
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    launch = Launch.from_environment()
-    return exit_status(lambda: run(parse(arguments), launch), "evaluate", launch.rank == 0)
+    return exit_status(lambda: run(parse(arguments), Launch.from_environment()), "evaluate", is_first_process())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pangu.evaluation.generation import Sampling, continue_prompts, encode_promp
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.models.size import num_parameters
-from pangu.topology.launch import Launch
+from pangu.topology.launch import Launch, is_first_process
 
 _EXAMPLE = """examples:
   python scripts/generate.py runs/quickstart --prompt 'def ' --prompt 'import ' --max-tokens 40
@@ -134,8 +134,7 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    launch = Launch.from_environment()
-    return exit_status(lambda: run(parse(arguments), launch), "generate", launch.rank == 0)
+    return exit_status(lambda: run(parse(arguments), Launch.from_environment()), "generate", is_first_process())
 
 
 if __name__ == "__main__":

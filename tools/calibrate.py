@@ -29,6 +29,7 @@ from pangu.collectives.point_to_point import Channels
 from pangu.collectives.reduce import start_all_gather, start_reduce_scatter
 from pangu.config.build import build
 from pangu.config.cluster import ClusterConfig, LinkConfig, MatmulConfig
+from pangu.config.cores import available_cores
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import NewFile
@@ -43,7 +44,7 @@ from pangu.planning.cost import Group, collective_seconds, matmul_seconds, step_
 from pangu.planning.layout_work import Plan
 from pangu.planning.program import Program
 from pangu.planning.workload import Collective, Matmul
-from pangu.topology.launch import Launch, choose_device
+from pangu.topology.launch import Launch, choose_device, is_first_process
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh
 from pangu.topology.recorder import AxisGroup
@@ -94,7 +95,7 @@ class Clock:
     def __init__(self, device: torch.device, quick: bool, processes: int = 1) -> None:
         self.device = device
         self.on_host = device.type == "cpu"
-        self.crowding = max(1.0, processes * torch.get_num_threads() / _cores()) if self.on_host else 1.0
+        self.crowding = max(1.0, processes * torch.get_num_threads() / available_cores()) if self.on_host else 1.0
         """Factor by which processes that compute at a time share the cores of a host."""
         self._least = 0.002 if quick else 0.02
         self._rounds = 1 if quick else 5
@@ -151,11 +152,6 @@ class Clock:
     def _wait(self) -> None:
         if not self.on_host:
             torch.accelerator.synchronize()
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shapes_of(on_host: bool, quick: bool) -> list[Matmul]:
@@ -556,8 +552,7 @@ def _write(path: Path, new: NewFile, cluster: ClusterConfig, borrowed: Sequence[
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    first = os.environ.get("RANK", "0") == "0"
-    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", first)
+    return exit_status(lambda: calibrate(parse(arguments)), "\nerror", is_first_process())
 
 
 if __name__ == "__main__":

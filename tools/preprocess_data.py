@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from functools import partial
@@ -12,6 +11,7 @@ from typing import get_args, get_type_hints
 
 from rich.progress import Progress
 
+from pangu.config.cores import available_cores
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="leave out documents that have about that share of their stretches of 8 characters in common with one"
         " before, e.g. 0.8 (MinHash; needs rensa)",
     )
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (CPUs, at most 8)")
+    parser.add_argument("--workers", type=int, default=min(8, available_cores()), help="processes (CPUs, at most 8)")
     parser.add_argument(
         "--commit-every",
         type=float,

@@ -52,11 +52,24 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Filled:
+class Encodable:
+    """A text that a run's files, which are UTF-8, can hold."""
+
+    def broken(self, value: str) -> str | None:
+        """Return the rule that a text breaks, in words."""
+        if any(category(character) == "Cs" for character in value):  # Python's stand-ins for other bytes
+            return "must be UTF-8, and these bytes are not; rename it, or set LC_ALL=C.UTF-8 if this shell misreads it"
+        return None
+
+
+@dataclass(frozen=True)
+class Filled(Encodable):
     """A text with something in it, e.g. a path."""
 
     def broken(self, value: str) -> str | None:
-        """The rule that a text breaks, in words."""
+        """Return the rule that a text breaks, in words."""
+        if rule := super().broken(value):
+            return rule
         if not value.strip():
             return "must not be empty"
         if any(category(character) == "Cc" for character in value):
@@ -67,8 +80,8 @@ class Filled:
         return "not empty"
 
 
-FREE = Bounds()
-"""Of numbers that say nothing else."""
+FREE: dict[object, Bounds | Encodable] = {int: Bounds(), float: Bounds(), str: Encodable()}
+"""Bounds of numbers and texts that say nothing else."""
 
 Count = Annotated[int, Bounds(least=1)]
 Natural = Annotated[int, Bounds(least=0)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pangu.config.bounds import FREE, Bounds, Filled
+from pangu.config.bounds import FREE, Bounds, Encodable
 from pangu.config.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class _Reader:
 
     def _one(self, option: Any, value: Any, path: str, optional: bool) -> Any:
         """`value` as one alternative of a union; `_MISSING` if it is of another type."""
-        bounds: Bounds | Filled | None = FREE if option in (int, float) else None
+        bounds: Bounds | Encodable | None = FREE.get(option) if isinstance(option, type) else None
         if get_origin(option) is Annotated:
             option, bounds = get_args(option)
         if get_origin(option) is Literal:

@@ -157,7 +157,7 @@ class TrainConfig:
     """Save and stop before so much time has passed since the start: seconds, or e.g. `1h30m`. The last step ends before
     it; writing the checkpoint comes on top. null: no limit."""
     stop_status: ExitStatus
-    """Exit status of a run that has saved and stopped before its last step, because of SIGTERM or `stop_after`. A
+    """Exit status of a run that has saved and stopped before its last step, because of a signal or `stop_after`. A
     scheduler that starts what has failed once more, as Kubernetes does, needs one that is not 0: 143."""
     check_replicas: Natural
     """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
@@ -169,6 +169,9 @@ class TrainConfig:
     frozen: tuple[str, ...]
     """Patterns (`layers.0.*`, `*.bias`) of names of tensors that are not trained: they have no gradient, no optimizer
     state and no decay, and are kept in the compute format only."""
+    threads: Count | None = None
+    """CPU threads of each process. null: the `OMP_NUM_THREADS` that you have set, otherwise this process's share of the
+    cores that it may use and that its container grants. Threads that wait for one another take processor time too."""
 
     @property
     def stop_after_s(self) -> float | None:

@@ -7,7 +7,6 @@ import ast
 import hashlib
 import json
 import logging
-import os
 import platform
 import shutil
 import sysconfig
@@ -21,6 +20,7 @@ from typing import Any
 
 import sentencepiece
 
+from pangu.config.cores import available_cores
 from pangu.config.data import PackingConfig
 from pangu.config.errors import UserError, writing
 from pangu.config.files import open_regular, read_json, write_atomically
@@ -213,7 +213,7 @@ def _write_documents(
         with IndexedWriter(prefix, vocab) as writer:
             for start in progress.through(starts, f"Encoding {prefix.name} documents"):
                 texts = documents[start : start + _ENCODED_AT_ONCE]
-                for ids in processor.encode(texts, num_threads=min(8, os.cpu_count() or 1)):
+                for ids in processor.encode(texts, num_threads=min(8, available_cores())):
                     writer.add([*ids, END_OF_TEXT])
 
 

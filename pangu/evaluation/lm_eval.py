@@ -29,7 +29,7 @@ from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.evaluation.scoring import Span, score
-from pangu.topology.launch import Launch
+from pangu.topology.launch import Launch, is_first_process
 
 
 @register_model("pangu")
@@ -123,4 +123,4 @@ class PanguLM(TemplateLM):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(cli_evaluate, "lm_eval", Launch.from_environment().rank == 0))
+    sys.exit(exit_status(cli_evaluate, "lm_eval", is_first_process()))

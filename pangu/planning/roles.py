@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from pangu.config.cores import available_cores
 from pangu.config.errors import UserError
 from pangu.topology.layout import Coordinates, Layout
 
@@ -39,9 +40,8 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> I
     Raises:
         DryRunError: if a rank cannot be carried out.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting: SimpleQueue[Worker] = SimpleQueue()
-    workers = [Worker() for _ in range(min(cores, len(jobs)))]
+    workers = [Worker() for _ in range(min(available_cores(), len(jobs)))]
     for worker in workers:
         waiting.put(worker)
 

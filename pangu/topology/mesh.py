@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pangu.config.errors import LocalError, LostError, UserError
+from pangu.config.errors import LocalError, LostError, UserError, shown
 from pangu.topology.layout import GROUPS, Coordinates, Layout
 from pangu.topology.recorder import AxisGroup, Recorder
 
@@ -61,6 +61,7 @@ class Mesh:
         if layout.world == 1:
             return cls(layout, 0, device, timeout_s=timeout_s)
         if not dist.is_initialized():
+            _require_address(os.environ)
             backend = dist.get_default_backend_for_device(device)
             timeout = timedelta(seconds=timeout_s)
             store = None
@@ -167,6 +168,16 @@ class Mesh:
     def close(self) -> None:
         if self.groups:
             dist.destroy_process_group()
+
+
+def _require_address(environment: Mapping[str, str]) -> None:
+    """Raise LocalError unless the launcher's variables say where the processes meet."""
+    port = environment.get("MASTER_PORT", "")
+    if not environment.get("MASTER_ADDR") or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise LocalError(
+            f"MASTER_ADDR = {shown(environment.get('MASTER_ADDR', ''))}, MASTER_PORT = {shown(port)}: must be the host "
+            "and the port (1 to 65535) where the processes meet, which torchrun sets"
+        )
 
 
 def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:

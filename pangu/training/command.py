@@ -20,7 +20,7 @@ from pangu.config.build import build
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
-from pangu.topology.launch import Launch, choose_memory_settings, load_torch
+from pangu.topology.launch import Launch, choose_memory_settings, is_first_process, load_torch
 from pangu.training.interrupts import ENDED
 
 
@@ -84,7 +84,7 @@ def _show(values: Mapping[str, Any]) -> None:
 
 def _end(action: Callable[[], None]) -> None:
     """Do what the command is for; ends the process unless it succeeds."""
-    first = Launch.from_environment().rank == 0
+    first = is_first_process()
     status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED:
         if first:

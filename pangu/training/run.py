@@ -66,7 +66,7 @@ def run(values: Mapping[str, Any]) -> int:
     if config.dry_run:
         return 0
     outlive_console()
-    device = choose_device(config.train.device, launch)
+    device = choose_device(config.train.device, launch, threads=config.train.threads)
     if device.type != "cpu":
         from pangu.metrics.formats import require_format
 

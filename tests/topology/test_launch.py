@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from pangu.config.errors import UserError
+from pangu.config.errors import LocalError, UserError
+from pangu.config.exit_status import USER_ERROR, exit_status
+from pangu.topology import launch
 from pangu.topology.accelerator import number_on_node
-from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_memory_settings
+from pangu.topology.launch import REMEMBERED_SHAPES, Launch, choose_device, choose_memory_settings, is_first_process
+from pangu.training.run import run
+from tests.configs import composed
+from tests.end_to_end.commands import SMALL
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -44,6 +51,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Sequence
         for name, value in {"is_available": True, "device_count": count, "set_device_index": None}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(launch, "cpu_quota", lambda: math.inf)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process != 0])), raising=False)
 
     threads = torch.get_num_threads()
@@ -66,13 +74,13 @@ def test_processes_share_the_cores_of_their_machine(
 
 
 def test_a_device_that_a_process_is_shown_alone_is_its_first(devices: Callable[[int, Sequence[int]], None]) -> None:
-    launch = Launch(1, 2, 1, 2)
+    process = Launch(1, 2, 1, 2)
     devices(2, (2, 2))
-    assert choose_device("cuda", launch, {"CUDA_VISIBLE_DEVICES": "2,3"}) == torch.device("cuda", 1)
+    assert choose_device("cuda", process, {"CUDA_VISIBLE_DEVICES": "2,3"}) == torch.device("cuda", 1)
     devices(1, (2, 2))
-    assert choose_device("cuda", launch, {"CUDA_VISIBLE_DEVICES": "3"}) == torch.device("cuda", 0)
+    assert choose_device("cuda", process, {"CUDA_VISIBLE_DEVICES": "3"}) == torch.device("cuda", 0)
     with pytest.raises(UserError, match=r"this machine has 1 cuda device\(s\) .*at most --nproc-per-node=1 works"):
-        choose_device("cuda", launch, {})
+        choose_device("cuda", process, {})
 
 
 def test_the_number_of_a_device_on_its_node_is_what_the_process_was_shown() -> None:
@@ -108,3 +116,96 @@ def test_memory_settings_are_as_the_user_has_set_them(name: str) -> None:
     empty: dict[str, str] = {}
     choose_memory_settings(empty)
     assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **REMEMBERED_SHAPES}
+
+
+RUN = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = x: must be an integer from 0 on; torchrun sets it; `unset RANK`"),
+        ({**RUN, "LOCAL_RANK": ""}, "LOCAL_RANK = '': must be an integer"),
+        ({**RUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE = -2: must be an integer"),
+        ({**RUN, "TORCHELASTIC_RESTART_COUNT": "9" * 5000}, "TORCHELASTIC_RESTART_COUNT = 9"),
+        ({"RANK": "3"}, "RANK = 3: a launcher sets RANK and WORLD_SIZE together; .* `unset RANK` starts a run of one"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8: a launcher sets RANK and WORLD_SIZE together"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2: must be less than WORLD_SIZE = 2"),
+        ({**RUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK = 1: must be less than LOCAL_WORLD_SIZE = 1"),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "srun has started 8 processes"),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5"}, r"srun .* \(SLURM_NTASKS\) .*torchrun or scripts/launch.py"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun has started 2 processes"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_one_message(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(LocalError, match=f"^{said}"):
+        Launch.from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # the batch script itself
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+        {**RUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"},
+    ],
+)
+def test_one_process_and_torchrun_may_run_in_slurm(environment: dict[str, str]) -> None:
+    assert Launch.from_environment(environment).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"), [({"RANK": "x"}, USER_ERROR), ({"RANK": "1", "WORLD_SIZE": "2"}, USER_ERROR)]
+)
+def test_the_message_comes_at_once(
+    variables: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a process that leaves what is wrong for all to the first one to say; no address to meet at is set."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=1")
+    assert exit_status(lambda: run(composed(*words, "train.device=cpu")), "error", is_first_process()) == status
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: RANK = x" if variables["RANK"] == "x" else "error: MASTER_ADDR = '', MASTER_PORT = ''"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "launchers", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, b"", 3),
+        ({"OMP_NUM_THREADS": "5,2"}, b"", 5),
+        ({"OMP_NUM_THREADS": "1"}, b"", 1),
+        ({"OMP_NUM_THREADS": "no"}, b"", 4),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, b"HOME=/\0XOMP_NUM_THREADS=1", 4),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, b"HOME=/\0OMP_NUM_THREADS=1", 1),
+    ],
+)
+def test_a_users_number_of_threads_is_taken_and_torchruns_is_not(
+    environment: dict[str, str],
+    launchers: bytes,
+    threads: int,
+    devices: Callable[[int, Sequence[int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices(0, (8, 8))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: launchers)
+    choose_device("cpu", Launch(1, 2, 1, 2), environment)
+    assert torch.get_num_threads() == threads
+    choose_device("cpu", Launch(1, 2, 1, 2), environment, threads=2)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(3.5, 1), (4.0, 2), (0.5, 1), (100.0, 4)])
+def test_processes_share_the_quota_of_their_container(
+    quota: float, threads: int, devices: Callable[[int, Sequence[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices(0, (8, 8))
+    monkeypatch.setattr(launch, "cpu_quota", lambda: quota)
+    choose_device("cpu", Launch(0, 2, 0, 2), {})
+    assert torch.get_num_threads() == threads

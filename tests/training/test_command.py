@@ -34,6 +34,11 @@ def said(*words: str) -> str:
         ("model.layers.x=3", "model.layers = {x: 3}: must be an integer"),
         ("dry_run=maybe", "dry_run = 'maybe': must be true or false"),
         (f"train.stop_after={'9' * 400}h", "must be a time; 5400, 90m, 1h30m or null work"),
+        (
+            "train.output='/tmp/\udcd6\udcd0'",
+            r"train.output = /tmp/\udcd6\udcd0: must be UTF-8, and these",
+        ),
+        ("sample.prompts=['\udcd6']", r"sample.prompts[0] = \udcd6: must be UTF-8"),
         ("=3", "=3: cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can"),
     ],
 )
