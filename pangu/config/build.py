@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pangu.config.bounds import FREE, Bounds, Encodable
 from pangu.config.errors import ConfigError, Problem
+from pangu.config.suggest import close_names
 
 T = TypeVar("T")
 _MISSING = object()
@@ -140,7 +141,7 @@ class _Reader:
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
         if close:
             return "there is no such key", f"did you mean {_join(path, close[0])}?"
-        elsewhere = close_names(key, keys_of(self._root))
+        elsewhere = close_names(_join(path, key), keys_of(self._root))
         if elsewhere:
             return "there is no such key", f"did you mean {' or '.join(elsewhere)}?"
         return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
@@ -273,11 +274,3 @@ def _describe_item(hint: Any) -> str:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def close_names(name: str, names: Iterable[str]) -> list[str]:
-    """The dotted names whose last part is much like that of `name`."""
-    everywhere = dict.fromkeys(names)
-    last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
-    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
-    return [one for one in everywhere if one.rsplit(".", 1)[-1] in close]

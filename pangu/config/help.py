@@ -15,19 +15,22 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pangu.config.build import close_names, describe, hints_of, options_of, tag_of
+from pangu.config.build import describe, hints_of, options_of, tag_of
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import close_names
 
 WIDTH = 120
 _OVERVIEW = """\
 pangu trains GPT and PanGu-α language models.
 
-  torchrun --nproc-per-node=2 pretrain.py +config=quickstart
-  torchrun --nproc-per-node=8 pretrain.py +config=gpt2_124m data.train=[/data/web] validation.every=0
+  python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart
+  python scripts/launch.py --nproc-per-node=8 pretrain.py +config=gpt2_124m data.train=[/data/web] validation.every=0
   python pretrain.py +config=pangu_13b dry_run=true             checks and plans, without devices
   python pretrain.py +config=pangu_13b optimizer=lamb --cfg job   shows all values of a configuration
+
+scripts/launch.py takes torchrun's options; torchrun works too.
 
 Options of groups: GROUP=OPTION chooses one, +config=RECIPE a whole recipe.
 {options}
@@ -40,9 +43,28 @@ Groups of keys: GROUP.KEY=VALUE sets one, after recipes and options.
   --help all       explains all"""
 
 
+START = """\
+nothing says what to train. To start:
+
+  python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart
+      trains a small model on the sources of Python, in a few minutes on a CPU
+  python pretrain.py +config=gpt2_124m data.train=[/data/web] validation.every=0
+      trains a recipe on your own text files
+  python pretrain.py +config=pangu_13b dry_run=true
+      checks and plans a run, without devices
+  python pretrain.py --help
+      shows all recipes and keys"""
+
+
 def show_help(words: Sequence[str], configs: Path) -> bool:
-    """Print help if a command line asks for it, and return whether it does. Ends the process for an unknown key.
-    `words`: the arguments; `configs`: folder with a folder of options for each group."""
+    """Print help if a command line asks for it, and return whether it does. Ends the process without words, and for an
+    unknown key. `words`: the arguments; `configs`: folder with a folder of options for each group."""
+    if not words:
+
+        def refuse() -> None:
+            raise UserError(START)
+
+        sys.exit(exit_status(refuse, "error"))
     if not {"--help", "-h"} & set(words):
         return False
     names = [word.partition("=")[0] for word in words if not word.startswith(("-", "+"))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -10,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from pangu.config.build import build
+from pangu.config.build import build, keys_of
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
+from pangu.config.suggest import close_names
 from pangu.topology.launch import Launch, choose_memory_settings, is_first_process, load_torch
 from pangu.training.interrupts import ENDED
 
@@ -64,10 +68,35 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
+        _end(lambda: require_options(overrides, configs))
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
         action = train if place is None else _show
         _end(lambda: action(compose(configs, overrides)))
+
+
+def require_options(words: Sequence[str], configs: Path) -> None:
+    """Raise UserError if the words of a command line hold options that Hydra does not have, with what they may stand
+    for: options of other programs are keys and groups here."""
+    known = get_args_parser()._option_string_actions
+    lines = []
+    for word, following in pairwise([*words, "-"]):
+        option, _, value = word.partition("=")
+        if option.startswith("-") and option not in known:
+            value = value or ("VALUE" if following.startswith("-") or "=" in following else following)
+            near = _counterparts(option.strip("-"), value, configs)
+            lines.append(f"  {shown(option)}: " + (f"did you mean {' or '.join(near)}?" if near else "unknown"))
+    if lines:
+        rule = "values are given as KEY=VALUE (--help); tools/translate_config.py translates whole commands"
+        raise UserError("\n".join([f"there is no such option: {rule}", *lines]))
+
+
+def _counterparts(name: str, value: str, configs: Path) -> list[str]:
+    """Return words of this command line that an option of another program may stand for."""
+    if name in ("config", "preset", "recipe"):
+        return [f"+config={value}"]
+    options = [f"{path.parent.name}={name}" for path in configs.glob(f"*/{glob.escape(name)}.yaml")]
+    return options or [f"{key}={value}" for key in close_names(name, keys_of(RunConfig))]
 
 
 def asks_for_layout(values: Mapping[str, Any]) -> bool:
@@ -109,7 +138,8 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
             return _plain(hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides]))
     except OverrideParseException as error:
         rule = "cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can, with quotes around special characters"
-        raise UserError(f"{shown(error.override)}: {rule}") from error
+        works = f"; {shlex.quote(quoted)} works" if (quoted := _quoted(str(error.override))) else ""
+        raise UserError(f"{shown(error.override)}: {rule}{works}") from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         works = f"{', '.join(error.options)} work" if error.options else ""
@@ -138,6 +168,32 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
             raise ConfigError([Problem(key, override.value(), "must be the name of an option", works)])
         return word
     return word if override.is_delete() or key.startswith("hydra.") else f"++{word.lstrip('+')}"
+
+
+def _quoted(word: str) -> str | None:
+    """Return an override that Hydra cannot read with the quotes that it needs; None if quotes are not enough."""
+    key, equals, value = word.partition("=")
+    quoted = f"{key}={_quoted_value(value)}"
+    return quoted if equals and value and _is_override(quoted) else None
+
+
+def _quoted_value(value: str) -> str:
+    value = value.strip()
+    if _is_override(f"key={value}"):
+        return value
+    if value[:1] + value[-1:] == "[]":
+        return f"[{','.join(map(_quoted_value, value[1:-1].split(',')))}]"
+    if value[:1] + value[-1:] == "{}":
+        pairs = (pair.partition(":") for pair in value[1:-1].split(","))
+        return f"{{{','.join(f'{key}:{_quoted_value(one)}' for key, _, one in pairs)}}}"
+    return '"' + value.replace('"', '\\"') + '"'
+
+
+def _is_override(word: str) -> bool:
+    try:
+        return bool(OverridesParser.create().parse_overrides([word]))
+    except HydraException:
+        return False
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:

@@ -43,6 +43,15 @@ def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         explain("xyz")
 
 
+def test_without_words_a_command_says_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        show_help([], repository() / "configs")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: nothing says what to train. To start:\n")
+    assert "  python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart\n" in said.err
+
+
 def test_the_overview_names_every_group_and_option() -> None:
     text = overview(repository() / "configs")
     for path in (repository() / "configs").glob("*/*.yaml"):

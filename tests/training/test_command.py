@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pangu.config.errors import UserError
 from pangu.planning.cluster import cluster_names, load_cluster
@@ -44,6 +46,55 @@ def said(*words: str) -> str:
 )
 def test_one_message(word: str, expected: str) -> None:
     assert expected in said(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "works"),
+    [
+        ("sample.prompts=[你好,abc]", 'sample.prompts=["你好",abc]'),
+        ("train.output=运行/一", 'train.output="运行/一"'),
+        ("train.output=a=b", 'train.output="a=b"'),
+        ("data.train=[/data/day=1,/data/b]", 'data.train=["/data/day=1",/data/b]'),
+        ("data.tokenizer={kind:bytes,path:/数据}", 'data.tokenizer={kind:bytes,path:"/数据"}'),
+        ('sample.prompts=[你"好]', 'sample.prompts=["你\\"好"]'),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_the_word_that_works(word: str, works: str) -> None:
+    assert said(word).endswith(f"with quotes around special characters; {shlex.quote(works)} works")
+    value = OverridesParser.create().parse_override(works).value()
+    plain = word.partition("=")[2].strip("[]").split(",")
+    assert value in (plain, plain[0], {"kind": "bytes", "path": "/数据"})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size: did you mean parallel.tensor=2?"]),
+        (
+            "--lr=1e-4 --bf16 --nonsense --micro-batch-size 4",
+            [
+                "--lr: did you mean optimizer.lr=1e-4?",
+                "--bf16: did you mean precision=bf16?",
+                "--nonsense: unknown",
+                "--micro-batch-size: did you mean batch.micro_size=4?",
+            ],
+        ),
+        ("--config quickstart --multirun", ["--config: did you mean +config=quickstart?"]),
+    ],
+)
+def test_options_of_other_programs_are_told_with_our_keys(words: str, expected: list[str]) -> None:
+    done = called("pretrain", *words.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith("\nerror: there is no such option: values are given as KEY=VALUE")
+    assert [line.strip() for line in done.stderr.splitlines()[2:]] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("parallel.dp", "parallel.data"), ("parallel.tp", "parallel.tensor"), ("model.num_layers", "model.layers")],
+)
+def test_short_names_of_the_field_are_told_with_our_keys(key: str, meant: str) -> None:
+    assert f"{key} = 2: there is no such key; did you mean {meant}" in said(f"{key}=2")
 
 
 @pytest.mark.parametrize("content", ["a: &a [*a]", "a: [", "\udcff"])

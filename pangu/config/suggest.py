@@ -1,0 +1,70 @@
+"""Keys that a mistyped name, or a name of another program, may stand for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+MOST = 3
+"""Suggestions at most."""
+WORDS = {
+    "accumulation": "batch global size",
+    "clipping": "clip",
+    "cp": "parallel context",
+    "dir": "output",
+    "dp": "parallel data",
+    "embd": "hidden",
+    "ep": "parallel expert",
+    "epsilon": "eps",
+    "eval": "validation",
+    "grad": "optimizer clip",
+    "head": "heads",
+    "interval": "every",
+    "iterations": "steps",
+    "iters": "steps",
+    "layer": "layers",
+    "learning": "optimizer lr",
+    "length": "sequence",
+    "log": "metrics",
+    "logging": "metrics",
+    "microbatch": "micro batch size",
+    "pp": "parallel pipeline",
+    "save": "checkpoint",
+    "seq": "sequence",
+    "sp": "parallel sequence",
+    "tp": "parallel tensor",
+    "vp": "parallel virtual",
+    "vpp": "parallel virtual",
+}
+"""Words of other programs' settings -> ours."""
+
+
+def close_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return the dotted names that `name` may stand for: those whose last part is spelled much like its own, otherwise
+    those that share most words with it (`--tensor-model-parallel-size`: `parallel.tensor`)."""
+    everywhere = dict.fromkeys(names)
+    last, lasts = name.rsplit(".", 1)[-1], {one.rsplit(".", 1)[-1] for one in everywhere}
+    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
+    if spelled := [one for one in everywhere if one.rsplit(".", 1)[-1] in close]:
+        return spelled
+    given, of_last = (
+        {ours for word in _words(part) for ours in _words(WORDS.get(word, word))} for part in (name, last)
+    )
+    scores = {one: _shared(given, of_last, one) for one in everywhere}
+    best = max(scores.values(), default=0.0)
+    return [one for one, score in scores.items() if score == best > 0][:MOST]
+
+
+def _shared(given: set[str], of_last: set[str], name: str) -> float:
+    """Return how well the words of a name and of its last part say a key: all of it, its last part, or a part of it."""
+    whole, last = set(_words(name)), set(_words(name.rsplit(".", 1)[-1]))
+    if whole <= given:
+        return len(whole)
+    if last <= of_last:
+        return len(last) - 0.5
+    return len(of_last) - 1.5 if of_last < whole else 0.0
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
