@@ -1,6 +1,6 @@
 """Pretrains a GPT or PanGu-α model.
 
-torchrun --nproc-per-node=2 pretrain.py +config=quickstart
+python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart
 """
 
 from pangu.pretrain import main

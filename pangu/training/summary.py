@@ -7,10 +7,11 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pangu
@@ -102,7 +103,7 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
     loss, perplexity = summary["validation_loss"], summary["validation_perplexity"]
     if loss is not None and perplexity is not None:
         lines.append(f"held-out loss {loss:.4f}, perplexity {perplexity:.2f}")
-    lines += [f"\nsampled: {text!r}" for text in summary["samples"]]
+    lines += [f"\nsampled:\n{indent(text, '    ')}" for text in summary["samples"]]
     names = {
         "loss curve": "plots/loss.png",
         "pipeline": "plots/pipeline.svg",
@@ -122,16 +123,16 @@ def summary_lines(config: RunConfig, summary: Mapping[str, Any]) -> str:
 
 
 def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
-    """Commands that continue from here, made from the one that was given, and what each does."""
+    """Return commands that continue from here, made from the one that was given, and what each does."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    start = ["torchrun", f"--nproc-per-node={world}"] if world > 1 else ["python"]
-    words = [word for word in sys.argv[1:] if not word.startswith("train.steps=")]
-    same = shlex.join([*start, *_program("pretrain.py"), *words])
+    launcher = [*_program("scripts/launch.py"), f"--nproc-per-node={world}"] if world > 1 else []
+    start = ["python", *launcher, *_program("pretrain.py")]
     output = config.train.output
-    commands = [(f"{same} train.steps={2 * config.train.steps}", "goes on for as long again")]
+    longer = _changed(sys.argv[1:], f"train.steps={2 * config.train.steps}")
+    commands = [(shlex.join([*start, *longer]), "continues for as long again")]
     if isinstance(config.data, StdlibData) and config.optimizer.name == "adam":
-        lamb = shlex.join(["optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}"])
-        commands.append((f"{same} {lamb}", "the same with LAMB"))
+        lamb = ("optimizer=lamb", f"train.output={output}_lamb", f"data.folder={config.data.folder}")
+        commands.append((shlex.join([*start, *_changed(sys.argv[1:], *lamb)]), "the same with LAMB"))
     if config.sample.prompts and config.checkpoint.every:
         program = _program("scripts/generate.py")
         write = shlex.join(["python", *program, output, "--prompt", config.sample.prompts[0]])
@@ -142,6 +143,12 @@ def _next_commands(config: RunConfig) -> list[tuple[str, str]]:
     commands.append((f"{pretrain} +config=pangu_13b dry_run=true", "what a large preset asks for"))
     commands.append((f"{pretrain} --help", "all groups and keys"))
     return commands
+
+
+def _changed(words: Sequence[str], *changes: str) -> list[str]:
+    """Return the words of a command with changes, in place of those that set the same keys."""
+    keys = {change.partition("=")[0] for change in changes}
+    return [*(word for word in words if word.partition("=")[0].lstrip("+") not in keys), *changes]
 
 
 def _program(path: str) -> list[str]:

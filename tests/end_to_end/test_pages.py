@@ -55,7 +55,9 @@ def test_both_languages_show_the_same_commands(page: Path) -> None:
 
 def test_the_two_commands_of_the_contract_stand_there() -> None:
     text = README.read_text(encoding="utf-8")
-    assert "\n    pip install -e . && torchrun --nproc-per-node=2 pretrain.py +config=quickstart\n" in text
+    assert (
+        "\n    pip install -e . && python scripts/launch.py --nproc-per-node=2 pretrain.py +config=quickstart\n" in text
+    )
     assert '\n    pip install -e ".[test]" && pytest\n' in text
 
 
@@ -242,7 +244,7 @@ def test_own_text_from_tokenizer_to_training(workplace: Path, tmp_path: Path) ->
         for steps in (3, 6):
             done = called("pretrain", *command.arguments, *small, f"train.steps={steps}")
             assert done.returncode == 0, done.stderr
-    assert "sampled: '今天" in done.stderr
+    assert "sampled:\n    今天" in done.stderr
     assert "held-out loss" in done.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert "(step 3)" in done.stderr

@@ -58,7 +58,7 @@ def test_quickstart_on_two_processes_from_nothing_to_a_sample(tmp_path: Path) ->
     for expected in (
         "step 10/20",
         "perplexity",
-        "sampled: ",
+        "sampled:\n    ",
         "run folder",
         "tensorboard --logdir",
         "train.steps=40",

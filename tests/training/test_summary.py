@@ -1,0 +1,47 @@
+"""What a complete run says at its end."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from pangu.training.command import compose
+from pangu.training.summary import summary_lines
+from tests.configs import config
+from tests.spawn import repository
+from tests.training.test_resume import train
+
+SUMMARY = {"steps": 5, "tokens": 10, "seconds": 1.0, "validation_loss": None, "validation_perplexity": None}
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_the_next_commands_set_every_key_once(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["+config=quickstart", "optimizer=adam", "train.output=runs/a", "data.folder=/d", "train.steps=5"]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *given])
+    monkeypatch.setenv("WORLD_SIZE", world)
+    said = summary_lines(config(*given), {**SUMMARY, "samples": []})
+    launcher = "scripts/launch.py --nproc-per-node=2 " if world == "2" else ""
+    commands = [line.strip() for line in said.splitlines() if f"{launcher}pretrain.py +config=quickstart" in line]
+    assert len(commands) == 2
+    for command in commands:
+        assert command.startswith(f"python {launcher}pretrain.py")
+        words = shlex.split(command.partition("pretrain.py ")[2])
+        keys = [word.partition("=")[0].lstrip("+") for word in words]
+        assert len(keys) == len(set(keys))
+        assert compose(repository() / "configs", words)["data"]["folder"] == "/d"
+
+
+def test_sampled_text_is_text() -> None:
+    said = summary_lines(config("train.output=a"), {**SUMMARY, "samples": ["def f():\n    return '今天'"]})
+    assert "\nsampled:\n    def f():\n        return '今天'\n" in said
+
+
+def test_a_run_keeps_the_information_of_libraries_to_itself(tmp_path: Path) -> None:
+    """matplotlib's `generated new fontManager`, where it has no cache yet."""
+    train(tmp_path, 1, "checkpoint.every=0")
+    assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)
+    assert logging.getLogger("pangu").isEnabledFor(logging.INFO)
