@@ -80,9 +80,9 @@ class ParallelConfig:
     """Tensor-parallel devices that share each expert. null: all `tensor` of them; 1: none, so that each device has
     whole experts and sends a part of the tokens to them."""
 
-    def bucket_bytes(self, replicas: int) -> float:
-        """`bucket_mib` in bytes, or what null means for so many replicas."""
-        mib = usual_bucket_mib(self.zero, replicas) if self.bucket_mib is None else self.bucket_mib
+    def bucket_bytes(self, zero: int, replicas: int) -> float:
+        """Return `bucket_mib` in bytes, or what null means for a ZeRO stage and so many replicas."""
+        mib = usual_bucket_mib(zero, replicas) if self.bucket_mib is None else self.bucket_mib
         return 2**20 * mib
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from pangu.pipeline.actions import Kind
@@ -57,6 +58,19 @@ def register(
         return order
 
     return add
+
+
+@cache
+def splits_backward(name: str) -> bool:
+    """Return whether a schedule computes the gradients of weights apart from those of inputs."""
+    family = SCHEDULES[name]
+    return any(kind is W for kind, _, _ in family.order(1, family.virtual[0], 1)[0])
+
+
+def reduces_each(name: str) -> bool:
+    """Return whether ZeRO-2 and 3 reduce gradients after each micro-batch of a schedule, so that no full ones are kept:
+    not if it exists to reduce them once (two phases), or computes weight gradients too late for it."""
+    return not (SCHEDULES[name].two_phases or splits_backward(name))
 
 
 @register("breadth_first", virtual=(1, None), two_phases=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
-from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step
+from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step, reduces_each
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class Schedule:
 
 
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
-    """Schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches. `reduce_each`
-    does not apply to schedules that exist to reduce gradients once (two phases), or compute weight gradients too late
-    for it. Raises NumbersError, with what would work, if there is no such schedule or it does not allow these
-    numbers."""
+    """Return schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
+
+    `reduce_each` applies where the schedule allows it (`orders.reduces_each`). Raises NumbersError, with values that
+    would work, if there is no such schedule or it does not allow these numbers.
+    """
     if name not in SCHEDULES:
         raise NumbersError(f"schedule {name}", f"there is none of that name; {', '.join(sorted(SCHEDULES))} work")
     for what, value in (("stages", stages), ("virtual", virtual), ("micro_batches", micro_batches)):
@@ -60,8 +61,7 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
     round_trip = tuple(range(stages))
     stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
     orders = family.order(stages, virtual, micro_batches)
-    splits = any(kind is Kind.BACKWARD_WEIGHT for kind, _, _ in orders[0])
-    each = reduce_each and not (family.two_phases or splits)
+    each = reduce_each and reduces_each(name)
     actions = tuple(tuple(_complete(order, stage_of, family.two_phases, each)) for order in orders)
     return Schedule(name, stages, virtual, micro_batches, stage_of, actions, family.two_phases, each)
 

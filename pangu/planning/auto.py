@@ -16,12 +16,10 @@ from pangu.config.schema import RunConfig
 from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
 from pangu.planning.layout_work import Plan
 from pangu.planning.layouts import choose_layout
-from pangu.planning.memory import device_overhead
-from pangu.planning.roles import DryRunError, run_jobs
+from pangu.planning.roles import DryRunError, measured_gib
 from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch
-from pangu.topology.layout import Coordinates
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
@@ -128,10 +126,9 @@ def _fits(values: Mapping[str, Any], one: Candidate, cluster: ClusterConfig) -> 
     layout = choose_layout({**values, "dry_run": True}, cluster.devices).layout
     stage = max(range(layout.pipeline), key=lambda stage: one.memory[stage].total)
     try:
-        (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
+        return measured_gib(values, layout, stage, cluster.memory) <= room
     except DryRunError:
         return True
-    return report["peak"] / 2**30 + device_overhead(cluster.memory, report["groups"]) <= room
 
 
 def difference(plan: Any, other: Any) -> str:

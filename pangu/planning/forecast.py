@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,7 @@ from pangu.planning.cluster import cluster_in
 from pangu.planning.cost import StepTime
 from pangu.planning.layout_work import Plan
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
-from pangu.planning.roles import role_ranks
+from pangu.planning.roles import DryRunError, measured_gib, role_ranks
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import terms_of
 from pangu.planning.states import plan_states
@@ -39,6 +39,8 @@ class Forecast:
     time: StepTime
     memory: Memory
     """Of the fullest stage."""
+    stage: int
+    """The fullest stage."""
     room_gib: float
     """Memory of a device."""
     _seconds: list[float] = field(default_factory=list)
@@ -57,8 +59,8 @@ class Forecast:
             steps = (replace(step, state_bytes=nbytes) for step, nbytes in zip(workload.steps, states, strict=True))
             workload = replace(workload, steps=tuple(steps))
         stages_memory = memory_of_stages(workload, plan.steps, cluster)
-        fullest = max(stages_memory, key=lambda stage: stage.total)
-        return cls(cluster.name, time_of(space, plan), fullest, cluster.memory.gib)
+        fullest = max(range(len(stages_memory)), key=lambda stage: stages_memory[stage].total)
+        return cls(cluster.name, time_of(space, plan), stages_memory[fullest], fullest, cluster.memory.gib)
 
     def line(self) -> str:
         """What is expected, for the log."""
@@ -69,17 +71,28 @@ class Forecast:
         )
 
     def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
-        """Raises UserError, naming the layouts of as many devices that fit, if this one cannot."""
+        """Carry out the fullest stage of a layout that is expected to need too much memory. Raises UserError, naming
+        the layouts of as many devices that fit, if that confirms it; otherwise warns."""
         # what frozen layers leave out of activations, the formulas do not know
         needed = self.memory.total - self.memory.activations * bool(config.train.frozen)
         if needed <= self.room_gib * (1 + MEMORY_ERROR):
             return
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})
+        parallel = {**asdict(config.parallel), "data": layout.data, "allowed": ()}
+        expected = f"memory: about {needed:.3g} GiB expected, and {self.cluster} has {self.room_gib:g}"
+        try:
+            needed = measured_gib({**asdict(config), "parallel": parallel}, layout, self.stage, cluster.memory)
+        except DryRunError as error:
+            log.warning("%s; no dry run could confirm it (%s)", expected, error)
+            return
+        if needed <= self.room_gib:
+            log.warning("%s; a dry run of the fullest stage needs %.3g GiB, which fits", expected, needed)
+            return
         plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
         works = "; ".join(f"{difference(plan, one.plan)} ({one.fullest:.3g} GiB)" for one in best)
         raise UserError(
-            f"memory: the fullest device needs about {needed:.3g} GiB, and {self.cluster} has "
+            f"memory: the fullest device needs {needed:.3g} GiB, and {self.cluster} has "
             f"{self.room_gib:g}; {f'these fit: {works}' if works else 'no layout of as many devices fits'}"
         )
 

@@ -11,6 +11,7 @@ from operator import add
 from typing import Literal, NamedTuple, cast
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.pipeline.orders import SCHEDULES, reduces_each
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Axis, Collective, ModuleWork, StepWork, Working, Workload
 from pangu.topology.experts import ExpertLayout
@@ -21,8 +22,6 @@ DENSE = "dense "
 """Before the kind of a layer without experts, in a model whose others have some."""
 RESIDENT = " resident"
 """After the kind of the last layer of a chunk, which keeps its activations where those of others are offloaded."""
-REDUCES_EACH = ("1f1b", "interleaved")
-"""Schedules with which ZeRO-2 and 3 reduce gradients after each micro-batch."""
 
 
 class Shape(NamedTuple):
@@ -167,6 +166,11 @@ class Plan(NamedTuple):
         return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch; published schedules do not."""
+        return self.schedule in SCHEDULES and reduces_each(self.schedule)
+
+    @property
     def steps(self) -> Pipeline:
         """Its schedule."""
         return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
@@ -308,7 +312,7 @@ def state_bytes(system: System, plan: Plan, numbers: float) -> float:
     """Bytes on the device that last from step to step, of so many parameters of a stage."""
     shards = plan.shards
     # schedules that compute weight gradients late keep whole gradients
-    gradient_shards = shards if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+    gradient_shards = shards if plan.zero >= 2 and plan.reduces_each else 1
     main = 0.0 if "optimizer" in plan.offload else system.optimizer_bytes / shards
     gradients = system.gradient_bytes / gradient_shards + system.spare_bytes
     return numbers * (system.number_bytes / (shards if plan.zero == 3 else 1) + gradients + main)
@@ -357,7 +361,7 @@ def _sums(weights: Weights, system: System, plan: Plan) -> Iterator[Collective]:
     """What sums and shares the gradients of weights, and brings what was updated to all replicas. ZeRO-3 does so beside
     the micro-batches."""
     sent, hidden = weights.numbers * system.gradient_bytes, system.hidden_data
-    reduces_each = plan.zero >= 2 and plan.schedule in REDUCES_EACH
+    reduces_each = plan.zero >= 2 and plan.reduces_each
     if weights.shards == 1:
         if weights.replicas > 1:  # beside others that are reduced after each micro-batch, behind the last one
             yield Collective("all_reduce", weights.axis("data"), sent, 1, 0.0 if reduces_each else hidden)

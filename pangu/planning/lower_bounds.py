@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.cost import Group, collective_seconds, groups_of, module_time
-from pangu.planning.layout_work import DENSE, REDUCES_EACH, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
+from pangu.planning.layout_work import DENSE, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
 from pangu.planning.memory import device_overhead, most_held
 from pangu.planning.module_work import Piece
-from pangu.planning.passing import Chunk, Module
+from pangu.planning.passing import Chunk, Flat, Module
 from pangu.planning.pipeline_time import Pipeline
 from pangu.planning.workload import Axis, Collective, ModuleWork, Working
 
@@ -104,7 +104,7 @@ class Bounds:
         on_host = "optimizer" in plan.offload
         copied = sizes[0] * on_host + sizes[1] * (on_host != ("parameters" in plan.offload))
         two_phases = SCHEDULES[plan.schedule].two_phases
-        often = plan.micro_batches if plan.zero >= 2 and plan.schedule in REDUCES_EACH else 1
+        often = plan.micro_batches if plan.zero >= 2 and plan.reduces_each else 1
         gathers = 1 if plan.zero < 3 or two_phases else plan.micro_batches * (1 if plan.recompute == "full" else 2)
         for weights in Weights.of(plan, *self._least(plan)):
             host += weights.numbers / weights.shards * copied / (cluster.host_gb_s * 1e9)
@@ -161,12 +161,15 @@ class Bounds:
         words = program.shape.embedding / plan.tensor
         # what passes while all activations are saved
         working = Working(*map(min, layer.working, dense.working))
-        numbers_of_each = min(layer.parameters, dense.parameters), min(layer.experts, dense.experts)
-        each = Module(*numbers_of_each, math.inf, working=working)
-        shared = plan.pipeline > 1 and program.shape.tied
-        embedding = Module(0.0 if shared else words)
-        other = Chunk(min(plan.layers) * (each,))
-        first = other._replace(embedding=embedding, words=words if shared else None)
+        least = min(layer.parameters, dense.parameters), min(layer.experts, dense.experts)
+        layers = range(1, min(plan.layers) + 1)
+        flats = tuple(
+            tuple(Flat(place, int(count), bool(experts), False) for experts, count in enumerate(least) if count)
+            for place in layers
+        )
+        modules = tuple(Module(math.inf, working=working) for _ in layers)
+        other = Chunk(modules, flats, False, False)
+        first = Chunk((Module(), *modules), ((Flat(0, int(words), False, False),), *flats), True, False)
         chunks = [first, *(plan.virtual - 1) * [other]]
         stored = program.stored_bytes(plan, numbers + words, experts, chunks)
         saved, deferred = self._kept(plan, layer, dense)

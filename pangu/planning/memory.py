@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
 from pangu.pipeline.actions import Kind
-from pangu.pipeline.orders import SCHEDULES, Order
-from pangu.planning.layout_work import REDUCES_EACH
-from pangu.planning.pipeline_time import Pipeline, orders, splits_backward
+from pangu.pipeline.orders import SCHEDULES, Order, reduces_each, splits_backward
+from pangu.planning.pipeline_time import Pipeline, orders
 from pangu.planning.workload import ModuleWork, Workload, working_beside
 
 _GIB = 2.0**30
@@ -145,7 +144,7 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
 def held_in(order: Order, schedule: str) -> list[Held]:
     """What a stage holds at moments that no other moment covers, from the very order of its work in a schedule."""
     chunks = sorted({chunk for _, chunk, _ in order})
-    sums = len(chunks) * (schedule not in REDUCES_EACH)
+    sums = len(chunks) * (not reduces_each(schedule))
     return _fullest(set(_moments(order, chunks, sums)), len(chunks))
 
 

@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
+from pangu.config.model import ModelConfig
+from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.planning.workload import NOTHING, Working, working_beside
-from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table
+from pangu.topology.experts import ExpertRank
+from pangu.topology.placement import TensorRank
+from pangu.zero.grouping import IN_FLIGHT, Sharding, buffer_table, divide
 
 
 class Module(NamedTuple):
-    """What a module has on one rank."""
+    """Memory of a module on one rank, as in `ModuleWork`."""
 
-    parameters: float
-    """Before any sharding over replicas, as the next ones."""
-    experts: float = 0.0
-    """Of experts that the layout splits, which `parameters` leave out."""
     saved_bytes: float = 0.0
-    """This and the next ones as in `ModuleWork`."""
     deferred_bytes: float = 0.0
     working: Working = NOTHING
+
+
+class Flat(NamedTuple):
+    """A flat parameter of a stage."""
+
+    place: int
+    numbers: int
+    """Before any sharding over replicas."""
+    experts: bool
+    """Whether it is of experts that the layout splits."""
+    several: bool
+    """Whether several chunks use it, so that it is reduced at the end of the step."""
 
 
 class Chunk(NamedTuple):
     """Modules that follow one another in forward."""
 
-    layers: tuple[Module, ...]
-    embedding: Module | None = None
-    """Without `words`; None: it is not here."""
-    head: Module | None = None
-    """The same."""
-    words: float | None = None
-    """Of the words' table that embedding and head share; None: it is part of their numbers."""
+    modules: tuple[Module, ...]
+    flats: tuple[tuple[Flat, ...], ...]
+    """The flat parameters that each module uses."""
+    embedding: bool
+    """Whether the first module is the embedding, whose backward reads no weights."""
+    head: bool
 
-    @property
-    def has_both(self) -> bool:
-        """Whether embedding and head have one table here."""
-        return None not in (self.embedding, self.head, self.words)
+    def gathers(self, experts: bool) -> int:
+        """Return the numbers of experts, or of all other weights, that ZeRO-3 gathers for one micro-batch: a flat
+        parameter is resharded after each use, unless the next module uses it too."""
+        modules = [{flat for flat in flats if flat.experts == experts} for flats in self.flats]
+        # the head's backward follows its forward, and a lookup's reads no weights
+        backward = modules[self.embedding : len(modules) - self.head][::-1]
+        whole, total = set[Flat](), 0
+        for phase in (modules, backward):
+            for module in phase:
+                total += sum(flat.numbers for flat in module - whole)
+                whole = module
+            whole = modules[-1] if self.head else set()
+        return total
 
-    def numbers(self, parameters: bool, experts: bool) -> float:
-        """All weights of the chunk: those that all replicas share, and those of experts that the layout splits, where
-        it is asked for them."""
-        tables = (self.embedding is not None) + (self.head is not None and not self.has_both)
-        modules = (*self.layers, *filter(None, (self.embedding, self.head)))
-        whole = sum(module.parameters for module in modules) + (self.words or 0.0) * tables
-        return whole * parameters + sum(layer.experts for layer in self.layers) * experts
+    def gathered(self, kinds: tuple[Passing, Passing], lookups: bool) -> int:
+        """Return the numbers that it holds once it is gathered; `lookups`: those of the embedding too."""
+        modules = self.flats[self.embedding and not lookups :]
+        flats = {flat for flats in modules for flat in flats}
+        return sum(flat.numbers for flat in flats if kinds[flat.experts].weights)
+
+
+@lru_cache(maxsize=1000)
+def divided(
+    model: ModelConfig, parts: tuple[ModelPart, ...], rank: TensorRank, experts: ExpertRank | None, bucket: float
+) -> tuple[tuple[tuple[Flat, ...], ...], ...]:
+    """Return the flat parameters of each module of each of a stage's chunks, as a run divides them."""
+    table = place_tensors(model, list(parts), rank, experts=experts)
+    uses = {chunk: parameters_by_module(model, table, part) for chunk, part in enumerate(parts)}
+    places = count()
+
+    def make(chunk: int, names: list[str]) -> Flat:
+        numbers = sum(math.prod(table.shapes[name]) for name in names)
+        return Flat(next(places), numbers, table.is_expert(names[0]), chunk < 0)
+
+    _, flats_of = divide(table, uses, bucket, make)
+    chunks = []
+    for modules in flats_of.values():
+        bias = modules.pop("position_bias", [])  # the first module's, as far as memory goes
+        first, *others = modules.values()
+        # gradients are sent in the reverse of the order in which flat parameters were made
+        chunks.append(tuple(tuple(sorted(flats)) for flats in ([*bias, *first], *others)))
+    return tuple(chunks)
 
 
 class Stored(NamedTuple):
@@ -94,36 +136,23 @@ class Steps(NamedTuple):
     splits_backward: bool
     chunks_loss: bool
     """The head's gradients are made in forward, as its loss is computed in chunks."""
-
-
-_TABLE = 0
-"""Place of the words' table that stands alone."""
-
-
-class _Flat(NamedTuple):
-    """A flat parameter."""
-
-    place: int
-    numbers: float
-    experts: bool
+    overlap: bool
+    """The next module's weights are gathered while one computes, and gradients are reduced meanwhile."""
 
 
 @lru_cache(maxsize=10_000)
 def most_passing(
     chunk: Chunk, dense: Passing, experts: Passing, formats: Formats, steps: Steps, before: Chunk | None = None
 ) -> float:
-    """Bytes by which a chunk needs more at its fullest moment because of what passes while its modules compute one
-    after the other: weights that are gathered for the one that computes and for the next (`zero.unshard`); where each
-    micro-batch is reduced also gradients that are summed, and sent once they are complete (`zero.gradients`). What is
-    saved and worked with at that moment may be less than at the fullest without them. `before`: the other chunk whose
-    backward comes before this one's, and leaves what it sent last."""
-    names = [module for module in (chunk.embedding, *chunk.layers, chunk.head) if module is not None]
-    saved, beside = [module.saved_bytes for module in names], working_beside(names, steps.splits_backward)
-    modules = list(_modules(chunk))
-    first, last = int(chunk.embedding is not None), len(modules) - 1  # backward of a lookup reads no weights
+    """Return the bytes by which transient weights and gradients raise the peak of a chunk (see `zero.unshard` and
+    `zero.gradients`). The backward of `before`, another chunk, precedes this one's and leaves what it sent last."""
+    saved = [module.saved_bytes for module in chunk.modules]
+    beside = working_beside(chunk.modules, steps.splits_backward)
+    modules = chunk.flats
+    first, last = int(chunk.embedding), len(modules) - 1  # backward of a lookup reads no weights
     kinds = dense, experts
-    whole, sums = set[_Flat](), set[_Flat]()
-    sent = _messages(before, kinds, formats) if before is not None and steps.reduces else ()
+    whole, sums = set[Flat](), set[Flat]()
+    sent = _messages(before, kinds, formats) if before is not None and steps.reduces and steps.overlap else ()
     flying, most = deque(sent, IN_FLIGHT), 0.0
 
     def measure(activations: float) -> None:
@@ -135,11 +164,12 @@ def most_passing(
     def compute(place: int, following: int, part: int) -> None:
         """And gather for the next one."""
         after = modules[following]
-        whole.update(flat for flat in (*modules[place], *after) if kinds[flat.experts].weights)
+        gathered = (*modules[place], *after) if steps.overlap else modules[place]
+        whole.update(flat for flat in gathered if kinds[flat.experts].weights)
         measure(beside[place][part])
         whole.difference_update(set(modules[place]) - set(after))
 
-    def begin(*flats: _Flat) -> None:
+    def begin(*flats: Flat) -> None:
         """The sums of their gradients."""
         sums.update(flat for flat in flats if steps.reduces and kinds[flat.experts].sums)
 
@@ -155,10 +185,12 @@ def most_passing(
                 flying.append(_message(flat, kinds, formats))
                 measure(-sum(saved[place + 1 :]))
                 sums.discard(flat)
+                if not steps.overlap:
+                    flying.clear()
 
     for _ in range(min(2, steps.micro_batches)):  # what the first one sent last is there when the next one begins
         for place in range(len(modules)):
-            if place == last and chunk.head is not None and steps.chunks_loss:
+            if place == last and chunk.head and steps.chunks_loss:
                 begin(*modules[place])
             compute(place, min(place + 1, last), 0)
         for place in range(last, -1, -1):
@@ -170,61 +202,35 @@ def most_passing(
     return max(0.0, most - max(0.0, *map(max, beside)))
 
 
-def _complete(modules: Sequence[tuple[_Flat, ...]], place: int) -> Iterator[_Flat]:
+def _complete(modules: Sequence[tuple[Flat, ...]], place: int) -> Iterator[Flat]:
     """Flat parameters whose gradients are complete with those of a module, in the order in which they are sent."""
     unfinished = {flat for before in modules[:place] for flat in before}
-    return (flat for flat in reversed(modules[place]) if flat not in unfinished)
+    return (flat for flat in reversed(modules[place]) if flat not in unfinished and not flat.several)
 
 
-def _message(flat: _Flat, kinds: tuple[Passing, Passing], formats: Formats) -> float:
+def _message(flat: Flat, kinds: tuple[Passing, Passing], formats: Formats) -> float:
     """Bytes of its gradients while they are reduced, and of this rank's part of the result."""
     return formats.messages * flat.numbers * (1 + 1 / kinds[flat.experts].shards)
 
 
 def _messages(chunk: Chunk, kinds: tuple[Passing, Passing], formats: Formats) -> Iterator[float]:
     """Those of a chunk's backward, in order."""
-    modules = list(_modules(chunk))
+    modules = chunk.flats
     flats = (flat for place in reversed(range(len(modules))) for flat in _complete(modules, place))
     return (_message(flat, kinds, formats) for flat in flats if kinds[flat.experts].sums)
 
 
 def sums_of(chunks: Sequence[Chunk], dense: Passing, experts: Passing, size: int) -> tuple[tuple[float, ...], ...]:
     """`StepWork.sums` of the chunks of a stage, of `size` bytes a number."""
-    kinds, begun = (dense, experts), set[_Flat]()
+    kinds, begun = (dense, experts), set[Flat]()
     if not any(kind.sums for kind in kinds):
         return ()
     of_chunks = []
     for chunk in reversed(chunks):
-        begun = {flat for flat in begun if flat.place == _TABLE}  # another chunk adds to the same
+        begun = {flat for flat in begun if flat.several}
         before, sums = sum(flat.numbers for flat in begun), list[float]()
-        for flats in reversed(list(_modules(chunk))):
+        for flats in reversed(chunk.flats):
             begun.update(flat for flat in flats if kinds[flat.experts].sums)
             sums.append(size * (sum(flat.numbers for flat in begun) - before))
         of_chunks.append(tuple(reversed(sums)))
     return tuple(reversed(of_chunks))
-
-
-def _modules(chunk: Chunk) -> Iterator[tuple[_Flat, ...]]:
-    """The flat parameters of each module in the order of forward."""
-    number = 0
-
-    def flat(numbers: float, experts: bool = False) -> _Flat:
-        nonlocal number
-        number += 1
-        return _Flat(number, numbers, experts)
-
-    table: tuple[_Flat, ...] = ()
-    if chunk.embedding is not None:
-        if chunk.has_both:
-            table = (flat(chunk.embedding.parameters + (chunk.words or 0.0)),)
-            yield table
-        else:
-            apart = () if chunk.words is None else (_Flat(_TABLE, chunk.words, False),)
-            yield *apart, flat(chunk.embedding.parameters)
-    for layer in chunk.layers:
-        apart = (flat(layer.experts, True),) if layer.experts else ()
-        yield flat(layer.parameters), *apart
-    if chunk.head is not None:
-        if chunk.words is not None and not table:
-            table = (_Flat(_TABLE, chunk.words, False),)
-        yield *table, flat(chunk.head.parameters)

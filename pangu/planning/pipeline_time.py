@@ -142,13 +142,6 @@ def _sources(order: Order, pipeline: Pipeline) -> Iterator[Step | None]:
         yield None if source is None else (kind, source, micro)
 
 
-@lru_cache
-def splits_backward(schedule: str) -> bool:
-    """Whether gradients of weights are computed apart from those of inputs."""
-    family = SCHEDULES[schedule]
-    return any(kind is Kind.BACKWARD_WEIGHT for kind, _, _ in family.order(1, family.virtual[0], 1)[0])
-
-
 @lru_cache(maxsize=100)
 def orders(pipeline: Pipeline) -> list[Order]:
     """What each stage computes, in its order."""

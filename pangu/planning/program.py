@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal
 
 from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.models.parameters import ModelPart, place_tensors
-from pangu.pipeline.orders import SCHEDULES
+from pangu.models.parameters import ModelPart
+from pangu.models.size import hidden_state_shapes
+from pangu.pipeline.orders import SCHEDULES, splits_backward
 from pangu.planning.layout_work import (
     DENSE,
-    REDUCES_EACH,
     RESIDENT,
     Plan,
     Shape,
@@ -28,9 +29,9 @@ from pangu.planning.layout_work import (
     kinds_of_layers,
     sent_to_host,
 )
+from pangu.planning.module_parameters import dense_layers, module_parameters, table_parameters
 from pangu.planning.module_work import ModuleCounts, Piece
-from pangu.planning.passing import Chunk, Formats, Module, Passing, Steps, Stored, most_passing, sums_of
-from pangu.planning.pipeline_time import splits_backward
+from pangu.planning.passing import Chunk, Flat, Formats, Module, Passing, Steps, Stored, divided, most_passing, sums_of
 from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
 from pangu.topology.experts import ExpertRank
@@ -65,7 +66,7 @@ class Program:
         active = (model.num_chosen + model.shared_experts) * model.expert_size
         ffn = ((model.layers - sparse) * model.ffn_size + sparse * active) // model.layers
         numbers = (model.layers, model.hidden, model.heads, kv_heads, ffn, model.vocab, model.sequence)
-        return Shape(*numbers, model.activation == "swiglu", model.tied_head, _dense_layers(model))
+        return Shape(*numbers, model.activation == "swiglu", model.tied_head, dense_layers(model))
 
     @cached_property
     def system(self) -> System:
@@ -105,20 +106,23 @@ class Program:
             away = {kind: sent_to_host(modules[kind]) for kind in pieces}
             modules = modules | away | {kind + RESIDENT: modules[kind] for kind in pieces}
         counted = pieces["layer"] if self.exact else pieces["layer"].counted
-        numbers = _numbers(self.config.model, counted.without_recompute)["layer"]
+        numbers = module_parameters(self.config.model, counted.without_recompute)["layer"]
         numbers_of_layer = numbers.parameters + numbers.experts
         update = Update(*self._counts.update(pieces["layer"], plan.micro_size, numbers_of_layer))
-        workload = assemble(self.shape, self.system, plan, modules, update, _words(self.config.model, plan.tensor))
-        chunks: list[list[Chunk]] = [[] for _ in range(plan.pipeline)]
-        for stage, chunk in zip(plan.steps.stage_of, self._chunks(plan, modules), strict=True):
-            chunks[stage].append(chunk)
-        message = workload.message_bytes * (1 if plan.sequence else plan.tensor)  # tensor ranks send the whole
+        workload = assemble(
+            self.shape, self.system, plan, modules, update, table_parameters(self.config.model, plan.tensor)
+        )
+        message = self._message_bytes(plan)
         stored: dict[tuple[int, int], StepWork] = {}  # most stages are alike
         steps = []
         for stage, step in enumerate(workload.steps):
             key = id(step), _communicators(plan, stage, self.config.model)
             if key not in stored:
-                stored[key] = replace(self._stored(plan, step, modules["layer"], chunks[stage]), communicators=key[1])
+                chunks = self._chunks(plan, modules, stage)
+                step = self._stored(plan, step, modules["layer"], chunks)
+                held = [order for at, order in zip(plan.steps.stage_of, workload.orders, strict=True) if at == stage]
+                gathers = self._more_gathered(plan, chunks, [modules[kind] for order in held for kind in order])
+                stored[key] = replace(step, collectives=(*step.collectives, *gathers), communicators=key[1])
             steps.append(stored[key])
         # modules were counted in chunks that had what they received before and what they send still: one stands for the
         # other, but the first chunk receives nothing and the last one sends nothing. What is received stays on the
@@ -130,19 +134,66 @@ class Program:
         )
         return replace(workload, steps=tuple(steps), message_bytes=message, more_saved=tuple(more))
 
-    def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork]) -> Iterator[Chunk]:
-        """What each chunk stores."""
-        words = _words(self.config.model, plan.tensor) if self.config.model.tied_head else None
-        embedding, head = (_module(modules[kind], words or 0) for kind in ("embedding", "head"))
-        chunks = kinds_of_chunks(self.shape.dense, tuple(cut(self.shape, plan)))
-        made: dict[tuple[Any, ...], Chunk] = {}  # most chunks are alike
-        for number, of_chunk in enumerate(chunks):
-            first, last = number == 0, number == len(chunks) - 1
-            if (key := (of_chunk, first, last)) not in made:
-                layers = [_module(modules[kind]) for kind in kinds_of_layers(of_chunk, plan.recomputed, modules)]
-                ends = embedding if first else None, head if last else None
-                made[key] = Chunk(tuple(layers), *ends, words)
-            yield made[key]
+    def _message_bytes(self, plan: Plan) -> int:
+        """Return the bytes that a stage hands to the next one for a micro-batch."""
+        model, rank = self.config.model, TensorRank(0, plan.tensor, plan.sequence)
+        length, kind = model.sequence // plan.context, self._pieces(plan)["layer"].context_kind
+        shared = plan.context if kind == "ulysses" else 1
+        shapes = hidden_state_shapes(model, rank, plan.micro_size, length, model.sequence, shared)
+        return BYTES[self.config.precision.compute] * sum(map(math.prod, shapes))
+
+    def _chunks(self, plan: Plan, modules: Mapping[str, ModuleWork], stage: int) -> list[Chunk]:
+        """Return the chunks of a stage, with the flat parameters of ZeRO-2 and 3, which come and go."""
+        counts = cut(self.shape, plan)
+        bounds, last = list(accumulate(counts, initial=0)), len(counts) - 1
+        numbers = [number for number, at in enumerate(plan.steps.stage_of) if at == stage]
+        layers = [range(bounds[number], bounds[number + 1]) for number in numbers]
+        parts = [ModelPart(held, number == 0, number == last) for held, number in zip(layers, numbers, strict=True)]
+        flats: Sequence[tuple[tuple[Flat, ...], ...]] = [()] * len(parts)
+        if plan.zero >= 2:
+            layout, rank = plan.layout, TensorRank(0, plan.tensor, plan.sequence)
+            share = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
+            bucket = self.config.parallel.bucket_bytes(plan.zero, plan.replicas)
+            flats = divided(self.config.model, tuple(parts), rank, share, bucket)
+        chunks = []
+        kinds = kinds_of_chunks(self.shape.dense, tuple(counts))
+        for number, part, of_chunk in zip(numbers, parts, flats, strict=True):
+            of_layers = kinds_of_layers(kinds[number], plan.recomputed, modules)
+            names = [*["embedding"] * part.first, *of_layers, *["head"] * part.last]
+            held = (Module(one.saved_bytes, one.deferred_bytes, one.working) for one in map(modules.get, names) if one)
+            chunks.append(Chunk(tuple(held), of_chunk, part.first, part.last))
+        return chunks
+
+    def _more_gathered(
+        self, plan: Plan, chunks: Sequence[Chunk], modules: Sequence[ModuleWork]
+    ) -> Iterator[Collective]:
+        """Yield what ZeRO-3 gathers in a step besides what the modules of a stage are said to: modules in a flat
+        parameter gather it together, and where another one's use comes between them, again."""
+        two_phases = SCHEDULES[plan.schedule].two_phases
+        for weights in Weights.of(plan, 0.0, 0.0):
+            sharding = _sharding(plan, weights.experts)
+            if sharding.stage < 3:
+                continue
+            axis = weights.axis("shard")
+            said = plan.micro_batches * sum(
+                one.bytes * one.calls
+                for module in modules
+                for work in (module.forward, module.backward_input)
+                for one in work.collectives
+                if (one.kind, one.axis) == ("all_gather", axis)
+            )
+            kinds = Passing(not weights.experts, False, 1), Passing(weights.experts, False, 1)
+            if two_phases:
+                last = len(chunks) - 1  # its weights stay for its backward, which comes first
+                gathered = sum(
+                    chunk.gathered(kinds, True) + chunk.gathered(kinds, False) * (number < last)
+                    for number, chunk in enumerate(chunks)
+                )
+            else:
+                gathered = plan.micro_batches * sum(chunk.gathers(weights.experts) for chunk in chunks)
+            more = self.system.number_bytes * gathered - said
+            if abs(more) > 1e-6 * said:
+                yield Collective("all_gather", axis, abs(more), math.copysign(1, more), self.system.hidden_data)
 
     def _stored(self, plan: Plan, step: StepWork, layer: ModuleWork, chunks: Sequence[Chunk]) -> StepWork:
         """What a stage of these chunks does once a step, with what this program stores and sends."""
@@ -151,7 +202,7 @@ class Program:
         share = self._bytes[1] / self.system.gradient_bytes / _sharding(plan).size
         sends = [one._replace(bytes=one.bytes * share) if one.axis == "ends" else one for one in step.collectives]
         for weights in Weights.of(plan, step.parameters, step.experts):
-            if _sharding(plan, weights.experts).stage == 3 and plan.schedule not in REDUCES_EACH:
+            if _sharding(plan, weights.experts).stage == 3 and not plan.reduces_each:
                 sends.append(self._reduction(weights))
         return replace(
             step,
@@ -188,7 +239,7 @@ class Program:
         sends = (plan.schedule, plan.pipeline == 1, often, ranks, plan.offload) if plan.zero == 3 else None
         key = piece, plan.micro_size, late, sends
         if key not in self._modules:
-            numbers = _numbers(self.config.model, piece.without_recompute)
+            numbers = module_parameters(self.config.model, piece.without_recompute)
             modules = self._counts.of(piece, plan.micro_size)
             if not late:
                 modules = modules | {"layer": _joined_backward(modules["layer"])}
@@ -218,11 +269,11 @@ class Program:
                 fetched = gather.bytes / sharding.size * ("parameters" in plan.offload)
                 sends: dict[str, Any] = {phase: _sending(getattr(module, phase), gather, fetched)}
                 module = replace(module, **sends)
-            if plan.schedule not in REDUCES_EACH:
+            if not plan.reduces_each:
                 continue
             if kind == "head" and self.config.model.tied_head and (plan.pipeline == 1 or family.v_shape):
                 # reduced with the embedding
-                weights = weights._replace(numbers=weights.numbers - _words(self.config.model, plan.tensor))
+                weights = weights._replace(numbers=weights.numbers - table_parameters(self.config.model, plan.tensor))
             module = replace(module, backward_weight=_sending(module.backward_weight, self._reduction(weights)))
         return module
 
@@ -245,7 +296,7 @@ class Program:
             return 0.0
         of_layers = Weights.of(plan, layer.parameters, layer.experts)
         for weights, each in zip(Weights.of(plan, step.parameters, step.experts), of_layers, strict=True):
-            reduced = plan.zero >= 2 and weights.shards > 1 and plan.schedule in REDUCES_EACH
+            reduced = plan.zero >= 2 and weights.shards > 1 and plan.reduces_each
             if weights.replicas > 1 and not reduced:
                 both = size * (1 + (weights.shards > 1) / weights.shards)
                 sent, of_layer = sent + both * weights.numbers, of_layer + both * each.numbers
@@ -257,7 +308,7 @@ class Program:
         moments = 2 * (2 if self.config.optimizer.moments == "bf16" else wide) * ("optimizer" not in plan.offload)
         formats = Formats(narrow, wide, self.system.gradient_bytes)
         kinds, lasting = [], 0.0
-        two_phases, reduces = SCHEDULES[plan.schedule].two_phases, plan.schedule in REDUCES_EACH
+        two_phases, reduces = SCHEDULES[plan.schedule].two_phases, plan.reduces_each
         for weights in Weights.of(plan, numbers, experts):
             sharding = _sharding(plan, weights.experts)
             kinds.append(Passing.of(sharding))
@@ -267,16 +318,16 @@ class Program:
             lasting += moments * weights.numbers / sharding.size
         both = kinds[0], kinds[-1]
         sums = () if reduces else sums_of(chunks, *both, wide)
-        in_chunks = chunks[-1].head is not None and self._pieces(plan)["layer"].loss_chunks != 1
+        in_chunks = chunks[-1].head and self._pieces(plan)["layer"].loss_chunks != 1
         passing: list[tuple[float, float]] = []
         if two_phases and any(kind.weights for kind in both):
             # a chunk at a time is gathered; a lookup's backward needs none, but the last chunk's have stayed
-            back = chunks if len(chunks) == 1 else [chunk._replace(embedding=None) for chunk in chunks]
-            whole = [kind.weights for kind in both]
-            phases = zip(chunks, back, strict=True)
-            passing = [(narrow * one.numbers(*whole), narrow * other.numbers(*whole)) for one, other in phases]
+            alone = len(chunks) == 1
+            phases = ([chunk.gathered(both, lookups) for lookups in (True, alone)] for chunk in chunks)
+            passing = [(narrow * forward, narrow * back) for forward, back in phases]
         elif any(kind.weights or (reduces and kind.sums) for kind in both):
-            steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks)
+            overlap = self.config.parallel.overlap
+            steps = Steps(min(2, plan.micro_batches), reduces, splits_backward(plan.schedule), in_chunks, overlap)
             # the last chunk's backward comes first, and a round later behind the first one's
             following = (*chunks[1:], chunks[0]) if len(chunks) > 1 else (None,)
             pairs = list(zip(chunks, following, strict=True))
@@ -291,57 +342,6 @@ class Program:
     def _bytes(self) -> tuple[int, int]:
         """Of a number that is computed with, and of one that is summed."""
         return BYTES[self.config.precision.compute], sum_bytes(self.config)
-
-
-class _Numbers(NamedTuple):
-    """Parameters of a module on one rank, as in `ModuleWork`."""
-
-    parameters: int
-    experts: int
-    forward_only: int = 0
-
-
-@lru_cache(maxsize=1000)
-def _numbers(model: ModelConfig, piece: Piece) -> dict[str, _Numbers]:
-    """Of each kind of module. A lookup's backward needs no weights, and the head's follows its forward."""
-    layout, top = piece.layout, range(model.layers - 1, model.layers)
-    share = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
-
-    def of(layers: range, first: bool = False, last: bool = False) -> _Numbers:
-        table = place_tensors(model, [ModelPart(layers, first, last)], TensorRank(0, piece.tensor), experts=share)
-        experts = sum(math.prod(shape) for name, shape in table.shapes.items() if table.is_expert(name))
-        return _Numbers(sum(map(math.prod, table.shapes.values())) - experts, experts)
-
-    number = (_dense_layers(model) if piece.dense else model.expert_layers or (0,))[0]
-    layer = of(range(number, number + 1))
-
-    def beside(layers: range, first: bool = False, last: bool = False) -> _Numbers:
-        chunk, alone = of(layers, first, last), of(layers)
-        less = layer if last and model.query_layer is not None else alone  # PanGu's query layer counts as a layer
-        parameters, experts = chunk.parameters - less.parameters, chunk.experts - less.experts
-        return _Numbers(parameters, experts, chunk.parameters - alone.parameters)
-
-    embedding, head = beside(range(1), first=True), beside(top, last=True)
-    return {"layer": layer, "embedding": embedding, "head": head, "inner": _Numbers(0, 0)}
-
-
-def _module(module: ModuleWork, words: float = 0.0) -> Module:
-    """Of its weights those that are not `words`."""
-    held = module.saved_bytes, module.deferred_bytes, module.working
-    return Module(module.parameters - words, module.experts, *held)
-
-
-def _dense_layers(model: ModelConfig) -> tuple[int, ...]:
-    """Layers without experts, in a model whose others have some; PanGu's query layer is like none."""
-    alike = (layer for layer in range(model.layers) if layer != model.query_layer)
-    return tuple(layer for layer in alike if model.experts is not None and not model.has_experts(layer))
-
-
-@lru_cache(maxsize=100)
-def _words(model: ModelConfig, tensor: int) -> int:
-    """Numbers of a head's matrix that is the embedding's on one of so many ranks."""
-    table = place_tensors(model, [ModelPart(range(1), first=True)], TensorRank(0, tensor))
-    return math.prod(table.shapes["embedding.word.weight"])
 
 
 def _loss_chunks(config: RunConfig) -> int:

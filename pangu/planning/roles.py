@@ -15,8 +15,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from pangu.config.cluster import DeviceMemoryConfig
 from pangu.config.cores import available_cores
 from pangu.config.errors import UserError
+from pangu.planning.memory import device_overhead
 from pangu.topology.layout import Coordinates, Layout
 
 
@@ -58,6 +60,16 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> I
         finally:  # before the pool waits for what is being carried out
             for worker in workers:
                 worker.end()
+
+
+def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: DeviceMemoryConfig) -> float:
+    """Return the GiB that a device of a stage needs, by a dry run of a composed configuration.
+
+    Raises:
+        DryRunError: if the rank cannot be carried out.
+    """
+    (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
+    return report["peak"] / 2**30 + device_overhead(memory, report["groups"])
 
 
 class Worker:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from pangu.config.context import context_kind
 from pangu.config.errors import shown
 from pangu.pipeline.actions import Durations
-from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.orders import SCHEDULES, reduces_each
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.planning.cost import StepTime, chunk_times, groups_of
-from pangu.planning.layout_work import REDUCES_EACH, Plan
+from pangu.planning.layout_work import Plan
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.search import (
     CHUNKS,
@@ -207,7 +207,7 @@ def _sharings(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Other schedules. ZeRO-2 is left where it would reduce gradients after each micro-batch."""
     for name in SCHEDULED:
-        zero = min(plan.zero, 1) if name in REDUCES_EACH and plan.zero == 2 else plan.zero
+        zero = min(plan.zero, 1) if reduces_each(name) and plan.zero == 2 else plan.zero
         title = name if zero == plan.zero else f"{name} with ZeRO {zero}"
         if name != plan.schedule:
             yield title, {"schedule": name, "virtual": SCHEDULES[name].virtual[0], "zero": zero}

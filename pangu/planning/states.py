@@ -93,7 +93,7 @@ def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) ->
         if trained and (unpadded := _unpadded(table, names, numel, sharding.span(padded))):
             total[MOMENTS + HOST * ("optimizer" in sharding.offload)] += 2 * unpadded * moment
 
-    divide(table, used, config.parallel.bucket_bytes(layout.replicas), add)
+    divide(table, used, config.parallel.bucket_bytes(layout.zero, layout.replicas), add)
     return StatePlan(dict(total))
 
 

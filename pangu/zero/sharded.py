@@ -99,7 +99,7 @@ class ShardedParameters:
         regions = Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
         storage = Storage(
             DTYPES[config.precision.compute],
-            config.parallel.bucket_bytes(mesh.layout.replicas),
+            config.parallel.bucket_bytes(mesh.layout.zero, mesh.layout.replicas),
             config.train.seed,
             config.memory.offload,
             config.parallel.overlap,

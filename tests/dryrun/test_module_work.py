@@ -81,6 +81,14 @@ PLANNED = (
     "parallel.zero=3",
     "batch.global_size=8 batch.micro_size=2 model.sequence=1024 model.vocab=1024 model.kind=gpt precision=fp32 "
     "parallel.pipeline=4 loss.chunk=300 memory.offload=[activations]",
+    "batch.global_size=8 parallel.data=2 parallel.zero=3 parallel.bucket_mib=20",
+    "batch.global_size=8 parallel.data=2 parallel.zero=2 parallel.bucket_mib=20 parallel.pipeline=2",
+    "batch.global_size=8 parallel.data=2 parallel.zero=3 parallel.bucket_mib=7 parallel.schedule=zb_h1 "
+    "parallel.pipeline=2",
+    "batch.global_size=8 parallel.data=2 parallel.zero=3 parallel.overlap=false",
+    "batch.global_size=8 parallel.data=2 parallel.zero=3 parallel.overlap=false parallel.bucket_mib=10 "
+    "parallel.pipeline=2 parallel.virtual=2 parallel.schedule=interleaved",
+    "batch.global_size=16 parallel.pipeline=4 model.residual_scores=true parallel.tensor=2 parallel.sequence=true",
 )
 NAMES = {"gather": "shard", "replicas": "data", "expert_gather": "expert_shard", "expert_replicas": "expert_data"}
 """Axis of a process group -> what the cost model calls it, if other."""

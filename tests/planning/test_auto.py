@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from pangu.config.errors import ConfigError, UserError
-from pangu.planning import auto
+from pangu.planning import auto, forecast
 from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
 from pangu.planning.layouts import choose_layout
+from pangu.planning.roles import DryRunError
 from pangu.planning.search import Candidate
 from pangu.topology.launch import Launch
 from tests.configs import composed
@@ -39,24 +40,24 @@ def test_the_choice_is_a_layout_that_can_be_run_and_fits() -> None:
     values, lines = chosen()
     config, layout, stages = choose_layout(values, 16)
     assert layout.world == 16
-    forecast = Forecast.of(config, layout, stages)
-    forecast.require_room(config, layout, stages)
-    assert f"a step of {forecast.time.total:.3g} s and {forecast.memory.total:.3g} of 79.2 GiB" in lines[1]
+    expected = Forecast.of(config, layout, stages)
+    expected.require_room(config, layout, stages)
+    assert f"a step of {expected.time.total:.3g} s and {expected.memory.total:.3g} of 79.2 GiB" in lines[1]
 
 
 def test_a_close_call_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest layout that is said to fit, but needs more in a dry run, is passed over."""
-    (fastest, _), peaks = chosen(), iter([80 * 2**30, 2**30])
+    (fastest, _), needed = chosen(), iter([80.0, 1.0])
     asked = []
 
-    def run(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
-        asked.append(jobs[0])
-        return [{"peak": next(peaks), "groups": 3}]
+    def measured_gib(values: dict[str, Any], *where: object) -> float:
+        asked.append(values)
+        return next(needed)
 
-    monkeypatch.setattr(auto, "run_jobs", run)
+    monkeypatch.setattr(auto, "measured_gib", measured_gib)
     monkeypatch.setattr(Candidate, "is_close", lambda one, room: True)
     values, _ = chosen()
-    (first, _), (second, _) = asked
+    first, second = asked
     for group in ("parallel", "batch", "memory"):
         assert first[group] == fastest[group]
         assert second[group] == values[group]
@@ -71,12 +72,22 @@ def test_what_is_given_is_kept_and_costs_what_it_costs() -> None:
     assert free_time < fixed_time
 
 
-def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do() -> None:
+def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only where a dry run of that very layout needs as much, too."""
+    measured = [90.0]
+    monkeypatch.setattr(forecast, "measured_gib", lambda *what: measured[0])
     values = {**composed("+config=pangu_13b", "cluster=a100", "parallel.tensor=1", "parallel.pipeline=1", *NO_DATA)}
     values["cluster"] = {**values["cluster"], "devices": 16}
     run = choose_layout(values, 16)
-    with pytest.raises(UserError, match=r"needs about \d+ GiB, and a100 has 79.2; these fit: parallel") as refused:
+    with pytest.raises(UserError, match=r"needs 90 GiB, and a100 has 79.2; these fit: parallel") as refused:
         Forecast.of(*run).require_room(*run)
+    measured[0] = 79.0
+    with caplog.at_level("WARNING", "pangu"):
+        Forecast.of(*run).require_room(*run)
+    assert "a dry run of the fullest stage needs 79 GiB, which fits" in caplog.text
+    measured[0] = 90.0
     for frozen, fits in (("layers.*", True), ("embedding.*", False)):  # these have no gradients and no moments
         other = run._replace(config=replace(run.config, train=replace(run.config.train, frozen=(frozen,))))
         with nullcontext() if fits else pytest.raises(UserError, match="these fit: parallel"):
@@ -87,7 +98,23 @@ def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do() -> None:
         key, _, value = rest.partition("=")
         values[group][key] = json.loads(value.lower()) if value[0] in "0123456789[tfn" and value != "none" else value
     run = choose_layout(values, 16)
+    caplog.clear()
     Forecast.of(*run).require_room(*run)
+    assert not caplog.text
+
+
+def test_a_forecast_that_nothing_confirms_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*what: object) -> float:
+        raise DryRunError("no device")
+
+    monkeypatch.setattr(forecast, "measured_gib", fail)
+    run = choose_layout({**composed("+config=pangu_2_6b", "cluster=a100", *NO_DATA)}, 16)
+    expected = replace(Forecast.of(*run), room_gib=1.0)
+    with caplog.at_level("WARNING", "pangu"):
+        expected.require_room(*run)
+    assert "a100 has 1; no dry run could confirm it (no device)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def sizes(zero: int, replicas: int, *overrides: str) -> list[float]:
     def add(chunk: int, names: list[str]) -> None:
         buckets.append(sum(math.prod(table.shapes[name]) for name in names) / 2**18)
 
-    divide(table, uses, run.parallel.bucket_bytes(replicas), add)
+    divide(table, uses, run.parallel.bucket_bytes(zero, replicas), add)
     return buckets
 
 
