@@ -25,16 +25,18 @@ def serve() -> None:
     """Answer line by line."""
     jobs: SimpleQueue[str] = SimpleQueue()
     Thread(target=read_jobs, args=(jobs,), daemon=True).start()
-    from pangu.dryrun.device import load_device
+    from pangu.dryrun.device import load_device, pretend_devices
 
     fake = load_device()
+    if isinstance(fake, str):
+        pretend_devices(0)
     import torch
 
     from pangu.dryrun.run import dry_run
     from pangu.planning.layouts import choose_layout
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu") if isinstance(fake, str) else torch.device("cuda", 0)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     while True:
@@ -42,7 +44,7 @@ def serve() -> None:
         try:
             chosen = choose_layout(values, 1)
             report = asdict(dry_run(chosen, rank, device, None if isinstance(fake, str) else fake, **options))
-            answer: dict[str, Any] = {**report, "device": fake if device.type == "cpu" else None}
+            answer: dict[str, Any] = {**report, "device": fake if isinstance(fake, str) else None}
         except UserError as error:
             answer = {"error": str(error)}
         except Exception as error:

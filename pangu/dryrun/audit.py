@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import Memory
@@ -26,6 +25,7 @@ from pangu.dryrun.operators import (
     COLLECTIVES,
     Operator,
     causal_share,
+    count_flops,
     is_causal,
     moved_bytes,
     operator_of,
@@ -265,8 +265,7 @@ class Audit(TorchDispatchMode):
             causal = is_causal(function, args, kwargs)
             computed = self._share * causal_share(operator.name, shapes) if causal else 1.0
             self._count("product", operator.name, shapes, format_, computed)
-            shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
-            flops = flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
+            flops = count_flops(function, args, kwargs, result)
             self._count("flops", by=round(flops * self._share) if causal else flops)
         else:
             self._count("memory_bound_bytes", by=moved_bytes(operator, inputs, made))

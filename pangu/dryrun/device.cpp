@@ -1,8 +1,8 @@
-// A CUDA device that computes nothing, so that fake tensors can be put on it where there is no driver.
+// A CUDA device that computes nothing, for fake tensors in any build of torch.
 //
-// Beside kernels, which fake tensors do without, torch asks a backend for a guard (current device and stream, events)
-// and for hooks (number of devices, generators). What is done to streams and events is written down; pangu/dryrun/
-// device.py reads it with `pangu_stream_log`.
+// Besides kernels, which fake tensors do without, torch asks a backend for a guard (current device and stream, events)
+// and for hooks (number of devices, generators). Operations on streams and events are logged; pangu/dryrun/device.py
+// reads them with `pangu_stream_log`.
 #include <ATen/core/Generator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/GeneratorImpl.h>
@@ -57,7 +57,6 @@ struct Guard final : impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override { note(SYNCHRONIZE_EVENT, event, 0); }
   double elapsedTime(void*, void*, DeviceIndex) const override { return 0; }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 struct Numbers final : GeneratorImpl {
   Numbers() : GeneratorImpl(Device(DeviceType::CUDA, 0), DispatchKeySet(DispatchKey::CUDA)) {}
@@ -91,10 +90,14 @@ struct CUDAHooks final : CUDAHooksInterface {  // torch looks for this name
     return numbers;
   }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// A CUDA build registers its own under this name later, at the default priority, and torch keeps those that it gets first.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
 extern "C" {
+// Registers the guard; the last one that is registered counts.
+void pangu_register_guard() { c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, new Guard); }
+
 // The current stream of the calling thread.
 int64_t pangu_current_stream() { return current; }
 

@@ -1,8 +1,9 @@
-"""A CUDA device that computes nothing, on a machine without one.
+"""A CUDA device that computes nothing, for any build of torch and on any machine.
 
-Fake tensors (shapes without memory) of a `cuda` device can be created by torch's build for CPUs, but backward, streams
-and generators end the process: no guard of such a device is registered. device.cpp registers one. It is compiled once
-for each version of torch, and must be loaded before torch is imported, so that a dry run is a process of its own.
+Fake tensors (shapes without memory) can be put on a `cuda` device everywhere, but backward, streams and generators need
+a device guard and hooks: a CPU build has none, and those of a CUDA build ask for a driver or open the real device.
+device.cpp takes their place. It is compiled once per version of torch and must be loaded before torch is imported, so a
+dry run is a process of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SOURCE = Path(__file__).with_name("device.cpp")
-_ROOM = 256
-"""Entries of the log that are read at a time."""
+_ENTRIES_PER_READ = 256
 
 
 class StreamEntry(NamedTuple):
-    """What was done to a stream or an event."""
+    """Operation on a stream or an event."""
 
     kind: int
     """0: the event is recorded on the stream; 1: the stream waits for the event; 2 to 4: the host waits for the stream,
@@ -37,38 +37,37 @@ class StreamEntry(NamedTuple):
 
 
 class FakeDevice:
-    """The loaded library."""
+    """Library with the device's guard and hooks, loaded into this process."""
 
     def __init__(self, library: Path) -> None:
-        assert "torch" not in sys.modules, "torch reads once what devices there are"
+        assert "torch" not in sys.modules, "torch asks for its hooks once, while it is imported"
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self._entries = (ctypes.c_int64 * (3 * _ROOM))()
+        self._entries = (ctypes.c_int64 * (3 * _ENTRIES_PER_READ))()
         self._library.pangu_current_stream.restype = self._library.pangu_stream_log.restype = ctypes.c_int64
-        _let_torch_find_it()
+        pretend_devices(1)
+        self._library.pangu_register_guard()  # after the import, in which a CUDA build registers its own
 
     def current_stream(self) -> int:
-        """Number of the calling thread's stream; 0: the default one."""
+        """Return the number of the calling thread's stream; 0 is the default one."""
         return self._library.pangu_current_stream()
 
     def log(self) -> Iterator[StreamEntry]:
-        """What was done to streams and events since this was last asked."""
-        while number := self._library.pangu_stream_log(self._entries, ctypes.c_int64(_ROOM)):
+        """Yield the operations on streams and events since the last call."""
+        while number := self._library.pangu_stream_log(self._entries, ctypes.c_int64(_ENTRIES_PER_READ)):
             yield from (StreamEntry(*self._entries[3 * i : 3 * i + 3]) for i in range(number))
 
 
 def load_device() -> FakeDevice | str:
-    """The device, compiled if it has not been yet, or why there is none: then tensors are said to be a CPU's."""
+    """Return the device, compiled if it has not been yet, or the reason why there is none."""
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return "torch is not installed"
     home = Path(torch.submodule_search_locations[0])
-    if any((home / "lib").glob("libtorch_cuda*")):
-        return "this torch has a CUDA backend of its own"
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pangu"
-    # it is linked to this very torch; homes are shared by machines
-    made_for = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
-    library = cache / f"device-{hashlib.sha256(made_for.encode()).hexdigest()[:16]}.so"
+    # the library is linked to this very torch, and several machines may share a home
+    identity = f"{_SOURCE.read_text(encoding='utf-8')}{version('torch')}{home}{platform.machine()}"
+    library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         if compiler is None:
             return "no C++ compiler is found (CXX names one)"
@@ -82,7 +81,7 @@ def load_device() -> FakeDevice | str:
 
 
 def _compile(compiler: str, home: Path, library: Path) -> str | None:
-    """Make the library from device.cpp; what went wrong, if anything did."""
+    """Compile device.cpp into the library. Returns a message if that fails."""
     lib = home / "lib"
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -93,19 +92,21 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 return f"{compiler} cannot compile {_SOURCE.name}: {next(iter(done.stderr.splitlines()), '')}"
-            made.replace(library)  # at once, also where several do it at a time
+            made.replace(library)  # atomically: several processes may compile at once
     except OSError as error:
         return f"{library.parent} cannot be written ({error}); XDG_CACHE_HOME names another folder"
     return None
 
 
-def _let_torch_find_it() -> None:
-    """Answer what torch's Python asks its CUDA build before it believes that there is a device."""
+def pretend_devices(count: int) -> None:
+    """Have torch's Python code see `count` CUDA devices without asking a driver, or opening a device that is there."""
+    import torch._subclasses.fake_tensor
     import torch.cuda
     import torch.utils._triton
 
-    # where Triton is installed, it would look for the driver
-    torch.utils._triton.has_triton = lambda: False  # type: ignore[assignment]
+    torch.utils._triton.has_triton = lambda: False  # type: ignore[assignment]  # it would look for the driver
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]  # it would allocate
+    torch.cuda.is_current_stream_capturing = lambda: False  # before torch 2.13 optimizers ask in each step
     torch.cuda._lazy_init = lambda: None
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1
+    torch.cuda.is_available = lambda: count > 0
+    torch.cuda.device_count = lambda: count

@@ -88,6 +88,20 @@ def causal_share(operator: str, shapes: Sequence[tuple[int, ...]]) -> float:
     return 1 - queries / (2 * keys)
 
 
+def count_flops(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the floating-point operations of a product, by torch's formula."""
+    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # where formulas expect a shape
+    name = function._schema.name
+    if "dot_product" in name:
+        # before torch 2.13 the formula refuses grouped queries, which compute with each key and value several times
+        query = int("backward" in name)  # the output's gradient comes first
+        heads = args[query].shape[1]
+        for place in (query + 1, query + 2):
+            batch, _, *rest = args[place].shape
+            shaped[place] = (batch, heads, *rest)
+    return flop_registry[function.overloadpacket](*shaped, **kwargs, out_val=result)
+
+
 def size_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of all of them."""
     return sum(tensor.nbytes for tensor in tensors)

@@ -78,6 +78,7 @@ class Worker:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # there can be one kind of device
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # and no process opens a real one
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pangu.dryrun"],
             stdin=subprocess.PIPE,

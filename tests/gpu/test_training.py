@@ -14,9 +14,10 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
-from pangu.dryrun.run import dry_run, micro_batches
+from pangu.dryrun.run import micro_batches
 from pangu.metrics.devices import peak_memory_gib
 from pangu.planning.layouts import choose_layout
+from pangu.planning.roles import Worker
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -105,11 +106,13 @@ def test_a_dry_run_takes_what_the_allocator_gives(recompute: str) -> None:
     sizes = {"model.hidden": 512, "model.sequence": 512, "model.layers": 4, "model.vocab": 1024}
     batch = {"batch.global_size": 16, "batch.micro_size": 4}
     changes = {"precision": option("precision", "bf16"), "memory.recompute": recompute, "dry_run": True}
-    chosen = choose_layout(preset("tiny", {**sizes, **batch, **changes}), 1)
-    told = dry_run(chosen, 0, choose_device("auto", Launch()), whole=True)
+    values = preset("tiny", {**sizes, **batch, **changes})
+    worker, chosen = Worker(), choose_layout(values, 1)
+    peak = worker.report(values, 0, whole=True)["peak"]
+    worker.end()
     trainer = Trainer(chosen.config, Mesh(Layout(), 0, choose_device("auto", Launch())), chosen.stages)
     batches = micro_batches(chosen.config, chosen.layout)
     trainer.train_step(batches)
     torch.accelerator.reset_peak_memory_stats()
     trainer.train_step(batches)
-    assert torch.accelerator.max_memory_allocated() == pytest.approx(told.peak, rel=0.01)
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(peak, rel=0.01)

@@ -55,6 +55,14 @@ def test_a_process_loads_no_plug_in_of_a_device(worker: Worker) -> None:
     worker.end()
 
 
+def test_a_process_cannot_open_a_real_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    be(monkeypatch, tmp_path, 'read job; echo "{\\"seen\\": \\"$CUDA_VISIBLE_DEVICES\\"}"; exec sleep 100')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    worker = Worker()
+    assert worker.report({}, 0) == {"seen": ""}
+    worker.end()
+
+
 @pytest.mark.parametrize("worker", ["kill -9 $$"], indirect=True)
 def test_a_process_that_is_killed(worker: Worker) -> None:
     with pytest.raises(UserError, match="its process ended with status -9"):
