@@ -1,8 +1,9 @@
-"""Settings of another program as overrides of pretrain.py: those of Megatron-LM (and Megatron-DeepSpeed), DeepSpeed,
-MindFormers, torchtitan, and config.json of transformers.
+"""Settings of another program as overrides of pretrain.py: those of Megatron-LM (also with Megatron-DeepSpeed and
+MindSpeed-LLM), DeepSpeed, MindFormers, torchtitan up to v0.2.2, and config.json of transformers.
 
-Prints the overrides, one a line, to be pasted behind `pretrain.py`, once our configuration could be built from them;
-and, as comments, what has no counterpart, what has to be given besides, and what is different in effect."""
+Prints the overrides, one per line, to be pasted behind `pretrain.py`, after building this project's configuration from
+them; as comments, what has no counterpart, what you have to give, and what differs in effect. If a setting that may
+change the model would be lost, the command names it and ends with status 2."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
 from pangu.translation.checked import check
-from pangu.translation.report import describe, tables
+from pangu.translation.report import describe, refusal, tables
 from pangu.translation.sources import SOURCES, translate
 
 _EXAMPLE = """examples:
@@ -22,7 +23,7 @@ _EXAMPLE = """examples:
       --seq-length 1024 --micro-batch-size 4 --global-batch-size 64 --lr 6e-4 --train-iters 1000 --vocab-size 50257
   python tools/translate_config.py --from deepspeed ds_config.json
   python tools/translate_config.py --from mindformers run_pangualpha_13b.yaml
-  python tools/translate_config.py --from torchtitan llama3_8b.toml --strict
+  python tools/translate_config.py --from torchtitan llama3_8b.toml --keep-going
   python tools/translate_config.py --from huggingface config.json
 
 A launch script is read, not run: variables that only running would tell are given as NAME=VALUE behind it. All settings
@@ -38,10 +39,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="%(prog)s --from PROGRAM [--strict] FILE | ARGUMENTS",
+        usage="%(prog)s --from PROGRAM [--keep-going] FILE | ARGUMENTS",
     )
     parser.add_argument("--from", dest="source", choices=SOURCES, help="the program whose settings they are")
-    parser.add_argument("--strict", action="store_true", help="end with status 2 if a setting is not known")
+    keep_going = "leave out settings that are not known or change the model, instead of ending with status 2"
+    parser.add_argument("--keep-going", action="store_true", help=keep_going)
     parser.add_argument("--tables", choices=("en", "zh"), help="print all settings that are known, as Markdown")
     options, words = parser.parse_known_args(arguments)
     options.words = words
@@ -56,10 +58,9 @@ def run(options: argparse.Namespace) -> None:
         print(tables(options.tables))
         return
     translation = translate(options.source, options.words)
-    checked = check(translation, _CONFIGS)
-    print(describe(translation, checked))
-    if options.strict and translation.unknown:
-        raise UserError(f"not known: {', '.join(map(translation.shown, translation.unknown))}")
+    if not options.keep_going and (message := refusal(translation)):
+        raise UserError(message)
+    print(describe(translation, check(translation, _CONFIGS)))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from pangu.config.build import hints_of
 from pangu.config.checks import find_problems
 from pangu.config.errors import ConfigError, Problem
-from pangu.config.layout_checks import layout_problems, one_copy
+from pangu.config.layout_checks import data_size, layout_problems, one_copy
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
@@ -42,7 +42,8 @@ def check(source: Translation, configs: Path) -> Checked:
         ConfigError: names all that is wrong, with the settings that say it.
     """
     groups = sorted(path.name for path in configs.iterdir() if path.is_dir())
-    chosen = [f"{key}={value}" for key, (value, _) in source.overrides.items() if key in groups]
+    left_open = [key for key in groups if source.overrides.get(key, (None,))[0] == UNSAID]
+    chosen = [f"{key}={value}" for key, (value, _) in source.overrides.items() if key in {*groups} - {*left_open}]
     usual = compose(configs, [*chosen, "dry_run=true"])
     stated = {
         key: value
@@ -52,16 +53,17 @@ def check(source: Translation, configs: Path) -> Checked:
     sections = list(hints_of(RunConfig))
     order = sorted(stated, key=lambda key: (key not in groups, sections.index(key.partition(".")[0])))
     words = [f"{key}={hydra_value(stated[key])}" for key in order]
-    values = compose(configs, [*words, "dry_run=true"])
+    values = compose(configs, [*(word for word in words if word.partition("=")[0] not in left_open), "dry_run=true"])
     config, problems = find_problems(values)
     problems += layout_problems(config, world=1)
     if wrong := [_renamed(problem, source) for problem in problems if problem.value != "(missing)"]:
         raise ConfigError(wrong)
     is_whole = "model" in source.overrides and not any(key.startswith("model") for key in source.open)
     missing = any(problem.value == "(missing)" and problem.key.startswith("parallel.") for problem in problems)
-    count = 1 if missing else one_copy(config)
-    data = None if missing else config.parallel.data
-    processes = f"a multiple of {count}" if data is None else str(count * data)
+    count = 1 if missing else one_copy(config) * data_size(config, 1)
+    processes = str(count) if not missing and config.parallel.data else f"a multiple of {count}"
+    if source.processes is not None and source.processes % count:
+        processes += f" (the script starts {source.processes})"
     return Checked(words, num_parameters(config.model) if is_whole else None, processes)
 
 

@@ -23,7 +23,7 @@ _QUOTED = rf"""'[^']*+'|"(?:\\.|{_OUTPUT}|[^"\\])*+\""""
 _SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
 _EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]*+\}}"
 _TOKEN = re.compile(
-    rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&<>()])"
+    rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&()]|\d*[<>])"
     rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`])++)|(?P<wrong>.)",
     re.DOTALL,
 )
@@ -31,13 +31,19 @@ _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)?[ \t]*\2[ \t]*
 _PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
 _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_SUM})\)\)"
-    r"|\$\{(?P<name>\w+)(?:\[[@*]\])?(?::?[-=](?P<default>[^}]*))?\}|\$(?P<bare>[A-Za-z_]\w*)"
+    r"|\$\{(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>[^}]*))?\}|\$(?P<bare>[A-Za-z_]\w*|\d)"
 )
 _ARRAY = re.compile(r"\$\{(\w+)\[@\]\}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BEFORE = ("export", "local", "declare", "readonly", "then", "else", "do", "{")
 """Words that a command or an assignment may follow."""
-_PROGRAM = re.compile(r"pretrain\w*\.py")
+_PROGRAM, _SCRIPT = re.compile(r"pretrain_gpt2?\.py"), re.compile(r"\w[\w.-]*\.py")
+_NODES = re.compile(r"--?(?:nnodes|num_nodes)[ =](\S+)")
+_OF_EACH = re.compile(r"--?(?:nproc[-_]per[-_]node|num_gpus)[ =](\S+)")
+_SLURM_NODES = re.compile(r"^#SBATCH[ \t]+(?:--nodes[= ]|-N[= ]?)(\d+)", re.MULTILINE)
+_SLURM_TASKS = re.compile(r"^#SBATCH[ \t]+--ntasks-per-node[= ](\d+)", re.MULTILINE)
+_OPTIONS = re.compile(r"\$\{?(\w*(?:ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|PARAMS)\w*)(?:\[[@*]\])?\}?", re.IGNORECASE)
+"""Variables that are named after what they hold: options. A shell puts nothing in place of one that is not set."""
 _SUMS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,18 +60,24 @@ Variables = dict[str, list[str]]
 
 
 class Command(NamedTuple):
-    """What a script starts."""
+    """The command that a script starts."""
 
     words: list[str]
-    """Behind pretrain_gpt.py."""
+    """Words behind pretrain_gpt.py."""
     conditional: dict[str, str]
-    """Variables that it sets under a condition, with their last value: conditions are not looked at."""
+    """Variables that the script sets under a condition, with their last value: conditions are not looked at."""
+    empty: list[str]
+    """Variables with options that the script uses and does not set."""
+    processes: int | None
+    """Processes on all nodes, where the launcher's options or Slurm's tell."""
 
 
 def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
-    """The command with pretrain_gpt.py in a script. `given`: variables that have these values whatever the script says.
-    Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
-    variables: Variables = {name: [value] for name, value in given.items()}
+    """Find the command with pretrain_gpt.py in a script. `given`: variables that have these values whatever the script
+    says. Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
+    nodes = _SLURM_NODES.search(text)
+    known = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1]) if nodes else {}
+    variables: Variables = {name: [value] for name, value in {**known, **given}.items()}
     commands: list[list[str]] = []
     conditional: list[str] = []
     depth = 0
@@ -75,27 +87,56 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
                 depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
                 words = words[1:]
             commands += _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else [])
-    if not any(commands):
-        raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it")
+    chosen = max(commands, key=lambda words: len(after_program(words)), default=[])
+    words = after_program(chosen)
+    if not words:
+        others = dict.fromkeys(name for words in commands for name in _scripts(words) if not _PROGRAM.fullmatch(name))
+        found = f"what it starts, {', '.join(list(others)[:5])}, is another program" if others else ""
+        raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it{found and f'; {found}'}")
     values = {name: " ".join(variables[name]) for name in conditional if name not in given}
-    return Command(max(commands, key=len), values)
+    empty = [match[1] for word in words if (match := _OPTIONS.fullmatch(word))]
+    kept = [word for word in words if not _OPTIONS.fullmatch(word)]
+    return Command(kept, values, empty, _processes(chosen[: -len(words)], text))
+
+
+def _processes(launcher: Sequence[str], text: str) -> int | None:
+    """Return how many processes a launcher's words start on all nodes; without any, Slurm's tasks."""
+    line = " ".join(launcher)
+    if of_each := _OF_EACH.search(line):
+        counts = [of_each[1], nodes[1] if (nodes := _NODES.search(line)) else "1"]
+    else:
+        counts = [match[1] for pattern in (_SLURM_TASKS, _SLURM_NODES) if (match := pattern.search(text))]
+    if len(counts) == 2 and all(re.fullmatch(r"[1-9]\d{0,6}", count) for count in counts):
+        return int(counts[0]) * int(counts[1])
+    return None
 
 
 def _commands(
     words: list[str], variables: Variables, given: Mapping[str, str], names: list[str]
 ) -> Iterator[list[str]]:
-    """Carry out the assignments of a statement, whose `names` are added; what stands behind pretrain_gpt.py in their
-    values, and in the rest."""
+    """Carry out the assignments of a statement, whose `names` are added; yield the words of their values, and the
+    rest, where they start a Python script."""
     while words and (assigned := _ASSIGNMENT.match(words[0])):
         count = _assign(words, assigned, variables, given)
         names.append(assigned[1])
-        yield after_program([part for value in variables[assigned[1]] for part in value.split()])
+        value = [part for value in variables[assigned[1]] for part in value.split()]
+        if any(_scripts(value)):
+            yield value
         words = words[count:]
-    yield after_program([field for word in words if word != "(" for field in expand(word, variables)])
+    rest = [field for word in words if word != "(" for field in expand(word, variables)]
+    for line in (rest, *(field.split() for field in rest if " " in field)):
+        if any(_scripts(line)):
+            yield line
+
+
+def _scripts(words: Sequence[str]) -> list[str]:
+    """Return the names of the Python scripts among some words."""
+    names = [PurePosixPath(word.strip("'\"")).name for word in words if ".py" in word]
+    return [name for name in names if _SCRIPT.fullmatch(name)]
 
 
 def after_program(words: Sequence[str]) -> list[str]:
-    """The words behind pretrain_gpt.py; none if it is not there."""
+    """Return the words behind pretrain_gpt.py; none if it is not there."""
     places = [n for n, word in enumerate(words) if _PROGRAM.fullmatch(PurePosixPath(word.strip("'\"")).name)]
     return [word.strip("'\"") for word in words[places[0] + 1 :]] if places else []
 
@@ -155,7 +196,7 @@ def expand(word: str, variables: Variables, split: bool = True) -> list[str]:
         elif kind == "quoted" and text[0] == "'":
             fields[-1] += text[1:-1]
             quoted = True
-        elif (array := _ARRAY.fullmatch(text.strip('"'))) and array[1] in variables:
+        elif kind == "quoted" and (array := _ARRAY.fullmatch(text[1:-1])) and array[1] in variables:
             fields[-1:] = [fields[-1] + "", *variables[array[1]], ""] if fields[-1] else [*variables[array[1]], ""]
         elif kind == "quoted":
             fields[-1] += _substitute(re.sub(r"\\(\n|(.))", r"\2", text[1:-1]), variables)
@@ -174,10 +215,10 @@ def _substitute(text: str, variables: Variables) -> str:
     def value(match: re.Match[str]) -> str:
         if match["sum"] is not None:
             return _sum(match, variables)
-        known = variables.get(match["name"] or match["bare"])
-        if known:
-            return " ".join(known)
-        return match[0] if match["default"] is None else match["default"].strip("'\"")
+        known, default = variables.get(match["name"] or match["bare"]), match["default"]
+        if known is not None and (any(known) or default is None):
+            return " ".join(known if match["all"] else known[:1])
+        return match[0] if default is None else _substitute(default.strip("'\""), variables)
 
     return _VARIABLE.sub(value, text)
 

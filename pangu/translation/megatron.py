@@ -1,18 +1,17 @@
-"""Megatron-LM's pretrain_gpt.py: what several of its options say together. Its rules are those of
+"""Rules for options of Megatron-LM's and MindSpeed-LLM's pretrain_gpt.py that depend on one another. They are those of
 megatron/training/arguments.py (`validate_args`) and megatron/core/optimizer_param_scheduler.py."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import PurePath
-from typing import Any
 
-from pangu.config.model import MOST_LAYERS
+from pangu.config.expert_layout import least_data
+from pangu.translation.expert_layers import layer_pattern, spread
 from pangu.translation.table import Translation
 
-_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokenizers whose size their name tells."""
+_SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
+"""Modules whose layers are those that the other options describe."""
 _TOKENIZERS = {
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
@@ -36,6 +35,12 @@ def translate(source: Translation) -> None:
 
 
 def _model(source: Translation) -> None:
+    layers = source.integer("num-layers")
+    if layers is not None and (skipped := _skipped(source)):
+        source.set("model.layers", layers - sum(layer < layers for layer in skipped), "num-layers", "noop-layers")
+    spec = source.words("spec")[:1]
+    if spec and spec[0].rpartition(".")[2] not in _SPECS:
+        source.lacks("spec", "other_function")
     gated, plain = source.flag("swiglu"), source.flag("disable-bias-linear")
     if gated:
         source.set("model.activation", "swiglu", "swiglu")
@@ -64,11 +69,10 @@ def _attention(source: Translation) -> None:
     else:
         source.choose("model.positions", "position-embedding-type", kinds)
     positions = source.overrides.get("model.positions", ("", ()))[0]
-    if positions == "rope" and (base := source.number("rotary-base")):
-        source.set("model.rope_base", float(base), "rotary-base")
-    if positions == "rope" and source.flag("use-rope-scaling"):
-        factors = {"factor": source.number("rope-scaling-factor"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        source.set("model.rope_scaling", {**factors, "original_sequence": 8192}, "use-rope-scaling")
+    if positions == "learned" and source.flag("no-position-embedding"):
+        source.lacks("no-position-embedding", "other_function")
+    if positions == "rope":
+        _rotary(source)
     rows = source.integer("max-position-embeddings")
     if positions == "learned" and rows not in (None, source.integer("seq-length")):
         source.differs("positions_rows")
@@ -88,6 +92,22 @@ def _attention(source: Translation) -> None:
             source.lacks("window-size", "value")
 
 
+def _rotary(source: Translation) -> None:
+    if base := source.number("rotary-base"):
+        source.set("model.rope_base", float(base), "rotary-base")
+    kind = source.text("rope-scaling-type")
+    if kind not in (None, "llama3"):
+        source.lacks("rope-scaling-type", "other_function")
+    elif kind is not None or source.flag("use-rope-scaling"):
+        numbers = {
+            "factor": source.number("rope-scaling-factor"),
+            "low_freq_factor": source.number("low-freq-factor") or 1.0,
+            "high_freq_factor": source.number("high-freq-factor") or 4.0,
+            "original_sequence": source.integer("original-max-position-embeddings") or 8192,
+        }
+        source.set("model.rope_scaling", numbers, "use-rope-scaling", "rope-scaling-type")
+
+
 def _vocabulary(source: Translation) -> None:
     kind = source.text("tokenizer-type")
     if kind is None and source.said(["merge-file"]):
@@ -98,10 +118,10 @@ def _vocabulary(source: Translation) -> None:
             source.set("model.vocab", size + (kind == "NullTokenizer" and name == "vocab-size"), name)
             break
     else:
-        if kind in _VOCABULARIES:
-            source.set("model.vocab", _VOCABULARIES[kind], "tokenizer-type")
+        if kind == "GPT2BPETokenizer":
+            source.set("model.vocab", 50257, "tokenizer-type")
         else:
-            source.needs("model.vocab", "the tokenizer tells it")
+            source.needs("model.vocab", "number of the tokenizer's pieces, e.g. 32000 of Llama 2, 128256 of Llama 3")
     path = source.text("tokenizer-model") or source.text("tokenizer-name-or-path")
     if kind in _TOKENIZERS and path is not None:
         source.set("data.tokenizer", {"kind": _TOKENIZERS[kind], "path": path}, "tokenizer-model")
@@ -118,8 +138,10 @@ def _experts(source: Translation) -> None:
     width = source.count("moe-ffn-hidden-size")
     if width is not None:
         source.set("model.expert_ffn", width, "moe-ffn-hidden-size")
-    if shared := source.integer("moe-shared-expert-intermediate-size"):
-        each = width or source.count("ffn-hidden-size")
+    shared, each = source.integer("moe-shared-expert-intermediate-size"), width or source.count("ffn-hidden-size")
+    if number := source.integer("n-shared-experts"):
+        source.set("model.shared_experts", number, "n-shared-experts")
+    elif shared:
         if each is None or shared % each:
             source.lacks("moe-shared-expert-intermediate-size", "other_function")
         else:
@@ -130,26 +152,38 @@ def _experts(source: Translation) -> None:
         source.needs("checkpoint.init_from", "the dense model's checkpoint, as tools/convert_checkpoint.py writes it")
     if capacity := source.number("moe-expert-capacity-factor"):
         source.set("model.expert_capacity", float(capacity), "moe-expert-capacity-factor")
-    source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
-    if source.flag("moe-router-pre-softmax"):
-        source.set("model.router.normalised", False, "moe-router-pre-softmax")
-    if (scale := source.number("moe-router-topk-scaling-factor")) is not None:
-        source.set("model.router.scale", float(scale), "moe-router-topk-scaling-factor")
-    if (groups := source.integer("moe-router-num-groups")) is not None:
-        source.set("model.router.selection", "group_limited", "moe-router-num-groups")
-        source.set("model.router.groups", groups, "moe-router-num-groups")
-        source.set("model.router.groups_per_token", source.integer("moe-router-group-topk"), "moe-router-group-topk")
+    _router(source)
     if (factor := source.number("moe-z-loss-coeff")) is not None:
         source.set("model.router.z_loss", float(factor), "moe-z-loss-coeff")
     _balance(source)
 
 
+def _router(source: Translation) -> None:
+    score = source.value("moe-router-score-function")
+    source.choose("model.router.score", "moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    if source.flag("moe-router-pre-softmax") and not source.flag("norm-topk-prob") and score == "softmax":
+        source.set("model.router.normalised", False, "moe-router-pre-softmax")
+    if (scale := source.number("moe-router-topk-scaling-factor")) is not None:
+        source.set("model.router.scale", float(scale), "moe-router-topk-scaling-factor")
+    groups, chosen = source.integer("moe-router-num-groups"), source.count("moe-router-group-topk")
+    if groups is not None and groups > 1:
+        source.set("model.router.selection", "group_limited", "moe-router-num-groups")
+        source.set("model.router.groups", groups, "moe-router-num-groups")
+        source.set("model.router.groups_per_token", chosen, "moe-router-group-topk")
+        # a group's score is the sum of its best (experts per token / groups per token) experts there, of 2 here
+        if chosen is not None and (source.integer("moe-router-topk") or 0) // chosen != 2:
+            source.lacks("moe-router-group-topk", "other_function")
+
+
 def _balance(source: Translation) -> None:
-    """The loss, or the biases, that keep experts' loads alike."""
+    """Choose the loss, or the biases, that keep the experts' loads alike."""
     name, factor = "moe-router-load-balancing-type", source.number("moe-aux-loss-coeff")
-    kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+    kinds = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "softmax_topk": "none"}
     kind = source.value(name)
-    without = kind == "none" or not factor
+    if kind not in (*kinds, "none"):
+        source.lacks(name, "other_function")
+        return
+    without = kind in ("none", "softmax_topk") or not factor
     if source.flag("moe-router-enable-expert-bias"):
         if not without:
             source.lacks(name, "value")
@@ -162,51 +196,33 @@ def _balance(source: Translation) -> None:
     else:
         source.choose("model.router.balance", name, kinds)
         source.set("model.router.balance_weight", factor, "moe-aux-loss-coeff")
-        if kind in ("aux_loss", "global_aux_loss"):
+        if kind == "global_aux_loss" or (kind == "aux_loss" and not source.flag("seq-aux")):
             source.differs("balance_sequence" if kind == "aux_loss" else "balance_global")
 
 
 def _expert_layers(source: Translation) -> None:
-    """`moe-layer-freq`: a number N has experts in layers 0, N, 2N, ...; a list says 0 or 1 for each layer."""
+    """Spread experts as `moe-layer-freq` and MindSpeed-LLM's `first-k-dense-replace` say, without skipped layers."""
     name, layers = "moe-layer-freq", source.count("num-layers") or 1
+    dense = max(0, source.integer("first-k-dense-replace") or 0)
     frequency = source.value(name)
-    if frequency in (None, 1):
+    if frequency in (None, 1, -1) and not dense:
         return
-    pattern = _pattern(frequency, min(layers, MOST_LAYERS))
-    for dense in range(len(pattern)):
-        for every in range(1, len(pattern) - dense + 1):
-            if pattern == [int(n >= dense and (n - dense) % every == every - 1) for n in range(len(pattern))]:
-                source.set("model.dense_layers", dense, name)
-                source.set("model.expert_every", every, name)
-                return
-    source.lacks(name, "value")
+    skipped = _skipped(source)
+    pattern = layer_pattern(1 if frequency is None else frequency, layers, dense)
+    found = spread([value for layer, value in enumerate(pattern) if layer not in skipped])
+    if found is None:
+        source.lacks(name, "value")
+        return
+    source.set("model.dense_layers", found[0], name, "first-k-dense-replace")
+    source.set("model.expert_every", found[1], name)
 
 
-def _pattern(frequency: Any, layers: int) -> list[int]:
-    """0 or 1 for each layer; empty for what cannot be read."""
-    if isinstance(frequency, int) and frequency > 0:
-        return [int(n % frequency == 0) for n in range(layers)]
-    try:
-        values = _listed(ast.parse(str(frequency)[:1000].strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    return values if isinstance(values, list) and len(values) == layers else []
-
-
-def _listed(node: ast.expr) -> Any:
-    """The value of sums and multiples of short lists, as Megatron takes them: `([0]*1+[1]*47)`."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value <= MOST_LAYERS:
-        return node.value
-    if isinstance(node, ast.List):
-        return [_listed(one) for one in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _listed(node.left), _listed(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        times = isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int)
-        if times and len(left) * right <= MOST_LAYERS:
-            return left * right
-    raise ValueError("no list of layers")
+def _skipped(source: Translation) -> set[int]:
+    """Return MindSpeed-LLM's layers that compute nothing, which only even out the stages of a pipeline."""
+    words = [number for word in source.words("noop-layers") for number in word.split(",")]
+    if not all(word.strip().isdecimal() for word in words):
+        raise source.wrong("noop-layers", "must be numbers of layers")
+    return {int(word) for word in words}
 
 
 def _layout(source: Translation) -> None:
@@ -217,17 +233,24 @@ def _layout(source: Translation) -> None:
     if virtual is not None and virtual > 1 and stages > 1:
         source.set("parallel.virtual", virtual, per)
         source.set("parallel.schedule", "interleaved", per)
-    tensor = source.count("tensor-model-parallel-size") or 1
+    tensor, context = source.count("tensor-model-parallel-size") or 1, source.count("context-parallel-size") or 1
+    share, one_copy = source.count("expert-tensor-parallel-size"), tensor * context * stages
+    least = least_data(source.count("expert-model-parallel-size") or 1, share, tensor, context)
+    if source.processes is not None and source.processes % (one_copy * least) == 0:
+        source.set("parallel.data", source.processes // one_copy)
     if tensor == 1:  # Megatron switches it off itself
         source.overrides.pop("parallel.sequence", None)
-    share = source.count("expert-tensor-parallel-size")
     if share == 1 and tensor > 1:
         source.set("parallel.expert_tensor", 1, "expert-tensor-parallel-size")
     elif share not in (None, tensor):
         source.lacks("expert-tensor-parallel-size", "value")
-    if (source.count("context-parallel-size") or 1) > 1:
+    if context > 1:
         ways = {"p2p": "ring", "allgather": "gather", "all_gather": "gather", "a2a": "ulysses"}
-        source.choose("parallel.context_kind", "cp-comm-type", ways)
+        ways |= {"megatron_cp_algo": "ring", "kvallgather_cp_algo": "gather", "ulysses_cp_algo": "ulysses"}
+        name = "context-parallel-algo" if source.said(["context-parallel-algo"]) else "cp-comm-type"
+        source.choose("parallel.context_kind", name, ways)
+    if sizes := [int(size) for word in source.words("num-layer-list") for size in re.findall(r"\d{1,4}", word)]:
+        source.set("parallel.layers", sizes, "num-layer-list")
     if source.said(["zero-stage"]):
         source.set("parallel.zero", source.integer("zero-stage"), "zero-stage")
     elif source.flag("use-torch-fsdp2"):
@@ -256,14 +279,21 @@ def _memory(source: Translation) -> None:
         if chosen := [parts[module] for module in modules if module in parts]:
             source.set("memory.recompute", "selective", "recompute-granularity")
             source.set("memory.selective", chosen, "recompute-modules")
-    moved = {"cpu-offloading": "activations", "optimizer-cpu-offload": "optimizer"}
+    elif source.flag("recompute-activation-function"):
+        source.set("memory.recompute", "selective", "recompute-activation-function")
+        source.set("memory.selective", ["activation"], "recompute-activation-function")
+    moved = {"cpu-offloading": "activations", "swap-attention": "activations"}
+    moved |= {"optimizer-cpu-offload": "optimizer", "swap-optimizer": "optimizer"}
     if parts_moved := [part for name, part in moved.items() if source.flag(name)]:
-        source.set("memory.offload", parts_moved, *moved)
+        source.set("memory.offload", list(dict.fromkeys(parts_moved)), *moved)
 
 
 def _precision(source: Translation) -> None:
-    if source.value("fp8-format"):
+    if source.value("fp8-format") and source.value("num-experts") is None:
         source.set("precision", "fp8", "fp8-format")
+    elif source.value("fp8-format"):
+        source.set("precision", "bf16", "fp8-format")
+        source.lacks("fp8-format", "fp8_experts")
     elif source.flag("fp16"):
         source.set("precision", "fp16", "fp16")
         names = {"initial": "initial-loss-scale", "growth_interval": "loss-scale-window", "minimum": "min-loss-scale"}
@@ -289,6 +319,11 @@ def _optimizer(source: Translation) -> None:
 def _schedule(source: Translation) -> None:
     samples, size = source.integer("train-samples"), source.count("global-batch-size")
     steps = source.integer("train-iters")
+    micro, replicas = source.count("micro-batch-size"), source.overrides.get("parallel.data", (None, ()))[0]
+    if size is None and micro is not None and isinstance(replicas, int):
+        size = micro * replicas
+        source.open.pop("batch.global_size", None)
+        source.set("batch.global_size", size, "micro-batch-size")
     if steps is None and samples is not None and size is not None:
         steps = samples // size
     if steps is None:

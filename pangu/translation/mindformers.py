@@ -1,14 +1,26 @@
-"""MindFormers' YAML: what several of its fields say together."""
+"""Rules for fields of MindFormers' YAML that depend on one another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pangu.translation.expert_layers import layer_pattern, spread
 from pangu.translation.table import Translation
 
 _MODEL = "model.model_config."
 _LOADER = "train_dataset.data_loader."
-_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_KIND, _UNTIE = f"{_MODEL}type", f"{_MODEL}untie_embeddings_and_output_weights"
+_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
+_GPTS = ("pangualpha", "gpt2")
+_ARCHITECTURES = (None, "LlamaForCausalLM", "GPT2LMHeadModel", "PanguAlphaHeadModel")
+"""Classes that compute what their configuration says; others, as of Baichuan, share LlamaConfig and differ."""
+_LIKE_LLAMA = {
+    "hidden_act": ("swiglu", "fusedswiglu", "silu", "LlamaSiLU"),
+    "normalization": ("RMSNorm", "FusedRMSNorm"),
+    "gated_linear_unit": (True,),
+    "position_embedding_type": ("rope",),
+}
+"""Values that say again what a Llama is."""
 
 
 def translate(source: Translation) -> None:
@@ -19,20 +31,15 @@ def translate(source: Translation) -> None:
 
 
 def _model(source: Translation) -> None:
-    kind = source.text(f"{_MODEL}type") or ""
-    if kind not in ("PanguAlphaConfig", "GPT2Config", "LlamaConfig"):
-        source.lacks(f"{_MODEL}type", "value")
-    source.set("model", "pangu_2_6b" if kind == "PanguAlphaConfig" else "gpt2_124m", f"{_MODEL}type")
-    if kind == "LlamaConfig":
-        llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
-        for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
-            source.set(f"model.{key}", value, f"{_MODEL}type")
-        if source.flag(f"{_MODEL}qkv_has_bias"):
-            source.set("model.biases", "qkv", f"{_MODEL}qkv_has_bias")
-        if source.flag(f"{_MODEL}tie_word_embeddings"):
-            source.set("model.tied_head", True, f"{_MODEL}tie_word_embeddings")
-        if base := source.number(f"{_MODEL}theta"):
-            source.set("model.rope_base", float(base), f"{_MODEL}theta")
+    kind = _kind(source)
+    known = (*_GPTS, "llama", "qwen2", "qwen3", "qwen3_moe")
+    if kind not in known:
+        source.lacks(_KIND if source.said([_KIND]) else f"{_MODEL}model_type", "other_model")
+    if source.text("model.arch.type") not in _ARCHITECTURES:
+        source.lacks("model.arch.type", "other_model")
+    source.set("model", "pangu_2_6b" if kind == "pangualpha" else "gpt2_124m", _KIND, f"{_MODEL}model_type")
+    if kind not in _GPTS:
+        _llama(source, kind)
     elif source.said([f"{_MODEL}hidden_act"]):
         # MindSpore's gelu is the approximation by tanh
         activations = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
@@ -41,14 +48,53 @@ def _model(source: Translation) -> None:
         source.lacks(f"{_MODEL}post_layernorm_residual", "value")
 
 
+def _kind(source: Translation) -> str:
+    """Return the name of the architecture: `LlamaConfig` and `llama` are one."""
+    text = source.text(_KIND) or source.text(f"{_MODEL}model_type")
+    if text is None:
+        text = (source.words(f"{_MODEL}architectures") or [""])[0].removesuffix("ForCausalLM")
+    name = text.removesuffix("Config").lower()
+    return {"qwen3moe": "qwen3_moe"}.get(name, name)
+
+
+def _llama(source: Translation, kind: str) -> None:
+    """Set what Llama and Qwen have in common, and what their fields say."""
+    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
+    for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
+        if f"model.{key}" not in source.overrides:
+            source.set(f"model.{key}", value, _KIND)
+    if kind.startswith("qwen3") and "model.qk_norm" not in source.overrides:
+        source.set("model.qk_norm", True, f"{_MODEL}model_type")
+    for name, values in _LIKE_LLAMA.items():
+        if source.said([f"{_MODEL}{name}"]) and source.value(f"{_MODEL}{name}") not in values:
+            source.lacks(f"{_MODEL}{name}", "value")
+    if source.flag(f"{_MODEL}add_bias_linear"):
+        source.set("model.biases", True, f"{_MODEL}add_bias_linear")
+    elif source.flag(f"{_MODEL}qkv_has_bias") or (kind == "qwen2" and not source.said([f"{_MODEL}qkv_has_bias"])):
+        source.set("model.biases", "qkv", f"{_MODEL}qkv_has_bias")
+    if source.flag(f"{_MODEL}tie_word_embeddings") or source.value(_UNTIE) is False:
+        source.set("model.tied_head", True, f"{_MODEL}tie_word_embeddings", _UNTIE)
+    if base := source.number(f"{_MODEL}theta"):
+        source.set("model.rope_base", float(base), f"{_MODEL}theta")
+    extension, scaling = f"{_MODEL}extend_method", f"{_MODEL}scaling_factor."
+    if (source.text(extension) or "None").lower() == "llama3":
+        names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+        numbers = {key: source.number(f"{scaling}{name}") for key, name in names.items()}
+        original = source.integer(f"{scaling}original_max_position_embeddings")
+        source.set("model.rope_scaling", {**numbers, "original_sequence": original}, extension)
+    elif (source.text(extension) or "None") != "None":
+        source.lacks(extension, "extension")
+
+
 def _layers(source: Translation) -> None:
-    """Widths."""
-    hidden, gated = source.integer(f"{_MODEL}hidden_size"), source.text(f"{_MODEL}type") == "LlamaConfig"
+    """Set widths and numbers of heads."""
+    hidden, gated = source.integer(f"{_MODEL}hidden_size"), _kind(source) not in _GPTS
     names = tuple(f"{_MODEL}{name}" for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim_multiplier"))
     width = source.integer(names[0]) or source.integer(names[1])
     if width is None and hidden is not None and gated:
         multiple = source.count(f"{_MODEL}multiple_of") or 256
-        width = int(int(2 * 4 * hidden / 3) * (source.number(names[2]) or 1.0))
+        factor = source.number(names[2])
+        width = int(2 * (4 * hidden if factor is None else int((factor + 0.01) * 4 * hidden)) / 3)
         width = -(-width // multiple) * multiple
     elif width is None and hidden is not None and (ratio := source.integer(f"{_MODEL}expand_ratio")):
         width = ratio * hidden
@@ -58,6 +104,7 @@ def _layers(source: Translation) -> None:
         source.set("model.kv_heads", heads, f"{_MODEL}n_kv_heads")
 
 
+_SHARED = "moe_config.moe_shared_expert_intermediate_size"
 _EXPERTS = {
     "num_experts_chosen": "experts_per_token",
     "moe_intermediate_size": "expert_ffn",
@@ -82,17 +129,48 @@ def _experts(source: Translation) -> None:
         if (count := source.integer(f"moe_config.{name}")) is not None:
             source.set(f"model.{key}", count, f"moe_config.{name}")
     for name, key in _ROUTER.items():
-        if (value := source.number(f"moe_config.{name}")) is not None:
+        value = source.number(f"moe_config.{name}")
+        if value is not None and (value > 0 or name != "capacity_factor"):
             source.set(f"model.{key}", float(value), f"moe_config.{name}")
-    if source.value("moe_config.norm_topk_prob") is False:
+    if shared := source.integer(_SHARED):
+        width = source.count("moe_config.moe_intermediate_size") or source.count(f"{_MODEL}intermediate_size") or 1
+        source.set("model.shared_experts", shared // width, _SHARED)
+        if shared % width:
+            source.lacks(_SHARED, "value")
+    _expert_layers(source)
+    _balance(source)
+    of_all = source.value(f"{_MODEL}moe_router_pre_softmax") is not False
+    if of_all and source.value("moe_config.norm_topk_prob") is False:
         source.set("model.router.normalised", False, "moe_config.norm_topk_prob")
-    if source.flag("moe_config.use_gating_sigmoid"):
-        source.set("model.router.score", "sigmoid", "moe_config.use_gating_sigmoid")
+    name, score = "moe_config.use_gating_sigmoid", {True: "sigmoid", False: "softmax"}
+    if source.said([name]):
+        source.choose("model.router.score", name, {**score, "sigmoid": "sigmoid", "softmax": "softmax"})
     groups = source.integer("moe_config.n_group")
     if groups is not None and groups > 1:
         source.set("model.router.selection", "group_limited", "moe_config.n_group")
         source.set("model.router.groups", groups, "moe_config.n_group")
         source.set("model.router.groups_per_token", source.integer("moe_config.topk_group"), "moe_config.topk_group")
+
+
+def _expert_layers(source: Translation) -> None:
+    name, layers = f"{_MODEL}moe_layer_freq", source.count(f"{_MODEL}num_layers") or 1
+    frequency, dense = source.value(name), max(0, source.integer("moe_config.first_k_dense_replace") or 0)
+    if frequency in (None, 1):
+        return
+    if (found := spread(layer_pattern(frequency, layers, dense))) is None:
+        source.lacks(name, "value")
+    else:
+        source.set("model.dense_layers", found[0], name)
+        source.set("model.expert_every", found[1], name)
+
+
+def _balance(source: Translation) -> None:
+    """Choose the loss, or the biases, that keep the experts' loads alike."""
+    kinds, factors = source.words("moe_config.aux_loss_types"), source.words("moe_config.aux_loss_factors")
+    if kinds == ["expert"] and len(factors) == 1:
+        source.set("model.router.balance_weight", float(factors[0]), "moe_config.aux_loss_factors")
+    elif kinds:
+        source.lacks("moe_config.aux_loss_types", "other_router")
     if source.flag("moe_config.balance_via_topk_bias"):
         source.overrides.pop("model.router.balance_weight", None)
         source.set("model.router.balance", "bias", "moe_config.balance_via_topk_bias")
@@ -124,6 +202,9 @@ def _layout(source: Translation) -> None:
     tensor, stages = source.count("parallel_config.model_parallel") or 1, source.count("parallel_config.pipeline_stage")
     if source.flag("parallel_config.use_seq_parallel") and tensor > 1:
         source.set("parallel.sequence", True, "parallel_config.use_seq_parallel")
+    expert, data = source.count("parallel_config.expert_parallel") or 1, source.count("parallel_config.data_parallel")
+    if data is not None and data % expert and data * tensor % expert == 0:
+        source.set("parallel.expert_tensor", 1, "parallel_config.expert_parallel")
     shards = ("parallel.enable_parallel_optimizer", "parallel_config.optimizer_shard")
     if any(map(source.flag, shards)):
         source.set("parallel.zero", 1, *shards)
@@ -136,6 +217,12 @@ def _layout(source: Translation) -> None:
         source.choose("parallel.context_kind", "parallel_config.context_parallel_algo", ways)
         if source.flag(f"{_MODEL}use_ring_attention"):
             source.set("parallel.context_kind", "ring", f"{_MODEL}use_ring_attention")
+    offset, layers = source.value(f"{_MODEL}offset"), source.integer(f"{_MODEL}num_layers")
+    if isinstance(offset, list) and len(offset) == stages and layers is not None and (virtual or 1) == 1:
+        if all(isinstance(one, int) for one in offset) and any(offset):
+            source.set("parallel.layers", [layers // stages + one for one in offset], f"{_MODEL}offset")
+    elif offset and isinstance(offset, list):
+        source.lacks(f"{_MODEL}offset", "layers_by_time")
     recomputed = source.value("recompute_config.recompute")
     if isinstance(recomputed, list):
         source.lacks("recompute_config.recompute", "value")

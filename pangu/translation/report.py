@@ -44,7 +44,9 @@ def describe(source: Translation, checked: Checked) -> str:
     absent = {name: text.en for name, text in source.absent.items()}
     values = {source.shown(name): shown(value) for name, value in source.given.items()}
     lines += _section("to be given", source.open)
-    lines += _section("not told there", {f"{source.shown(name)}": shown(value) for name, value in source.unset.items()})
+    not_told = {source.shown(name): shown(value) for name, value in source.unset.items() if name not in source.asked}
+    lines += _section("not told there", not_told)
+    lines += _section("not set there, and taken as empty", dict.fromkeys(source.empty, "NAME=VALUE sets it"))
     lines += _section(
         "set under a condition there, the last one taken", {name: shown(v) for name, v in source.conditional.items()}
     )
@@ -56,6 +58,14 @@ def describe(source: Translation, checked: Checked) -> str:
         lines.append("# different in effect:")
         lines += [f"#   {source.table.texts[name].en}" for name in source.differences]
     return printable("\n".join(lines))
+
+
+def refusal(source: Translation) -> str | None:
+    """Return the message that names the settings whose loss may change the model; None if there are none."""
+    lost = [f"  {_named(source, name)}: {why}" for name, why in source.lost.items()]
+    count = "1 setting has" if len(lost) == 1 else f"{len(lost)} settings have"
+    title = f"{count} no effect here, so that another model would be trained (--keep-going leaves them out):"
+    return printable("\n".join([title, *lost])) if lost else None
 
 
 def _named(source: Translation, name: str) -> str:

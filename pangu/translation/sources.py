@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -13,7 +14,7 @@ from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import parse_json
 from pangu.config.flat import flatten
 from pangu.translation import deepspeed, huggingface, megatron, mindformers, torchtitan
-from pangu.translation.launch_script import after_program, read_command, read_flags
+from pangu.translation.launch_script import Command, after_program, read_command, read_flags
 from pangu.translation.table import Translation, load_table
 
 MOST_BYTES, MOST_VALUES = 16 * 2**20, 100_000
@@ -22,9 +23,10 @@ MOST_BYTES, MOST_VALUES = 16 * 2**20, 100_000
 
 def translate(source: str, words: Sequence[str]) -> Translation:
     """The settings that the words of a command line hold or name, as ours. Raises UserError."""
-    conditional: Mapping[str, str] = {}
+    command = Command([], {}, [], None)
     if source == "megatron":
-        given, conditional = _megatron(words)
+        command = _megatron(words)
+        given = read_flags(command.words)
         rules: Callable[[Translation], None] = megatron.translate
     else:
         if len(words) != 1:
@@ -35,9 +37,12 @@ def translate(source: str, words: Sequence[str]) -> Translation:
             return _not_empty(huggingface.translate(values, path), path)
         with reading(path, ValueError, rule="holds too much"):
             given, rules = flatten(values), _RULES[source]
-    translation = _not_empty(Translation(load_table(source), given), words[0])
-    translation.conditional = conditional
+    where = f"{words[0]}: {', '.join(command.empty)} is not set, NAME=VALUE sets it" if command.empty else words[0]
+    translation = _not_empty(Translation(load_table(source), given), where)
+    translation.conditional, translation.empty = command.conditional, command.empty
+    translation.processes = command.processes
     rules(translation)
+    translation.ask_for_unset()
     return translation
 
 
@@ -47,21 +52,19 @@ def _not_empty(translation: Translation, where: object) -> Translation:
     return translation
 
 
-def _megatron(words: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Options: those of the command line, or of a script, whose variables NAME=VALUE may follow; and the variables that
-    the script sets under a condition."""
+def _megatron(words: Sequence[str]) -> Command:
+    """Read the options of the command line, or a script, whose variables NAME=VALUE may follow."""
     if not words:
         raise UserError("--from megatron needs the options of pretrain_gpt.py, or the path of a launch script")
     if words[0].startswith("--"):
-        return read_flags(words), {}
-    if behind := after_program(words):
-        return read_flags(behind), {}
+        return Command(list(words), {}, [], None)
+    if PurePath(words[0]).suffix == ".py" or after_program(words):
+        return read_command(shlex.join(words), "the command line", {})
     path = Path(words[0])
     variables = dict(word.partition("=")[::2] for word in words[1:])
     if wrong := next((word for word in words[1:] if "=" not in word), None):
         raise UserError(f"{shown(wrong)}: behind a launch script stand values of its variables, NAME=VALUE")
-    command = read_command(_text(path), path, variables)
-    return read_flags(command.words), command.conditional
+    return read_command(_text(path), path, variables)
 
 
 def _text(path: Path) -> str:
@@ -77,6 +80,9 @@ def _text(path: Path) -> str:
 
 
 def _parsed(path: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    if name == "TOML" and path.suffix in (".py", ".json"):
+        rule = "torchtitan is read up to v0.2.2, whose configurations are TOML; later ones are Python and are not read"
+        raise UserError(f"{path}: {rule}. --from huggingface config.json translates the model")
     text = _text(path)
     with reading(path, ValueError, yaml.YAMLError, RecursionError, rule=f"is no {name}"):
         values = parse(text)

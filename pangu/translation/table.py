@@ -19,6 +19,12 @@ from pangu.config.errors import UserError, shown
 
 UNSAID = "???"
 """OmegaConf's mark of a value that has to be given."""
+_PLACEHOLDER = re.compile(
+    r"[$`]|(?<![a-z])your(?![a-z])|(?<![a-z])path[/_ -]to(?![a-z])|^<[^<>]*>|^x{3,}$|\{\{|^(?:\.\.\.|todo|fixme)$"
+    r"|(?:change|replace|fill)[_ -]?me|^please |placeholder|你的|填写",
+    re.IGNORECASE,
+)
+"""What stands where a user has to fill in a value, or what only a shell would tell."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,20 @@ class Table:
     """A value that says nothing: another program fills it in."""
     models: Mapping[str, Mapping[str, Any]] | None = None
     """Architectures that the program knows by a name: keys of `ModelConfig`."""
+    neutral: Mapping[str, Sequence[Any]] | None = None
+    """Values with which a setting without a counterpart asks for nothing."""
+    decisive: Sequence[str] = ()
+    """Names of the texts in `absent` whose settings change the model or what it is trained for."""
+
+    def keys(self, name: str) -> list[str]:
+        """Return our keys that a setting decides."""
+        listed = self.direct.get(name) or self.read.get(name)
+        return listed.split(", ") if listed else []
+
+    def touches_model(self, name: str) -> bool:
+        """Whether a setting decides the model, or which optimizer trains it."""
+        is_model = any(key == "optimizer" or key.partition(".")[0] == "model" for key in self.keys(name))
+        return is_model or self.why_absent(name) in self.decisive
 
     def why_absent(self, name: str) -> str | None:
         """The text that says why a setting has no counterpart; None for others."""
@@ -92,17 +112,24 @@ class Translation:
         self.absent: dict[str, Text] = {}
         """Settings without a counterpart, and why."""
         self.unset = {n: value for n, value in self.given.items() if _is_unset(value, table.unset)}
-        """Settings whose value is not told: variables that nobody has set, `auto`."""
+        """Settings whose value is not told: placeholders, variables that nobody has set, `auto`."""
         self.open: dict[str, str] = {}
-        """What the user has to say himself, and why."""
+        """Keys that the user has to give, and why."""
+        self.asked: set[str] = set()
+        """Settings without a value that left a key open."""
         self.conditional: Mapping[str, str] = {}
         """Variables that a script sets under a condition, with the value that was taken."""
+        self.empty: Sequence[str] = ()
+        """Variables with options that a script uses and does not set."""
+        self.processes: int | None = None
+        """Processes that a script starts on all nodes; None where it does not say."""
         self.differences: list[str] = list(table.always)
         """Names of texts."""
         known = {**(table.defaults or {}), **self.given}
         self._values = {name: value for name, value in known.items() if name not in self.unset}
         for name, value in self.given.items():
-            if value and (why := table.why_absent(name)) and name not in table.direct and name not in table.read:
+            asks = value and value not in (table.neutral or {}).get(name, ())
+            if asks and (why := table.why_absent(name)) and not table.keys(name):
                 self.lacks(name, why)
             if note := (table.notes or {}).get(name):
                 self.differs(note)
@@ -116,9 +143,15 @@ class Translation:
         table = self.table
         return [
             name
-            for name in self.given
-            if not (name in table.direct or name in table.read or table.why_absent(name) or table.is_same(name))
+            for name, value in self.given.items()
+            if not (value is None or table.keys(name) or table.why_absent(name) or table.is_same(name))
         ]
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Settings that change the model, or may change it, and have no effect here; and why."""
+        absent = {name: text.en for name, text in self.absent.items() if self.table.touches_model(name)}
+        return {**absent, **dict.fromkeys(self.unknown, "is not known, and may change the model")}
 
     def shown(self, name: str) -> str:
         return f"{self.table.prefix}{name}"
@@ -182,6 +215,8 @@ class Translation:
     def choose(self, key: str, name: str, values: Mapping[Any, Any], text: str = "value") -> None:
         """Give a key the value that a setting's value stands for; one that is not in `values` has no counterpart."""
         value = self.value(name)
+        if name in self.unset:
+            return
         if isinstance(value, list | Mapping) or value not in values:
             self.lacks(name, text)
         else:
@@ -200,6 +235,18 @@ class Translation:
         """A key of ours that the settings do not tell; the run will ask for it."""
         self.overrides[key] = UNSAID, ()
         self.open[key] = why
+
+    def ask_for_unset(self) -> None:
+        """Leave the first key of each setting open that has no value yet, unless another setting decides it."""
+        for name, value in self.unset.items():
+            for key in self.table.keys(name)[:1]:
+                decided, names = self.overrides.get(key, (UNSAID, ()))
+                before = names[: names.index(name)] if name in names else names
+                others = [other for other in before if other in self.given and other not in self.unset]
+                # of a switch it is enough that it is given
+                if decided == UNSAID or (name in names and decided is not True and not others):
+                    self.needs(key, f"{self.shown(name)} is {shown(value)}")
+                    self.asked.add(name)
 
     def set_direct(self) -> None:
         """All settings whose value is that of one key."""
@@ -228,4 +275,4 @@ class Translation:
 def _is_unset(value: Any, mark: str | None) -> bool:
     if isinstance(value, list):
         return any(_is_unset(one, mark) for one in value)
-    return isinstance(value, str) and (value == mark or "$" in value or "`" in value)
+    return isinstance(value, str) and (value == mark or _PLACEHOLDER.search(value) is not None)

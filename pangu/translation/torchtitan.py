@@ -1,4 +1,5 @@
-"""torchtitan's TOML: what several of its fields say together, with the defaults of torchtitan/config/job_config.py."""
+"""Rules for fields of torchtitan's TOML that depend on one another, with the defaults of v0.2.2, the last version that
+has TOML (torchtitan/config/job_config.py)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def translate(source: Translation) -> None:
 
 def _model(source: Translation) -> None:
     name = f"{source.text('model.name')} {source.text('model.flavor')}"
-    keys = (source.table.models or {}).get(name.removesuffix("_flex").removesuffix("_varlen"))
+    base = name.removesuffix("_attn").removesuffix("_flex").removesuffix("_varlen")
+    keys = (source.table.models or {}).get(base)
     source.open.pop("model", None)
     source.set("model", "gpt2_124m")
     if keys is None:
@@ -47,13 +49,15 @@ def _model(source: Translation) -> None:
         for key in ("layers", "hidden", "heads", "vocab"):
             source.needs(f"model.{key}", f"{name} is none of {', '.join(source.table.models or {})}")
         return
+    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
+    for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
+        source.set(f"model.{key}", value, "model.name")
     for key, value in keys.items():
         source.set(f"model.{key}", value, "model.flavor")
     if "rope_scaling" in keys:
         source.differs("scaled_positions")
-    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "tied_head": False}
-    for key, value in {**llama, "dropout": 0.0, "attention_dropout": 0.0}.items():
-        source.set(f"model.{key}", value, "model.name")
+    if base != name:  # documents of a sample do not see one another
+        source.set("data.packing.reset_mask", True, "model.flavor")
 
 
 def _batch(source: Translation) -> None:
