@@ -17,7 +17,6 @@ COPY pangu ./pangu
 COPY configs ./configs
 COPY tools ./tools
 COPY scripts ./scripts
-COPY benchmarks/results/planner_fit.json ./benchmarks/results/
 
 # kernels that need nvcc, which the image itself does without
 FROM ${CUDA}-devel AS kernels

@@ -3,8 +3,6 @@ programs, as pangu/configs, pangu/tools and so on."""
 
 from setuptools import find_packages, setup
 
-BESIDE = {
-    f"pangu.{folder.replace('/', '.')}": folder for folder in ("configs", "tools", "scripts", "benchmarks/results")
-}
+BESIDE = {f"pangu.{folder.replace('/', '.')}": folder for folder in ("configs", "tools", "scripts")}
 
 setup(packages=[*find_packages(include=["pangu*"]), *BESIDE], package_dir=BESIDE)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from benchmarks.planner_accuracy.published import MEGATRON_2021, describe
 from pangu.config.schema import RunConfig
 from pangu.planning.layout_work import Plan, Shape, state_bytes
 from pangu.planning.passing import Chunk, Stored
 from pangu.planning.program import Program
-from pangu.planning.published import MEGATRON_2021, describe
 from pangu.planning.workload import Workload
 
 

@@ -40,8 +40,3 @@ def cluster_names(folder: Path, whole: bool = False) -> list[str]:
     configs/cluster/."""
     paths = (path for path in sorted(folder.glob("*.yaml")) if path.stem != "none" and path.is_file())
     return [path.stem for path in paths if not whole or b"defaults:" not in path.read_bytes()]
-
-
-def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
-    """Clusters by the names of their files; those of another size are left out."""
-    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}

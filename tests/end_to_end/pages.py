@@ -139,7 +139,6 @@ FORMS: dict[str, Form] = {
     ),
     "tools/inspect_checkpoint": Form("the trained model has fewer steps", instead=TRAINED_STEP),
     "tools/convert_checkpoint": Form("files of small models", instead=MODEL_OF_FILES),
-    "tools/validate_planner": Form("as it is"),
     "tools/calibrate": Form("tests/tools/test_calibrate.py measures, which takes seconds", runs=False),
     "tools/translate_config": Form("tests/tools/test_translate_config.py has such files", runs=False),
     "tools/report": Form("tests/tools/test_report.py has such run folders", runs=False),
@@ -169,6 +168,4 @@ def cheap(command: Command) -> Form:
         return Form("few layers", _few(overrides, 1))
     if command.program.startswith("examples/"):
         return Form("tests/as_library carries it out", runs=False)
-    if "--fit" in command.arguments:
-        return Form("minutes; tests/tools/test_validate_planner.py fits", runs=False)
     return FORMS.get(command.program, Form("nobody has said how to run it", runs=False))

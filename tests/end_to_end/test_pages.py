@@ -162,9 +162,6 @@ def _write_text(place: Path) -> None:
     (place / "corpus/corpus.txt").write_text("\n\n".join(texts), encoding="utf-8")
     (place / "corpus.txt").write_text("\n\n".join(texts[:3]), encoding="utf-8")
     (place / "prompts.jsonl").write_text('{"prompt": "def "}\n', encoding="utf-8")
-    (place / "tests/tools").mkdir(parents=True)
-    for path in ("measurements.csv", "tests/tools/unseen.csv"):
-        shutil.copy(repository() / "tests/tools" / Path(path).name, place / path)
 
 
 def _write_models(place: Path) -> None:

@@ -21,7 +21,7 @@ BUILD = "import setuptools.build_meta, sys; print(setuptools.build_meta.build_wh
 def build(folder: Path) -> Path:
     """The wheel of a copy of the sources, which building leaves files in."""
     source, without = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (*BESIDE, "pangu", "benchmarks/results"):
+    for name in (*BESIDE, "pangu"):
         shutil.copytree(repository() / name, source / name, ignore=without)
     for path in repository().glob("*.*"):
         if path.is_file():

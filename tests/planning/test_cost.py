@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner_accuracy.measurements import load_clusters
+from benchmarks.planner_accuracy.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cluster import load_cluster, load_clusters
+from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
     Group,
     collective_seconds,
@@ -27,7 +29,6 @@ from pangu.planning.cost import (
 from pangu.planning.layout_work import Plan, Shape
 from pangu.planning.memory import memory_of_stages, most_held
 from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
-from pangu.planning.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.planning.workload import Collective, Matmul
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout

@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pangu.config.errors import UserError
-from pangu.planning.layout_work import Plan, Recompute, Shape, System
-from pangu.planning.published import (
+from benchmarks.planner_accuracy.published import (
     DEEPSPEED,
     DEEPSPEED_BF16,
     FSDP,
@@ -24,6 +22,10 @@ from pangu.planning.published import (
     NANOTRON,
     ZERO_BUBBLE,
 )
+from pangu.config.cluster import ClusterConfig
+from pangu.config.errors import UserError
+from pangu.planning.cluster import cluster_names, load_cluster
+from pangu.planning.layout_work import Plan, Recompute, Shape, System
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")
 """That a table must have."""
@@ -340,3 +342,8 @@ def _seconds(values: Mapping[str, str], row: Row, plan: Plan, note: str) -> floa
     if plan.recompute == "full" and "model tflops" not in note.lower():
         flops *= 4 / 3  # what older papers count: the forward that backward repeats is work done
     return flops / (rate * 1e12 * row.devices)
+
+
+def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
+    """Return the clusters by the names of their files, without those of another size."""
+    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from benchmarks.planner_accuracy.fit import MEMORY, Factors, fit, scaled
+from benchmarks.planner_accuracy.measurements import ALIKE, Row, family_of, word_of
+from benchmarks.planner_accuracy.published import describe
 from pangu.config.cluster import ClusterConfig
 from pangu.planning.cost import StepTime, step_time
-from pangu.planning.fit import MEMORY, Factors, fit, scaled
 from pangu.planning.layout_work import Plan
-from pangu.planning.measurements import ALIKE, Row, family_of, word_of
 from pangu.planning.memory import memory_of_stages
-from pangu.planning.published import describe
 
 MOST_ROWS = 150
 """Of a scope that are fitted to."""

@@ -17,10 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import UserError
-from pangu.config.exit_status import exit_status
-from pangu.planning.accuracy import (
+from benchmarks.planner_accuracy.accuracy import (
     LEAST_ROWS,
     Coefficients,
     Fitted,
@@ -33,16 +30,18 @@ from pangu.planning.accuracy import (
     predict_rows,
     summarise,
 )
-from pangu.planning.cluster import load_clusters
-from pangu.planning.measurements import Row, read_rows
+from benchmarks.planner_accuracy.measurements import Row, load_clusters, read_rows
+from pangu.config.cluster import ClusterConfig
+from pangu.config.errors import UserError
+from pangu.config.exit_status import exit_status
 from pangu.planning.table import make_table
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"
 _EXAMPLE = """example:
-  python tools/validate_planner.py --table measurements.csv
-  python tools/validate_planner.py --table measurements.csv --fit vTrain,dgxc --json
-  python tools/validate_planner.py --table measurements.csv --fit all --write planner_fit.json --markdown
+  python -m benchmarks.planner_accuracy --table measurements.csv
+  python -m benchmarks.planner_accuracy --table measurements.csv --fit vTrain,dgxc --json
+  python -m benchmarks.planner_accuracy --table measurements.csv --fit all --write planner_fit.json --markdown
 
 A table has a row for each measurement, with columns source, gpu, gpus, layers, hidden, heads, vocab, seq, tp, pp,
 global_batch and more; rows that lack what is needed are counted and left out.
@@ -53,7 +52,10 @@ _HEADS = ("source", "rows", "mean", "median", "worst", "memory", "tau", "pick", 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.planner_accuracy",
+        description=__doc__,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--table", required=True, type=Path, metavar="FILE.csv", help="measurements")
     parser.add_argument(
@@ -155,7 +157,7 @@ def _factors(values: Mapping[str, Any]) -> dict[str, float]:
 
 def write_coefficients(path: Path, fits: Sequence[Coefficients], table: Path) -> None:
     """Write coefficients with how they were fitted. Raises UserError if the file cannot be written."""
-    command = f"tools/validate_planner.py --table {table.name} --fit all --write {path.name}"
+    command = f"python -m benchmarks.planner_accuracy --table {table.name} --fit all --write {path.name}"
     entries = [
         {
             **one.scope._asdict(),

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pangu.planning.layout_work import Shape, System
-from pangu.planning.measurements import Row, cut_by_cost, read_rows
-from pangu.planning.published import (
+from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, read_rows
+from benchmarks.planner_accuracy.published import (
     DEEPSPEED,
     DEEPSPEED_BF16,
     MEGATRON_2021,
@@ -18,6 +17,7 @@ from pangu.planning.published import (
     MEGATRON_UNFUSED,
     ZERO_BUBBLE,
 )
+from pangu.planning.layout_work import Shape, System
 
 GPT = {
     "source": "paper", "layers": "48", "hidden": "8192", "heads": "64", "vocab": "51200", "seq": "2048",

@@ -1,4 +1,4 @@
-"""tools/validate_planner.py: a small table of published rows, and the whole one where it is at hand."""
+"""python -m benchmarks.planner_accuracy: a small table of published rows, and the whole one where it is at hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pangu.planning.accuracy import kendall_tau
-from pangu.planning.measurements import read_rows
+from benchmarks.planner_accuracy.__main__ import main
+from benchmarks.planner_accuracy.accuracy import kendall_tau
+from benchmarks.planner_accuracy.measurements import read_rows
 from tests.spawn import repository
-from tools.validate_planner import main
 
 TABLE = repository().parent / "shared" / "reference" / "tables" / "measurements.csv"
 EXCERPT = (Path(__file__).parent / "measurements.csv").read_text(encoding="utf-8")

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pangu.planning.accuracy import Coefficients, Fitted, Scope, cluster_of, fit_rows, fitted_for, predict_time
-from pangu.planning.cluster import load_clusters
-from pangu.planning.measurements import Row
-from tests.planning.test_measurements import row
+from benchmarks.planner_accuracy.accuracy import (
+    Coefficients,
+    Fitted,
+    Scope,
+    cluster_of,
+    fit_rows,
+    fitted_for,
+    predict_time,
+)
+from benchmarks.planner_accuracy.measurements import Row, load_clusters
+from tests.planner_accuracy.test_measurements import row
 from tests.spawn import repository
 
 CLUSTERS = load_clusters(repository() / "configs" / "cluster")
