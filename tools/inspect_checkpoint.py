@@ -1,5 +1,6 @@
-"""Tells what a checkpoint holds, how large it is and which layout wrote it; --verify reads every byte of it, and --diff
-compares it with another one, tensor by tensor. Whatever the layouts were: tensors are whole here."""
+"""Tells what a checkpoint holds, how large it is, which layout wrote it, and whether it is proven or condemned.
+--verify reads every byte of it, and --diff compares it with another one, tensor by tensor. Whatever the layouts were:
+tensors are whole here."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rich.text import Text
 
 from pangu.checkpoint.index import find_damage, read_index, require_facts
 from pangu.checkpoint.reading import read_tensor
+from pangu.checkpoint.standing import Standing, read_standing
 from pangu.config.errors import UserError, printable
 from pangu.config.exit_status import exit_status
 from pangu.metrics.text import size
@@ -42,7 +45,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
-    """Facts of the run, sizes, and the shape of every tensor."""
+    """Return facts of the run, sizes, standing, and the shape of every tensor."""
     kinds: dict[str, dict[str, int]] = {}
     for name, entry in index["tensors"].items():
         kind = kinds.setdefault(name.split("/")[0], {"tensors": 0, "elements": 0})
@@ -54,7 +57,8 @@ def summary(path: Path, index: dict[str, Any]) -> dict[str, Any]:
         for name, entry in index["tensors"].items()
     }
     files = [file["bytes"] for file in index["files"].values()]
-    return {"path": str(path), **facts, "files": len(files), "bytes": sum(files), "kinds": kinds, "tensors": tensors}
+    facts |= {"files": len(files), "bytes": sum(files), "standing": asdict(read_standing(path))}
+    return {"path": str(path), **facts, "kinds": kinds, "tensors": tensors}
 
 
 def differences(path: Path, ours: dict[str, Any], other: Path) -> dict[str, Any]:
@@ -99,6 +103,7 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     say(f"written by   {layout}")
     say("of           " + ", ".join(f"{key} {value}" for key, value in facts["identity"].items()))
     say(f"files        {facts['files']}, {size(facts['bytes'])}{', intact' if facts['verified'] else ''}")
+    say(f"standing     {Standing(**facts['standing'])}")
     for event in facts.get("watch", {}).get("rollbacks", ()):
         first, end = event["left_out"]
         left_out = f"to {event['back_to']}, without the samples {first} to {end - 1}"

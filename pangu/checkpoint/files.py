@@ -3,6 +3,7 @@
     checkpoints/step-00000100/
         index.json            facts of the run, and for every tensor its global shape, format and pieces
         tensors-00000-00000.safetensors, ...      writer, number of the file
+        standing.json         whether it is proven or condemned (`standing.py`); absent until that is known
 
 A tensor is called `KIND/NAME`: KIND is `weight` (the fp32 master) or a name of the optimizer's state, NAME the global
 name of the logical tensor. Nothing in a checkpoint depends on the layout that wrote it, and loading one runs no code
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pangu.checkpoint.safetensors_file import write_safetensors
+from pangu.checkpoint.standing import indispensable
 from pangu.config.errors import UserError, reading
 from pangu.config.files import flush, write_atomically
 
@@ -69,7 +71,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step that a checkpoint was written after."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -145,11 +148,18 @@ def discard(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the oldest checkpoints until `keep` are left (0: all); those of every `keep_every`-th step stay and do not
-    count. Raises a UserError that names those that the disk refuses to delete; they are whole."""
+    """Delete the oldest checkpoints until `keep` are left (0: all). Those of every `keep_every`-th step stay and do not
+    count; those that a rollback may need (`standing.indispensable`) stay too.
+
+    Raises:
+        UserError: naming those that the disk refuses to delete; they are whole.
+    """
     problems = []
-    passing = [path for path in list_checkpoints(folder) if not keep_every or _step(path) % keep_every]
-    for path in passing[: -keep or None] if keep else []:
+    paths = list_checkpoints(folder)
+    passing = [path for path in paths if not keep_every or step_of(path) % keep_every]
+    old = passing[: -keep or None] if keep else []
+    needed = indispensable(paths) if old else set()
+    for path in (path for path in old if path not in needed):
         try:
             _delete(path)
         except OSError as error:
@@ -159,15 +169,15 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def tidy(folder: Path, step: int) -> list[Path]:
-    """Make the checkpoint of `step` the newest: rename later ones, which are damaged or belong to a course that the run
-    has left, and delete half-written and half-deleted ones of killed processes. Returns the new names, which nothing
-    lists any more."""
+    """Make the checkpoint of `step` the newest (-1: none): rename later ones, which are damaged, condemned or belong to
+    a course that the run has left, and delete half-written and half-deleted ones of killed processes. Return the new
+    names, which nothing lists any more."""
     for pattern in (_partial(Path("step-????????")).name, _doomed(Path("step-????????")).name):
         for rest in folder.glob(pattern):
             shutil.rmtree(rest, ignore_errors=True)
     aside = []
     for path in list_checkpoints(folder):
-        if path > checkpoint_path(folder, step):
+        if step_of(path) > step:
             aside.append(path.with_name(f"{path.name}.aside"))
             with _saving(path):
                 shutil.rmtree(aside[-1], ignore_errors=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import re
 import stat
@@ -24,12 +25,14 @@ from safetensors import SafetensorError, safe_open
 
 from pangu.checkpoint.files import FORMAT, VERSION, checksum, list_checkpoints
 from pangu.checkpoint.safetensors_file import CODES
-from pangu.config.errors import UserError
-from pangu.config.files import open_regular, read_json
+from pangu.config.errors import UserError, writing
+from pangu.config.files import flush, open_regular, read_json, write_atomically
 
 _DTYPES = {str(dtype).removeprefix("torch."): (code, dtype.itemsize) for dtype, code in CODES.items()}
 """dtype -> its name in a file and the bytes of an element."""
 _FILE_NAME = re.compile(r"tensors-[0-9]{5,}-[0-9]{5,}\.safetensors")
+START = "start.json"
+"""File beside the checkpoints of a run that went back to its beginning."""
 MOST_DIMS = 8
 """Dimensions of a tensor; the corners of a piece double with each."""
 
@@ -62,6 +65,26 @@ def read_index(path: Path) -> dict[str, Any]:
     if problem := next(_problems(index), None):
         raise UserError(f"{file}: damaged: {problem}")
     return index
+
+
+def read_start(folder: Path) -> dict[str, Any]:
+    """Read what a run that went back to its beginning continues with, `samples` and `watch` as in an index; empty if it
+    never did. Raises UserError if the file is damaged."""
+    file = folder / START
+    if not file.exists():
+        return {}
+    facts = read_json(file, shared=True)
+    if not _matches(facts, {"samples": _is_count, "watch": _FACTS["watch?"]}):
+        raise UserError(f"{file}: damaged; without this file the run begins with the first sample")
+    return facts
+
+
+def write_start(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write what `read_start` returns, at once or not at all. Raises UserError if the disk refuses."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / START, json.dumps(facts).encode())
+        flush(folder)
 
 
 def require_facts(path: Path, index: Mapping[str, Any], *names: str) -> None:
@@ -234,6 +257,7 @@ _FACTS: dict[str, Any] = {
         "rollbacks?": [_ROLLBACK],
         "skipped_in_a_row?": _is_count,
         "left_out?": _is_count,
+        "good_steps?": _is_count,
     },
     "loss_scale?": lambda value: value is None or _matches(value, _LOSS_SCALE),
     # `pangu.layers.fp8`

@@ -3,6 +3,7 @@ their fields, see `bounds` and `build`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -315,6 +316,20 @@ def _checkpoint(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, any_of(near))
 
 
+def _local_paths(config: RunConfig) -> Iterator[Problem]:
+    paths = {
+        "train.output": config.train.output,
+        "checkpoint.resume": config.checkpoint.resume,
+        "checkpoint.init_from": config.checkpoint.init_from,
+        "data.folder": getattr(config.data, "folder", None),
+        "data.packing.index": config.data.packing.index,
+    }
+    for key, path in paths.items():
+        if isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+            rule = f"{path.partition(':')[0]}:// is not supported here, only folders that the machine has mounted"
+            yield Problem(key, path, rule, f"{path.partition('://')[2] or 'runs/default'} would be a path here")
+
+
 def _stop_after(config: RunConfig) -> Iterator[Problem]:
     value = config.train.stop_after
     try:
@@ -370,5 +385,6 @@ _RULES: tuple[Rule, ...] = (
     _checkpoint,
     _stop_after,
     _faults,
+    _local_paths,
     _evaluate,
 )

@@ -254,11 +254,13 @@ class CheckpointConfig:
     init_from: Filename | None
     """Path of a checkpoint folder: a new run begins with its weights, and with nothing else of it (fine-tuning). A run
     folder that holds a checkpoint is continued as `resume` says. null: random first weights."""
-    # younger than the first run folders, whose config.yaml lacks it
+    # younger than the first run folders, whose config.yaml lacks them
     upcycle: bool = False
     """The checkpoint of `init_from` is of the same model without experts: each expert begins as a copy of the dense
     feed-forward layer in its place (Komatsuzaki et al. 2022), and the router as in a new run. The first logits are
     those of the dense model, as the weights of a token's experts add up to 1."""
+    max_failed_saves: Natural = 3
+    """More saves in a row than this that fail end the run."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +269,8 @@ class FaultsConfig:
 
     action: Literal["warn", "stop", "rollback"]
     """What follows a spike or too many skipped steps. `warn`: a line in the log; `stop`: the run ends with an error;
-    `rollback`: it continues from the newest checkpoint, without the batches that led to the fault (Chowdhery et al.
-    2022, section 5.1)."""
+    `rollback`: it continues from the newest proven checkpoint, without the batches that led to the fault (Chowdhery et
+    al. 2022, section 5.1), or from the seed if there is no checkpoint yet."""
     spike: Positive | None
     """A loss is a spike if it is so many standard deviations above the mean of the steps before it, or not finite.
     null: spikes are not looked for."""
@@ -285,6 +287,9 @@ class FaultsConfig:
     slow_factor: Annotated[float, Bounds(above=1)]
     """A rank is named if it computes longer than the median by this factor, beyond what its layers ask for. Time in
     which a stage waits does not count; ranks that share matrices, or weights under ZeRO-3, are slow together."""
+    proven_after: Count = 50
+    """Good steps after which a checkpoint is proven. A fault before that, or a second one after it, condemns the
+    checkpoint, and no run continues from it unasked. The last proven one is kept whatever `checkpoint.keep` says."""
 
 
 @dataclass(frozen=True)

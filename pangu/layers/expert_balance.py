@@ -38,6 +38,11 @@ class ExpertBalance:
         self._sums, self.shares, self.bias = (x.to(device) for x in (self._sums, self.shares, self.bias))
         return self
 
+    def reset(self) -> None:
+        """Forget all loads."""
+        self.shares.fill_(1 / self.shares.shape[1])
+        self.bias.zero_()
+
     def row(self, layer: int) -> int:
         """Of a layer in all tensors here."""
         return self.layers.index(layer)

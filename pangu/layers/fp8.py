@@ -204,6 +204,12 @@ class Fp8Scales:
         self.inverse.copy_((254 - scale << 23).view(torch.float32))
         self.known = True
 
+    def reset(self) -> None:
+        """Forget all magnitudes: the next step multiplies in the compute format."""
+        self.amax.zero_()
+        self._history.zero_()
+        self.known = False
+
     def state(self) -> dict[str, list[list[int]]] | None:
         """Name -> exponents of its tensors, for a checkpoint."""
         tensors = self._history.t().unflatten(0, (len(self._names), len(_EXPONENTS))).tolist()
@@ -212,9 +218,7 @@ class Fp8Scales:
     def restore(self, path: Path, state: Mapping[str, Sequence[Sequence[int]]] | None) -> None:
         """Continue with the history of the checkpoint at `path`; None: it has none, and the next step multiplies in the
         compute format. Raises UserError if it lacks a matrix."""
-        self.amax.zero_()
-        self._history.zero_()
-        self.known = False
+        self.reset()
         if state is not None:
             if missing := [name for name in self._names if name not in state]:
                 raise UserError(f"{path / 'index.json'}: damaged: fp8 has no magnitudes of {', '.join(missing[:3])}")

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from pangu.config.files import open_regular, parse_json
 
-_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_")
+_OPTIONAL = ("validation_", "evaluation", "trust_", "slow_", "experts", "padding", "continued_", "failed_")
 """Beginnings of the fields that a line lacks if there is nothing to say."""
 
 
@@ -45,6 +45,8 @@ class StepRecord:
     """Loss scale of the step; None unless the format is fp16."""
     continued_from: int | None = None
     """Step of the checkpoint that the run went on from before this step: it was started again, or went back."""
+    failed_saves: int | None = None
+    """Saves in a row that had failed by then, if any."""
     data_wait_s: float = 0.0
     """Seconds of the step in which the first rank waited for its micro-batches, which are read one step ahead."""
     padding: float | None = None
@@ -67,8 +69,8 @@ class StepRecord:
     choices that were `dropped`, and the means over layers and sequences of both losses, without their factors."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields; those of padding, validation and benchmarks, the ratios, slow ranks, experts and a checkpoint are
-        left out if there are none."""
+        """Return all fields; those of padding, validation and benchmarks, the ratios, slow ranks, experts, a checkpoint
+        and failed saves are left out if there are none."""
         return {
             name: value for name, value in asdict(self).items() if value is not None or not name.startswith(_OPTIONAL)
         }

@@ -22,7 +22,17 @@ _log = logging.getLogger(__name__)
 _START_SECONDS = 20
 _FINISH_SECONDS = 60
 _GROUPS = {
-    "train": ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale", "padding", "continued_from"),
+    "train": (
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "skipped",
+        "loss_scale",
+        "padding",
+        "continued_from",
+        "failed_saves",
+    ),
     "speed": ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "peak_memory_gib", "data_wait_s"),
     "validation": ("validation_loss", "validation_perplexity"),
 }

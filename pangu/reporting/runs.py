@@ -33,6 +33,7 @@ SILENT_SECONDS = 120.0
 _NUMBERS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "tflops_per_device", "mfu"),
     *("peak_memory_gib", "skipped", "loss_scale", "data_wait_s", "validation_loss", "continued_from"),
+    "failed_saves",
 )
 """Fields of metrics.jsonl that are drawn or counted."""
 _EXPERTS = ("load", "least_load", "dropped", "balance_loss", "z_loss")
@@ -122,12 +123,15 @@ class Run:
 
     def events(self) -> Iterator[tuple[int, str]]:
         """Steps at which something went wrong or the run was started again, and what."""
-        before = 0.0
-        for step, skipped, place, record in zip(
-            self.columns["step"], self.columns["skipped"], self.columns["continued_from"], self.records, strict=True
-        ):
+        before, failed = 0.0, 0.0
+        names = ("step", "skipped", "continued_from", "failed_saves")
+        columns = (self.columns[name] for name in names)
+        for step, skipped, place, saves, record in zip(*columns, self.records, strict=True):
             if math.isfinite(place):
-                yield int(step), f"goes on from the checkpoint of step {place:.0f}"
+                yield int(step), f"goes on from the checkpoint of step {place:.0f}" if place else "begins again"
+            if saves > failed:
+                yield int(step), f"a save failed, {saves:.0f} in a row"
+            failed = saves if math.isfinite(saves) else 0.0
             if skipped > before:
                 yield int(step), "skipped: the gradient was not finite"
             before = max(before, skipped if math.isfinite(skipped) else 0.0)
@@ -278,8 +282,14 @@ def figures(run: Run) -> dict[str, tuple[str, float]]:
         "data wait": (_text(wait, "{:.1%}".format), math.nan),
         "skipped": (_text(run.last("skipped"), "{:.0f}".format), math.nan),
         "restarts": (str(restarts), math.nan),
+        "failed saves": (f"{_rises(run.columns['failed_saves'])}", math.nan),
         "time": (_text(float(np.nansum(run.columns["step_time_s"])), duration), math.nan),
     }
+
+
+def _rises(values: Series) -> int:
+    """Return how often a count that starts again from 0 went up."""
+    return int((np.diff(np.nan_to_num(values), prepend=0) > 0).sum())
 
 
 def _text(value: float, form: Any) -> str:

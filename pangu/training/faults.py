@@ -23,7 +23,7 @@ NAMED_RANKS = 4
 
 
 class SpikeDetector:
-    """Judges every step by the ones before it, and remembers how often the run has gone back.
+    """Judge of every step by the ones before it, and memory of how often the run has gone back.
 
     All of it is a function of the run's own figures and is kept in checkpoints, so that a resumed run judges as the
     unbroken one does.
@@ -38,9 +38,16 @@ class SpikeDetector:
         """What happened, in which step, where the run went on from, and the range of samples that it left out."""
         self.left_out = 0
         """Samples that were left out on the way to this state."""
+        self.good_steps = 0
+        """Steps on the way to this state that were neither skipped nor a fault."""
 
     def fault(self, result: StepResult) -> str | None:
-        """What is wrong with a step, in words, or None. Every step is shown once."""
+        """Return what is wrong with a step, or None if nothing is. Every step is shown once."""
+        fault = self._judge(result)
+        self.good_steps += fault is None and not result.skipped
+        return fault
+
+    def _judge(self, result: StepResult) -> str | None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         if self._skipped > self._config.max_skipped:
             return f"{self._skipped} steps in a row are skipped (faults.max_skipped = {self._config.max_skipped})"
@@ -61,30 +68,36 @@ class SpikeDetector:
         )
 
     def back_to(self, index: Mapping[str, Any], step: int, fault: str, end: int) -> dict[str, Any]:
-        """What changes in the checkpoint of this `index` when a run goes back to it, because of a `fault` in a `step`.
+        """Return what changes in the checkpoint of this `index` when a run goes back to it.
 
-        `end`: the first sample, in the order of the data, that is not left out.
+        Args:
+            index: of the checkpoint; empty for the beginning of the run.
+            step: in which the `fault` was found.
+            fault: in words.
+            end: first sample, in the order of the data, that is not left out.
         """
-        start, state = index["samples"], index.get("watch", {})
-        event = {"step": step, "fault": fault, "back_to": index["step"], "left_out": [start, end]}
+        start, state = index.get("samples", 0), index.get("watch", {})
+        event = {"step": step, "fault": fault, "back_to": index.get("step", 0), "left_out": [start, end]}
         left_out = state.get("left_out", 0) + end - start
         return {"samples": end, "watch": {**state, "rollbacks": [*self.rollbacks, event], "left_out": left_out}}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         return {
             "losses": list(self._losses),
             "skipped_in_a_row": self._skipped,
             "rollbacks": list(self.rollbacks),
             "left_out": self.left_out,
+            "good_steps": self.good_steps,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; an empty one is a beginning."""
+        """Continue from what `state` returned; an empty one is a beginning."""
         self._losses = deque(state.get("losses", ()), maxlen=self._config.spike_window)
         self._skipped = state.get("skipped_in_a_row", 0)
         self.rollbacks = list(state.get("rollbacks", ()))
         self.left_out = state.get("left_out", 0)
+        self.good_steps = state.get("good_steps", 0)
 
 
 def not_finite(norms: Norms) -> list[str]:

@@ -69,6 +69,8 @@ class Loop:
         """Step of the checkpoint that the next step goes on from, if no step has been recorded since."""
         self._restore(checkpoint)
         self._writers: list[Writer] = []
+        self._failing: set[str] = set()
+        """Writers whose last figures could not be written."""
         self._pending: tuple[PendingResult, dict[int, float] | None, dict[str, Any]] | None = None
         """The step whose result has not been looked at, the stragglers in it, and what the record says of its data."""
         self._asked: list[bool] = []
@@ -154,11 +156,14 @@ class Loop:
         if self._goes_back(result, saver):
             return False
         record = self._figures(result, self._step_s, stragglers)
-        self.record = replace(record, continued_from=self._continued_from, **of_data)
-        self._continued_from = None
+        failed = saver.failed or None
+        self.record = replace(record, continued_from=self._continued_from, failed_saves=failed, **of_data)
+        self._continued_from, self.heartbeat.failed_saves = None, saver.failed
         for writer in self._writers:
-            writer.write(self.record)
-        self._check_replicas()
+            with self._bearing_failures(type(writer).__name__):
+                writer.write(self.record)
+        saver.standings.note(self.spikes.good_steps, saver.is_writing)
+        self._check_replicas(saver)
         if at_once:
             self._obey(saver)
         return True
@@ -295,19 +300,21 @@ class Loop:
         if faults.action == "warn":
             log.warning(message)
             return False
-        if faults.action == "stop":
-            raise UserError(
-                f"{message}; faults.action=rollback would continue from the newest checkpoint without the batches since"
-            )
         rollbacks = len(self.spikes.rollbacks)
-        if rollbacks >= faults.max_rollbacks:
+        if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
             raise UserError(f"{message}; the run has gone back {rollbacks} times (faults.max_rollbacks)")
-        log.warning("%s: going back to the newest checkpoint", message)
+        saver.settle()
+        blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault)
+        if faults.action == "stop":
+            works = "faults.action=rollback would continue from the newest proven checkpoint without the batches since"
+            raise UserError(f"{message}; {works}; {blamed}")
+        log.warning("%s: going back; %s", message, blamed)
         with self._interlude("going back"):
             step, end = trainer.step, self.samples + faults.skip_after * self.config.batch.global_size
             self._restore(saver.go_back(lambda index: self.spikes.back_to(index, step, fault, end)))
         self._step_began = None
-        log.warning("continuing after step %d with sample %d", trainer.step, self.samples)
+        place = saver.newest or "the beginning"
+        log.warning("went back to %s: continuing after step %d with sample %d", place, trainer.step, self.samples)
         self._close_writers()
         self._open_writers()
         return True
@@ -319,17 +326,21 @@ class Loop:
         self._continued_from = self.trainer.step if checkpoint else None
         self.spikes.restore(checkpoint.get("watch", {}))
 
-    def _check_replicas(self) -> None:
-        if not self._due(self.config.train.check_replicas):
+    def _check_replicas(self, saver: Saver) -> None:
+        step, every = self.trainer.step, self.config.train.check_replicas
+        if not self._due(every):
             return
         from pangu.training.replicas import find_replica_difference
 
         with self._interlude("comparing replicas"):
             difference = find_replica_difference(self.trainer)
         if difference:
+            saver.settle()
+            last = (step - 1) // every * every
+            continues = saver.standings.condemn_after(last, f"step {step}: replicas differ, last compared in {last}")
             raise UserError(
-                f"train.check_replicas: after step {self.trainer.step} copies of {difference} differ; look for a "
-                "bad device, and continue from a checkpoint that is older than the fault"
+                f"train.check_replicas: after step {step} copies differ: {difference}; look for a bad device; "
+                f"{continues}"
             )
 
     def _due(self, every: int) -> bool:
@@ -345,10 +356,22 @@ class Loop:
             self._writers += [] if self.forecast is None else [self.forecast]
 
     def _close_writers(self) -> None:
-        with ExitStack() as closing:
-            for writer in self._writers:
-                closing.callback(writer.close)
-            self._writers = []
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            with self._bearing_failures(type(writer).__name__):
+                writer.close()
+
+    @contextmanager
+    def _bearing_failures(self, writer: str) -> Iterator[None]:
+        """Let figures that cannot be written be a warning, once until they can be: the run is worth more than they."""
+        try:
+            yield
+        except UserError as error:
+            if writer not in self._failing:
+                log.warning("%s; the run goes on without these figures", error)
+            self._failing.add(writer)
+        else:
+            self._failing.discard(writer)
 
     @property
     def tokens(self) -> int:

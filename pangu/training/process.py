@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,10 +66,11 @@ def only_run(output: Path) -> Iterator[None]:
 
 
 class Heartbeat:
-    """`heartbeat.json` in the run folder: step, what the run is doing, time (UTC), host, process. Written as training
-    goes on, not by a thread of its own, so that a run that hangs falls silent.
+    """`heartbeat.json` in the run folder: step, what the run is doing, saves in a row that have failed, time (UTC),
+    host, process. Written as training goes on, not by a thread of its own, so that a run that hangs falls silent.
 
-    A context manager, whose end writes `ended`, or `failed` with an error. None as folder: writes nothing.
+    A context manager, whose end writes `ended`, or `failed` with an error. None as folder: writes nothing. A file that
+    cannot be written is a warning, once until it can be: the run is worth more than its heartbeat.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -77,9 +78,11 @@ class Heartbeat:
         self._step = 0
         self._doing = ""
         self._written_s = -HEARTBEAT_SECONDS
+        self._failing = False
+        self.failed_saves = 0
 
     def beat(self, step: int, doing: str) -> None:
-        """Say that the run is alive, having made `step` steps. Raises UserError if the file cannot be written."""
+        """Say that the run is alive, having made `step` steps."""
         now = time.monotonic()
         self._step = step
         if self._path is None or (doing == self._doing and now - self._written_s < HEARTBEAT_SECONDS):
@@ -88,21 +91,27 @@ class Heartbeat:
         content = {
             "step": step,
             "doing": doing,
+            "failed_saves": self.failed_saves,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": socket.gethostname(),
             "process": os.getpid(),
         }
-        with writing(self._path):
-            # a watcher never finds half of it; it need not outlive a crash of the machine
-            write_atomically(self._path, f"{json.dumps(content)}\n".encode(), sync=False)
+        try:
+            with writing(self._path):
+                # a watcher never finds half of it; it need not outlive a crash of the machine
+                write_atomically(self._path, f"{json.dumps(content)}\n".encode(), sync=False)
+            self._failing = False
+        except UserError as error:
+            if not self._failing:
+                log.warning("%s; the run goes on", error)
+            self._failing = True
 
     def __enter__(self) -> Self:
         self.beat(0, "starting")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with nullcontext() if kind is None else suppress(UserError):  # what went wrong first counts
-            self.beat(self._step, "ended" if kind is None else "failed")
+        self.beat(self._step, "ended" if kind is None else "failed")
 
 
 def describe_rank(mesh: Mesh, local_rank: int) -> dict[str, Any]:

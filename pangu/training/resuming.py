@@ -3,53 +3,63 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pangu.checkpoint.files import tidy
+from pangu.checkpoint.files import list_checkpoints, tidy
 from pangu.checkpoint.index import read_index, require_facts
 from pangu.checkpoint.reading import damage, intact, load, load_weights
 from pangu.checkpoint.run_folder import identity
+from pangu.checkpoint.standing import Standing, continuation_order, read_standing
 from pangu.collectives.agreement import agree
 from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
-from pangu.training.saving import MOMENTS, state_of, weights_of
-from pangu.training.step import Trainer
+from pangu.training.saving import state_of, weights_of
+from pangu.training.step import MOMENTS, Trainer
 
 log = logging.getLogger("pangu")
 
 
-def intact_checkpoint(config: RunConfig, paths: Sequence[Path], mesh: Mesh) -> Path:
-    """What `checkpoint.resume` names, or the newest intact one of a run folder's checkpoints. Raises UserError if there
-    is none that is intact."""
-    if config.checkpoint.resume not in ("auto", "none"):
-        return intact(Path(config.checkpoint.resume), mesh)
-    path, problems = newest_intact(paths, mesh)
-    if path is None:
-        raise UserError(
-            f"{paths[0].parent}: no checkpoint here is intact; choose another train.output to start from the "
-            "beginning:\n" + "\n".join(f"  {line}" for line in problems)
-        )
-    return path
+def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
+    """Return the best checkpoint of the run folder to continue from, see `continuation_order`, that is intact. None:
+    the beginning, because there is no checkpoint, or because those that are there were condemned before any was proven
+    and `faults.action` = rollback. All ranks read the files between them, and come to the same.
 
+    Raises:
+        UserError: on all ranks, if there are checkpoints that should not be given up unasked.
+    """
+    folder = Path(config.train.output) / "checkpoints"
 
-def newest_intact(paths: Sequence[Path], mesh: Mesh) -> tuple[Path | None, list[str]]:
-    """The newest intact one of some checkpoints, if there is one, and what is wrong with those after it."""
-    problems: list[str] = []
-    for path in reversed(paths):
-        lines = damage(path, mesh)
-        if not lines:
-            return path, problems
+    def look() -> list[tuple[Path, Standing]]:
+        return [(path, read_standing(path)) for path in list_checkpoints(folder)]
+
+    (found, *_) = agree(mesh, look, runs_here=mesh.is_first)
+    assert found is not None
+    problems = [f"{path}: is {standing}" for path, standing in found if standing.condemned]
+    for line in problems:
+        log.warning("skipping a checkpoint: %s", line)
+    order = continuation_order(found)
+    for path in order:
+        if not (lines := damage(path, mesh)):
+            return path
         problems += lines
         for line in lines:
             log.warning("skipping a checkpoint: %s", line)
-    return None, problems
+    if not order and config.faults.action == "rollback" and not any(standing.proven for _, standing in found):
+        return None
+    works = "checkpoint.resume=CHECKPOINT continues from a condemned one" if len(order) < len(found) else ""
+    raise UserError(
+        f"{folder}: no checkpoint here is intact and not condemned; choose another train.output to start from the "
+        + "; ".join(filter(None, ("beginning", works)))
+        + ":\n"
+        + "\n".join(f"  {line}" for line in problems)
+    )
 
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
@@ -60,11 +70,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index["identity"], identity(config))
     _compare_order(path, index, config.data)
-    trainer.step, trainer.skipped = index["step"], index["skipped"]
-    for state in trainer.optimizer.state.values():
-        state["step"].fill_(trainer.step - trainer.skipped)
-        for moment in MOMENTS:
-            state[moment].zero_()
+    trainer.restart_optimizer(index["step"], index["skipped"])
     agree(trainer.mesh, lambda: _require_moments(path, index, config), runs_here=True)
     agree(trainer.mesh, lambda: load(path, index, list(state_of(trainer))), runs_here=True)
     trainer.parameters.publish()

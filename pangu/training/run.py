@@ -35,7 +35,7 @@ from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_
 from pangu.training.interrupts import Interrupts
 from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
-from pangu.training.saving import find_checkpoint
+from pangu.training.saving import begin, find_checkpoint
 from pangu.training.step import Trainer
 
 if TYPE_CHECKING:
@@ -196,12 +196,11 @@ def _begin(config: RunConfig, trainer: Trainer, checkpoint: Path | None) -> dict
         index = load_checkpoint(checkpoint, config, trainer)
         log.info("continuing from %s (step %d)", checkpoint, trainer.step)
         return index
-    if config.checkpoint.init_from is not None:
-        from pangu.training.resuming import begin_with
-
-        begin_with(Path(config.checkpoint.init_from), config, trainer)
-        log.info("beginning with the weights of %s", config.checkpoint.init_from)
-    return {}
+    index = begin(config, trainer)
+    if index:
+        rollbacks = len(index["watch"].get("rollbacks", ()))
+        log.info("beginning again from the seed with sample %d, after %d rollbacks", index["samples"], rollbacks)
+    return index
 
 
 def _log_states(config: RunConfig, trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, rectangles_of
+from pangu.checkpoint.files import Slice, amend, checkpoint_path, list_checkpoints, prune, rectangles_of, tidy
 from pangu.checkpoint.run_folder import identity
 from pangu.collectives.agreement import StuckError, agree, complete
 from pangu.config.errors import SAVE_SECONDS, LocalError, UserError, writing
@@ -20,18 +20,21 @@ from pangu.config.files import flush
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
-from pangu.training.step import Trainer
+from pangu.training.standings import Standings
+from pangu.training.step import MOMENTS, Trainer
 from pangu.zero.norms import counts
 
 log = logging.getLogger("pangu")
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
-    """The checkpoint that a run begins from, intact; None for a fresh start. All ranks read the files between them.
-    Raises UserError on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
-    checkpoint, or if the run folder holds none but damaged ones."""
+    """Return the intact checkpoint that a run continues from; None: it begins from the seed. All ranks read the files
+    between them.
+
+    Raises:
+        UserError: on all ranks, if `checkpoint.resume` forbids what the run folder holds, or names no intact
+            checkpoint, or if the run folder holds none that can be continued.
+    """
     resume = config.checkpoint.resume
     folder = Path(config.train.output) / "checkpoints"
     (paths, *_) = agree(mesh, lambda: list_checkpoints(folder), runs_here=mesh.is_first)
@@ -43,9 +46,34 @@ def find_checkpoint(config: RunConfig, mesh: Mesh) -> Path | None:
         )
     if resume in ("auto", "none") and not paths:
         return None
-    from pangu.training.resuming import intact_checkpoint
+    from pangu.training.resuming import intact, place_to_continue
 
-    return intact_checkpoint(config, paths, mesh)
+    return place_to_continue(config, mesh) if resume == "auto" else intact(Path(resume), mesh)
+
+
+def begin(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
+    """Let a fresh trainer begin a run, with the weights of `checkpoint.init_from` if there are any. Returns what a
+    checkpoint's index would say of `samples` and `watch`, if the run went back to its beginning before; otherwise
+    nothing. Checkpoints that are there are condemned, and get out of the way."""
+    folder, mesh = Path(config.train.output) / "checkpoints", trainer.mesh
+
+    def clear() -> tuple[list[Path], dict[str, Any]]:
+        if not folder.exists():
+            return [], {}
+        from pangu.checkpoint.index import read_start
+
+        return tidy(folder, -1), read_start(folder)
+
+    (cleared, *_) = agree(mesh, clear, runs_here=mesh.is_first)
+    assert cleared is not None
+    for checkpoint in cleared[0]:
+        log.warning("%s: this run begins again without it; delete it if you do not need it", checkpoint)
+    if config.checkpoint.init_from is not None:
+        from pangu.training.resuming import begin_with
+
+        begin_with(Path(config.checkpoint.init_from), config, trainer)
+        log.info("beginning with the weights of %s", config.checkpoint.init_from)
+    return cleared[1]
 
 
 class Saver:
@@ -68,6 +96,11 @@ class Saver:
         """The last save, until it is known how it ended."""
         self.newest: Path | None = None
         """The last checkpoint that this process saved or went back to."""
+        self._most_failed = config.checkpoint.max_failed_saves
+        self.failed = 0
+        """Saves in a row that have failed, the same on all ranks."""
+        self.standings = Standings(self._folder, trainer.mesh, config.faults.proven_after)
+        self.standings.load()
 
     def save(self, samples: int, watch: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
         """Copy the state of the run and begin to write it, once the save before has settled.
@@ -93,6 +126,9 @@ class Saver:
             "choices": trainer.choices,
         }
         path = checkpoint_path(self._folder, trainer.step)
+        # first: what is pruned after this save depends on it, however long the save before took
+        self.standings.note(watch.get("good_steps", 0), writing=False)
+        self.standings.add(path, watch.get("good_steps", 0))
         slices = _slices(trainer)
         self._save = Future()
         if self._arena is not None:
@@ -112,36 +148,54 @@ class Saver:
         save, self._save = self._save, None
         if save is not None:
             self.newest = save.result()
+            self.failed = 0
 
     def settle(self) -> None:
-        """Wait until the last save has ended; a failure of it is a warning, because older checkpoints are untouched.
-        Raises StuckError if it makes no progress: the next one would not either."""
+        """Wait until the last save has ended. A failure is a warning, because older checkpoints are untouched.
+
+        Raises:
+            StuckError: if the save makes no progress: the next one would not either.
+            UserError: on all ranks, if more saves in a row have failed than `checkpoint.max_failed_saves`.
+        """
         try:
             self.finish()
         except StuckError:
             raise
         except UserError as error:
+            self.failed += 1
+            if self.failed > self._most_failed:
+                rule = f"checkpoint.max_failed_saves = {self._most_failed}"
+                raise UserError(f"{self.failed} saves in a row have failed ({rule}); the last one: {error}") from error
             log.warning("%s", error)
 
-    def go_back(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the run to its newest intact checkpoint, as `load_checkpoint` does. `change` gives the facts of its
-        index that are others now; they are written first, so that a run that is resumed from it does the same.
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last save has not ended yet on this rank."""
+        return self._save is not None and not self._save.done()
 
-        Raises UserError on all ranks if there is no intact checkpoint.
+    def go_back(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the run to the checkpoint that `resuming.place_to_continue` names, or to its beginning, and return the
+        facts from there. `change` gives those that are others now; they are written first, so that a run that is
+        resumed from there does the same. The last save must have settled.
+
+        Raises:
+            UserError: on all ranks, if there are checkpoints and none can be continued.
         """
-        from pangu.checkpoint.index import read_index
-        from pangu.training.resuming import load_checkpoint, newest_intact
+        from pangu.checkpoint.index import read_index, read_start, write_start
+        from pangu.training.resuming import load_checkpoint, place_to_continue
 
-        self.settle()
         mesh = self._trainer.mesh
-        (paths, *_) = agree(mesh, lambda: list_checkpoints(self._folder), runs_here=mesh.is_first)
-        path, _ = newest_intact(paths or [], mesh)
+        self.newest = path = place_to_continue(self._config, mesh)
         if path is None:
-            raise UserError(f"{self._folder}: there is no intact checkpoint yet to go back to")
-        index = read_index(path)
-        agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
-        self.newest = path
-        return load_checkpoint(path, self._config, self._trainer)
+            agree(mesh, lambda: write_start(self._folder, change(read_start(self._folder))), runs_here=mesh.is_first)
+            self._trainer.start_over()
+            index = begin(self._config, self._trainer)
+        else:
+            index = read_index(path)
+            agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
+            index = load_checkpoint(path, self._config, self._trainer)
+        self.standings.load()
+        return index
 
     def __enter__(self) -> Self:
         return self

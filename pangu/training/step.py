@@ -35,6 +35,9 @@ from pangu.zero.weight_products import WeightProducts
 if TYPE_CHECKING:
     from pangu.training.autotune import Choices
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The optimizer's state of each tensor that checkpoints hold."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -132,6 +135,24 @@ class Trainer:
     def shards(self) -> list[Shard]:
         """What this rank keeps: shards of logical tensors, frozen ones included."""
         return self.parameters.shards
+
+    def start_over(self) -> None:
+        """Return to the state before the first step: initial weights of the seed, and an optimizer without a past."""
+        self.restart_optimizer(0, 0)
+        self.parameters.fill(self.config.train.seed)
+        self.loss_scale = LossScale(self.config.precision.loss_scale, self.mesh.device)
+        if self.scales is not None:
+            self.scales.reset()
+        if self.balance is not None:
+            self.balance.reset()
+
+    def restart_optimizer(self, step: int, skipped: int) -> None:
+        """Let `step` steps be made, of which `skipped` changed nothing, with moments of zero."""
+        self.step, self.skipped = step, skipped
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step - skipped)
+            for moment in MOMENTS:
+                state[moment].zero_()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """One step, whose result is waited for."""

@@ -114,12 +114,20 @@ class FlatParameter:
             for placement in table.stored_in(name):
                 begin = span.start + placement.offset
                 self.tensors.append((placement.name, slice(begin, begin + placement.local_numel)))
-                self._add_shard(placement, begin, seed, values)
+                self._add_shard(placement, begin, values)
             parameter = replace_parameter(model, name, self.weights[span].view(shape))
             parameter.requires_grad_(self.trained)
             self.parameters.append((parameter, span))
+        if seed is not None:
+            self.fill(seed)
         if sharding.stage == 3:
             self.free()
+
+    def fill(self, seed: int) -> None:
+        """Write the initial values of a seed into the main parameters; the weights follow when they are published."""
+        for shard in self.shards:
+            for rectangle, offsets in shard.rectangles(shard.main):
+                fill(rectangle, shard.placement, seed, offsets)
 
     def _allocate(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         buffers: dict[str, Tensor] = {}
@@ -147,9 +155,9 @@ class FlatParameter:
         self.host_grad = buffers.get("host_grad")
         """Its copy for the update, if the main parameters lie on the host."""
 
-    def _add_shard(self, placement: Placement, begin: int, seed: int | None, values: Tensor) -> None:
-        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer; `values` of
-        the parameter, if there is no seed."""
+    def _add_shard(self, placement: Placement, begin: int, values: Tensor) -> None:
+        """Add this rank's shard of a logical tensor whose slice begins at element `begin` of the buffer, with `values`
+        of the parameter, unless that is on the meta device."""
         low, high = max(begin, self.span.start), min(begin + placement.local_numel, self.span.stop)
         if low >= high:
             return
@@ -157,12 +165,9 @@ class FlatParameter:
         grad = self.grad[place] if self.trained else None
         host_grad = None if self.host_grad is None else self.host_grad[place]
         shard = Shard(placement, low - begin, self.main[place], grad, host_grad)
-        if seed is None:
+        if not values.is_meta:
             first = placement.offset + shard.start
             shard.main.copy_(values.reshape(-1)[first : first + shard.main.numel()])
-        else:
-            for rectangle, offsets in shard.rectangles(shard.main):
-                fill(rectangle, placement, seed, offsets)
         if not self.main_on_host:
             shard.main.grad = grad
         self.shards.append(shard)

@@ -119,6 +119,12 @@ class ShardedParameters:
     def trained_shards(self) -> list[Shard]:
         return [shard for flat in self.trained for shard in flat.shards]
 
+    def fill(self, seed: int) -> None:
+        """Give all weights, frozen ones included, their initial values once more."""
+        for flat in self.flat_parameters:
+            flat.fill(seed)
+        self.publish()
+
     def publish(self) -> None:
         """After main parameters were changed from outside: update all weights and wait for them."""
         self.unsharder.publish(self.flat_parameters)

@@ -28,6 +28,7 @@ from pangu.checkpoint.files import (
 )
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
 from pangu.checkpoint.reading import load
+from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
 from pangu.config.errors import UserError
 
 TENSORS = {"weight/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(2, 3), "weight/b": torch.zeros(4).double()}
@@ -97,8 +98,47 @@ def test_half_written_checkpoints_are_not_listed_and_the_oldest_go(tmp_path: Pat
     assert len(list_checkpoints(tmp_path)) == 3
     prune(tmp_path, 1, keep_every=2)  # 2 and 10 stay for ever
     assert len(list_checkpoints(tmp_path)) == 3
+    write_standing(tmp_path / "step-00000010", Standing(proven=True))
     prune(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+def test_what_a_rollback_may_need_is_not_pruned(tmp_path: Path) -> None:
+    """The last proven checkpoint, and the one that is proven next; not what is condemned."""
+    for step in range(1, 8):
+        write(tmp_path, step)
+    for step, standing in {1: {"proven": True}, 2: {"proven": True}, 3: {"condemned": True}}.items():
+        write_standing(tmp_path / f"step-0000000{step}", Standing(**standing))
+    prune(tmp_path, 1)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "4", "7"]
+    prune(tmp_path, 3)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["2", "4", "7"]
+
+
+def test_where_a_run_continues() -> None:
+    """From the newest checkpoint; if that is condemned, from the newest proven one before any that is not."""
+    new, proven, condemned = Standing(), Standing(proven=True), Standing(condemned=True)
+    for standings, order in (
+        ([], ""),
+        ([proven, new, new], "210"),
+        ([proven, condemned, new], "20"),
+        ([new, proven, new, condemned], "120"),
+        ([condemned, condemned], ""),
+    ):
+        found = continuation_order([(Path(str(i)), standing) for i, standing in enumerate(standings)])
+        assert "".join(map(str, found)) == order
+    assert new.blamed("x").condemned
+    assert not proven.blamed("x").condemned
+    assert proven.blamed("x").blamed("y").condemned
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"proven": 1}', '{"faults": [3], "condemned": true}', "\0"])
+def test_a_standing_that_cannot_be_read_says_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / "standing.json").write_text(content)
+    assert read_standing(tmp_path) == Standing()
+    standing = Standing(True, True, ("step 3: the loss is nan",))
+    write_standing(tmp_path, standing)
+    assert read_standing(tmp_path) == standing
 
 
 @pytest.mark.parametrize("fails", ["_write_file", "_write_index", "flush"])

@@ -10,6 +10,7 @@ import torch
 
 from pangu.checkpoint.files import Slice, amend, checkpoint_path, commit, start, write_slices
 from pangu.checkpoint.index import checksum, read_index
+from pangu.checkpoint.standing import Standing, write_standing
 from tools.inspect_checkpoint import main
 
 FACTS = {"step": 5, "samples": 20, "skipped": 0, "layout": {"tensor": 2}, "identity": {"optimizer.name": "adam"}}
@@ -47,6 +48,21 @@ def test_rollbacks_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(checkpoint), "--verify"]) == 0
     expected = "went back    from step 9 to 5, without the samples 20 to 39: the loss is nan"
     assert expected in capsys.readouterr().out
+
+
+def test_the_standing_is_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = "step 7: the loss is nan"
+    for standing, told in (
+        (None, "not proven yet"),
+        (Standing(proven=True), "proven"),
+        (Standing().blamed(fault), f"condemned ({fault})"),
+    ):
+        if standing is not None:
+            write_standing(checkpoint, standing)
+        assert main([str(checkpoint)]) == 0
+        assert f"\nstanding     {told}\n" in capsys.readouterr().out
+    assert main([str(checkpoint), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["standing"] == {"proven": False, "condemned": True, "faults": [fault]}
 
 
 def test_damage_is_an_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from pangu.checkpoint import files, together
 from pangu.checkpoint.files import list_checkpoints
 from pangu.config.errors import UserError
 from pangu.data.order import ORDER_VERSION
-from pangu.training import replicas
+from pangu.metrics import writers
+from pangu.training import process, replicas
 from pangu.training.resuming import _compare_order
 from pangu.training.step import Trainer
 from tests.configs import config
@@ -75,19 +76,27 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
 
 
 def test_what_cannot_be_deleted_stays_and_does_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others would wait for the first process, whose writer had ended with an OSError."""
-    (tmp_path / "checkpoints" / ".step-00000001.old" / "in the way").mkdir(parents=True)
-    train(tmp_path, 3, "checkpoint.keep=1")
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "_delete", refuse)
+    train(tmp_path, 3, "checkpoint.keep=1", "faults.proven_after=1")
     assert "step-00000001: cannot be deleted (" in capsys.readouterr().err
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001", "step-00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
+        "step-00000001",
+        "step-00000002",  # the last one that is proven
+        "step-00000003",
+    ]
 
 
 def test_a_run_whose_replicas_differ_ends_before_it_saves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every second step, as asked for."""
     monkeypatch.setattr(replicas, "find_replica_difference", lambda trainer: f"weight/{trainer.step}")
-    with pytest.raises(UserError, match="after step 2 copies of weight/2 differ"):
+    with pytest.raises(UserError, match="after step 2 copies differ: weight/2; look"):
         train(tmp_path, 4, "train.check_replicas=2")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
@@ -115,6 +124,56 @@ def test_a_failed_save_is_told_soon(
     monkeypatch.setattr(Trainer, "forward_backward", compute)
     train(tmp_path, 7, "checkpoint.every=3", "checkpoint.asynchronous=true")
     assert told == {step: step == 6 for step in range(1, 8)}
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_saves_that_fail_again_and_again_end_the_run(
+    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that works in between starts the count again; metrics and heartbeat tell it."""
+    failing = {2, 3, 5, 6, 7, 8, 9}
+
+    def write(folder: Path, *arguments: Any) -> None:
+        if int(folder.name[6:14]) in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(folder, *arguments)
+
+    monkeypatch.setattr(files, "_write_file", write)
+    words = (f"checkpoint.asynchronous={asynchronous}", "checkpoint.max_failed_saves=2")
+    with pytest.raises(
+        UserError, match=r"3 saves in a row have failed \(checkpoint.max_failed_saves = 2\); the last o"
+    ):
+        train(tmp_path, 20, *words)
+    figures = [line.get("failed_saves") for line in metrics(tmp_path)]
+    assert figures == [None, None, None, 1, 2, None, 1, 2]
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["failed_saves"] == 2
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001", "step-00000004"]
+
+
+def test_figures_that_cannot_be_written_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines of metrics.jsonl, heartbeats: one warning for each until they can be written again."""
+    write, write_atomically = writers.JsonLinesWriter.write, process.write_atomically
+
+    def write_line(self: writers.JsonLinesWriter, record: Any) -> None:
+        if record.step in (2, 3, 5):
+            raise UserError("metrics.jsonl: No space left on device")
+        write(self, record)
+
+    def write_beat(path: Path, content: bytes, **options: Any) -> None:
+        if path.name == "heartbeat.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, content, **options)
+
+    monkeypatch.setattr(writers.JsonLinesWriter, "write", write_line)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr(process, "write_atomically", write_beat)
+    train(tmp_path, 6, "checkpoint.every=2")
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 6]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl: No space left on device; the run goes on") == 2
+    assert said.count("/heartbeat.json: the disk is full") + said.count("cannot write") == 1
 
 
 def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

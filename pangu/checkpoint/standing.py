@@ -1,0 +1,95 @@
+"""The standing of a checkpoint: proven by good steps that followed it, or condemned by faults.
+
+A finite but wrong update can be saved before its effect shows. `standing.json` beside `index.json` records what
+happened after the checkpoint was written, so that a run never returns twice to a state that leads to a fault. One
+process writes it, atomically; a checkpoint without it is neither proven nor condemned.
+
+    saved --- `faults.proven_after` good steps ---> proven --- second fault ---> condemned
+          --- a fault before that -------------------------------------------> condemned
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pangu.config.errors import UserError, reading
+from pangu.config.files import flush, read_json, write_atomically
+
+FILE = "standing.json"
+MOST_FAULTS = 2
+"""A proven checkpoint is condemned by its second fault."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run has learned about a checkpoint since it was written."""
+
+    proven: bool = False
+    """Whether enough good steps have followed it."""
+    condemned: bool = False
+    """Whether no run should continue from it."""
+    faults: tuple[str, ...] = ()
+    """Faults of steps that followed it before the next checkpoint, newest last."""
+
+    def blamed(self, fault: str, condemn: bool = False) -> Standing:
+        """Return the standing after one more fault."""
+        faults = (*self.faults, fault)
+        return replace(self, faults=faults, condemned=condemn or not self.proven or len(faults) >= MOST_FAULTS)
+
+    @property
+    def word(self) -> str:
+        """`proven`, `not proven yet` or `condemned`."""
+        return "condemned" if self.condemned else "proven" if self.proven else "not proven yet"
+
+    def __str__(self) -> str:
+        """`condemned (step 7: the loss is nan)`."""
+        return self.word + (f" ({'; '.join(self.faults)})" if self.faults else "")
+
+
+def read_standing(path: Path) -> Standing:
+    """Read the standing of the checkpoint `path`; a file that cannot be read says nothing."""
+    file = path / FILE
+    try:
+        value = read_json(file, shared=True) if file.exists() or file.is_symlink() else {}
+    except UserError:
+        return Standing()
+    faults = value.get("faults", []) if isinstance(value, dict) else None
+    if not isinstance(faults, list) or not all(isinstance(fault, str) for fault in faults):
+        return Standing()
+    return Standing(value.get("proven") is True, value.get("condemned") is True, tuple(faults))
+
+
+def write_standing(path: Path, standing: Standing) -> None:
+    """Replace the standing of the checkpoint `path`, on the disk and at once. Raises UserError if the disk refuses."""
+    with reading(path / FILE, rule="the standing of the checkpoint could not be written"):
+        write_atomically(path / FILE, json.dumps(asdict(standing)).encode())
+        flush(path)
+
+
+def continuation_order(checkpoints: Sequence[tuple[Path, Standing]]) -> list[Path]:
+    """Checkpoints to continue from, best first, given all of a run from the oldest to the newest.
+
+    The newest one is best unless it is condemned. Then those before it that are not proven may be as bad, and come
+    after all that are proven.
+    """
+    usable = [(path, standing) for path, standing in reversed(checkpoints) if not standing.condemned]
+    if checkpoints and checkpoints[-1][1].condemned:
+        usable.sort(key=lambda entry: not entry[1].proven)  # stable: newest first among equals
+    return [path for path, _ in usable]
+
+
+def indispensable(paths: Sequence[Path]) -> set[Path]:
+    """Checkpoints that must not be pruned, given all of a run from the oldest to the newest: the last proven one, and
+    the one after it that is proven next, without which none might live long enough."""
+    needed: set[Path] = set()
+    for path in reversed(paths):
+        standing = read_standing(path)
+        if standing.condemned:
+            continue
+        if standing.proven:
+            return needed | {path}
+        needed = {path}
+    return needed

@@ -1,0 +1,103 @@
+"""The standings of a run's checkpoints, noted by its first rank while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from pangu.checkpoint.files import list_checkpoints, step_of
+from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
+from pangu.collectives.agreement import agree
+from pangu.config.errors import UserError
+from pangu.topology.mesh import Mesh
+
+log = logging.getLogger("pangu")
+
+
+class Standings:
+    """Which checkpoints of the run folder are proven or condemned. Everything that a decision rests on is on the disk,
+    so that a run that is killed and started again judges its checkpoints as if it had not been."""
+
+    def __init__(self, folder: Path, mesh: Mesh, proven_after: int) -> None:
+        """`folder` of the checkpoints; `proven_after`: good steps that prove one."""
+        self._folder, self._mesh, self._proven_after = folder, mesh, proven_after
+        self._unproven: list[tuple[Path, int]] = []
+        """Checkpoints with the good steps that led to them, oldest first; on the first rank."""
+
+    def load(self) -> None:
+        """Find the checkpoints that the steps from here on may prove."""
+        found: list[tuple[Path, int]] = []
+        for path in reversed(list_checkpoints(self._folder) if self._mesh.is_first else []):
+            standing = read_standing(path)
+            if standing.proven or standing.condemned:
+                break
+            from pangu.checkpoint.index import read_index  # now: a fresh run has nothing to read
+
+            try:
+                watch = read_index(path).get("watch", {})
+            except UserError:
+                continue  # damaged: it is named where somebody wants to continue from it
+            found.append((path, watch.get("good_steps", 0)))
+            if "good_steps" not in watch:
+                break  # an older version wrote it, and may have kept thousands before it
+        self._unproven = found[::-1]
+
+    def add(self, path: Path, good_steps: int) -> None:
+        """Follow a checkpoint that is being written after `good_steps` good steps of the run."""
+        if self._mesh.is_first:
+            self._unproven.append((path, good_steps))
+
+    def note(self, good_steps: int, writing: bool) -> None:
+        """Mark the checkpoints that enough good steps have followed as proven; `good_steps`: of the run so far;
+        `writing`: the newest one may not be complete. No other rank waits for it: those ask the first one."""
+        due = [path for path, then in self._unproven if good_steps - then >= self._proven_after]
+        if writing and self._unproven:
+            due = [path for path in due if path != self._unproven[-1][0]]
+        self._unproven = [entry for entry in self._unproven if entry[0] not in due]
+        for path in due:
+            try:
+                if path.is_dir():  # the save may have failed, or somebody has deleted it
+                    write_standing(path, replace(read_standing(path), proven=True))
+            except UserError as error:
+                log.warning("%s", error)  # the next one will be proven instead
+
+    def blame(self, step: int, good_steps: int, fault: str) -> str:
+        """Count a fault in a `step`, after so many good ones, against the newest checkpoint; no save is under way.
+        Returns what is known of that checkpoint, the same on all ranks. Raises UserError on all ranks if it cannot be
+        written."""
+
+        def count() -> str:
+            self.note(good_steps, writing=False)
+            paths = list_checkpoints(self._folder)
+            if not paths:
+                return "there is no checkpoint yet"
+            standing = read_standing(paths[-1]).blamed(f"step {step}: {fault}")
+            write_standing(paths[-1], standing)
+            return f"{paths[-1]}, {step - step_of(paths[-1])} steps before, is {standing.word}"
+
+        (text, *_) = agree(self._mesh, count, runs_here=self._mesh.is_first)
+        assert text is not None
+        return text
+
+    def condemn_after(self, step: int, fault: str) -> str:
+        """Condemn all checkpoints newer than `step`. Returns how to continue, the same on all ranks. Raises UserError
+        on all ranks if it cannot be written."""
+
+        def condemn() -> str:
+            paths = list_checkpoints(self._folder)
+            standings: list[tuple[Path, Standing]] = []
+            for path in paths:
+                standing = read_standing(path)
+                if step_of(path) > step:
+                    standing = standing.blamed(fault, condemn=True)
+                    write_standing(path, standing)
+                standings.append((path, standing))
+            order = continuation_order(standings)
+            if not order:
+                return "no checkpoint is old enough to continue from: begin again with another train.output"
+            return f"the same command continues from {order[0]}, which is older than the fault"
+
+        (text, *_) = agree(self._mesh, condemn, runs_here=self._mesh.is_first)
+        assert text is not None
+        return text
