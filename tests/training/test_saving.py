@@ -173,7 +173,7 @@ def test_figures_that_cannot_be_written_do_not_end_a_run(
     assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 6]
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl: No space left on device; the run goes on") == 2
-    assert said.count("/heartbeat.json: the disk is full") + said.count("cannot write") == 1
+    assert said.count("/heartbeat.json: the disk is full") == 1
 
 
 def test_the_figures_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
