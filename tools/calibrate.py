@@ -516,7 +516,7 @@ def _products(clock: Clock) -> str:
     once = matmul_trial(matmul, torch.float32, clock.device)
     names = matmul_precisions("auto", clock.device, torch.float32, matmul)
     trials = {name: matmul_precision(name)(once) for name in names}
-    return fastest(time_candidates(trials, clock.device, 1.0), MATMUL_TIE)
+    return fastest(time_candidates(trials, clock.device, 1.0), clock.device, MATMUL_TIE)
 
 
 def _neighbours(node: int, world: int) -> dist.ProcessGroup | None:

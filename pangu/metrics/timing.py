@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ BUSY_BYTES = 2**30
 """Written before a timing on an accelerator: a third of a millisecond."""
 TIE = 1.02
 """Candidates whose times differ by no more than this factor are equally fast."""
+HOST_TIE = 1.1
+"""The same on a CPU: on a busy one, nine of ten pairs of equal candidates differ by less."""
 
 
 def time_candidates(
@@ -39,8 +42,8 @@ def time_candidates(
     """Smallest time of each candidate, in seconds.
 
     All are timed in turns, so that what disturbs the machine disturbs all of them, and the smallest time is what it
-    can do undisturbed. With one thread on a CPU it is the processor time, which other processes change least; threads
-    that wait for one another take processor time as well, so with several it is the time that passes.
+    can do undisturbed. With one thread on a CPU (`one_thread`) it is the processor time, which other processes change
+    least; threads that wait for one another take processor time as well, so with several it is the time that passes.
 
     Args:
         device: what they compute on; of an accelerator it is the time by events, of collectives until it is done.
@@ -68,6 +71,19 @@ def time_candidates(
     return best
 
 
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Compute on one thread within the block, if `device` is a CPU: with several on a busy machine, equal candidates
+    differ twentyfold, by either clock."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _of_device(once: Trial, device: torch.device) -> float:
     """Its time by events, not the host's, which queues the work while the device is kept busy; that also leaves nothing
     of the operands in the device's caches, as other layers would."""
@@ -88,8 +104,11 @@ def _timed(once: Trial, device: torch.device, read: Callable[[], float]) -> floa
     return read() - start
 
 
-def fastest(times: Mapping[Name, float], tie: float = TIE) -> Name:
-    """The first candidate that is as fast as the fastest: the order is a preference, which keeps a choice between
-    equals the same from start to start. An infinite time stands for one that cannot be taken."""
+def fastest(times: Mapping[Name, float], device: torch.device, tie: float = TIE) -> Name:
+    """Return the first candidate that is as fast as the fastest, up to `tie` and the noise of `device`: the order is a
+    preference, which keeps a choice between equals the same from start to start. An infinite time stands for one that
+    cannot be taken."""
+    if device.type == "cpu":
+        tie = max(tie, HOST_TIE)
     limit = tie * min(times.values())
     return next(name for name, seconds in times.items() if seconds <= limit)

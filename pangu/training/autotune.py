@@ -25,7 +25,7 @@ from pangu.layers.fp32_matmul import MATMUL_TIE, Matmul, matmul_precision, matmu
 from pangu.layers.kernel_choice import AttentionShape, attention_trial, kernels_of
 from pangu.layers.kernels import KERNELS
 from pangu.metrics.devices import processor_name
-from pangu.metrics.timing import Timer, Trial, fastest, time_candidates
+from pangu.metrics.timing import Timer, Trial, fastest, one_thread, time_candidates
 from pangu.models.size import layer_matrices
 from pangu.topology.mesh import Mesh
 
@@ -59,7 +59,8 @@ class Choices:
     compute: str
     """Its `precision.compute`."""
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Choice -> candidate -> time for a micro-batch, or for a message; empty where there was only one."""
+    """Choice -> candidate -> time for a micro-batch, of kernels and products on one thread of a CPU, or for a message;
+    empty where there was only one."""
     compile: str = "false"
     """Whether layers are compiled, `true` or `false`."""
 
@@ -94,19 +95,23 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         candidates = {key: names[:1] for key, names in candidates.items()}
     previous = _previous(config.model, recorded, candidates["attention"][0])
     recalled = _recall(candidates, previous, device_kinds, compute)
+    with one_thread(device):
+        of_matmuls = _time_matmuls(config, mesh, candidates["products"], timer)
     seconds = {
-        "products": _time_matmuls(config, mesh, candidates["products"], timer),
+        "products": of_matmuls,
         "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
         "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
     }
     for times in seconds.values():  # the slowest rank decides
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
-    seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
+    with one_thread(device):
+        seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
-    attention, _ = fastest(both)
+    attention, _ = fastest(both, device)
     recalled = [key for key in recalled if key != "attention" or attention == previous[key]]
-    products = fastest({p: time for (kernel, p), time in both.items() if kernel == attention}, MATMUL_TIE)
+    of_kernel = {p: time for (kernel, p), time in both.items() if kernel == attention}
+    products = fastest(of_kernel, device, MATMUL_TIE)
     seconds["attention"] = {kernel: time for (kernel, p), time in seconds["attention"].items() if p == products}
     seconds["products"] = {p: min(t for (_, q), t in both.items() if q == p) for p in candidates["products"]}
     seconds["compile"] = dict.fromkeys(candidates["compile"], 0.0)
@@ -119,9 +124,9 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
     for key, times in seconds.items():
         if len(times) > 1:
             milliseconds[key] = {k: round(1000 * time, 3) for k, time in times.items() if math.isfinite(time)}
-    gather, scatter, compiled = (fastest(seconds[key]) for key in ("gather", "scatter", "compile"))
+    gather, scatter, compiled = (fastest(seconds[key], device) for key in ("gather", "scatter", "compile"))
     choices = Choices(attention, products, gather, scatter, device_kinds, compute, milliseconds, compiled)
-    _log_choices(config, choices, recalled)
+    _log_choices(config, choices, recalled, "" if device.type != "cpu" else " on one thread")
     return choices
 
 
@@ -140,7 +145,8 @@ def warn_of_slow_format(config: RunConfig, mesh: Mesh, timer: Timer = time_candi
     size = round((work_limit(device) / 16) ** (1 / 3))  # a slow format shows in a short product too
     formats = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16") if name in ("fp32", "bf16", compute)}
     trials = {name: matmul_trial(Matmul(size, size, size), dtype, device) for name, dtype in formats.items()}
-    times = timer(trials, device, FORMATS_S)
+    with one_thread(device):
+        times = timer(trials, device, FORMATS_S)
     best = min(times, key=lambda name: times[name])
     if times[compute] > SLOW * times[best] and times[compute] > SLOW * times["fp32"]:
         log.warning(
@@ -311,8 +317,8 @@ def _time_collectives(
     return seconds
 
 
-def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -> None:
-    """One line for each choice."""
+def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str], where: str) -> None:
+    """Log one line for each choice; `where`: where kernels and products were timed."""
     keys = {
         "attention": f"model.attention={config.model.attention}",
         "products": f"precision.fp32_products={config.precision.fp32_products}",
@@ -326,6 +332,7 @@ def _log_choices(config: RunConfig, choices: Choices, recalled: Sequence[str]) -
         reasons += ["kept from the checkpoint"] if name in recalled else []
         if figures:
             timed = "of a micro-batch" if name in keys else "of a message"
+            timed += where if name in ("attention", "products") else ""
             reasons.append(
                 f"ms {timed}: " + ", ".join(f"{candidate} {figure:.3g}" for candidate, figure in figures.items())
             )
