@@ -10,13 +10,13 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pangu.config.build import describe, hints_of, options_of, tag_of
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, shown
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
@@ -85,38 +85,67 @@ def overview(configs: Path) -> str:
     return _OVERVIEW.format(options=_columns(options), groups=_columns(groups))
 
 
+class Entry(NamedTuple):
+    """A key, or a group of keys, with its explanation."""
+
+    name: str
+    type: str
+    text: str
+    when: str = ""
+    """Choices of groups that have it; empty: all have."""
+    is_group: bool = False
+
+
 def explain(name: str) -> str:
-    """A group of keys, one key, or `all`: names, types and docstrings. Raises UserError for what is none of them."""
-    known = dict(_entries(RunConfig, ""))
-    chosen = {key: text for key, text in known.items() if name == "all" or key == name or key.startswith(f"{name}.")}
+    """Return names, types and docstrings of a group of keys, of one key, or of `all`. Raises UserError for what is none
+    of them."""
+    known = list(entries(RunConfig))
+    chosen = [one for one in known if name == "all" or one.name == name or one.name.startswith(f"{name}.")]
     if not chosen:
-        near = close_names(name, known)
+        near = close_names(name, [one.name for one in known])
         works = f"did you mean {' or '.join(near)}?" if near else f"groups are {', '.join(hints_of(RunConfig))}"
         raise UserError(f"{name}: there is no such group or key; {works}")
-    return "\n\n".join(chosen.values())
+    return "\n\n".join(_paragraph(f"{one.name}: {one.type}{one.when and f' [{one.when}]'}", one.text) for one in chosen)
 
 
-def _entries(kind: type, path: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and explanation of every key below a dataclass; groups explain themselves first."""
+def reference(defaults: Mapping[str, object]) -> str:
+    """Return a Markdown table of keys for each group of the configuration. `defaults`: values by dotted name."""
+    parts = []
+    for entry in entries(RunConfig):
+        group, _, key = entry.name.partition(".")
+        if not key:
+            parts.append(f"\n## {group}\n\n{entry.text}\n\n| key | type | default | meaning |\n|---|---|---|---|")
+        if not entry.is_group:
+            default = f"`{shown(defaults[entry.name])}`" if entry.name in defaults else ""
+            when = f"With `{entry.when}`: " if entry.when else ""
+            cells = (f"`{entry.name}`", entry.type, default, when + " ".join(entry.text.split()))
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(parts)
+
+
+def entries(kind: type, path: str = "") -> Iterator[Entry]:
+    """Yield every key below a dataclass; groups come before their keys."""
     for field, hint in hints_of(kind).items():
-        name = f"{path}{field}"
+        name, text = f"{path}{field}", docstrings(kind)[field]
         groups = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
-        text = docstrings(kind)[field]
         if not groups:
-            yield name, _paragraph(f"{name}: {type_in_words(hint)}", text)
-        texts: dict[str, dict[str, str]] = {}
+            yield Entry(name, type_in_words(hint), text)
+        found: dict[str, dict[str, list[Entry]]] = {}
         for group in groups:
             assert isinstance(group, type)
             tag = tag_of(group)
-            chosen = f" [{name}.{tag[0]} = {tag[1]}]" if tag and len(groups) > 1 else ""
-            texts.setdefault(name, {})[chosen] = _paragraph(f"{name}: {describe(hint)}", inspect.getdoc(group) or text)
-            for key, explained in _entries(group, f"{name}."):
-                texts.setdefault(key, {})[chosen] = explained
-        for key, alternatives in texts.items():
-            if len(alternatives) == len(groups) and len(set(alternatives.values())) == 1:
-                yield key, next(iter(alternatives.values()))
-            else:
-                yield key, "\n\n".join(text.replace("\n", f"{chosen}\n", 1) for chosen, text in alternatives.items())
+            when = f"{name}.{tag[0]} = {tag[1]}" if tag and len(groups) > 1 else ""
+            own = Entry(name, describe(hint), inspect.getdoc(group) or text, is_group=True)
+            for entry in (own, *entries(group, f"{name}.")):
+                found.setdefault(entry.name, {}).setdefault(when, []).append(entry)
+        for alternatives in found.values():
+            first, *others = alternatives.values()
+            if len(alternatives) == len(groups) and all(other == first for other in others):
+                yield from first
+                continue
+            for when, several in alternatives.items():
+                for entry in several:
+                    yield entry._replace(when=", ".join(filter(None, (when, entry.when))))
 
 
 def type_in_words(hint: Any) -> str:

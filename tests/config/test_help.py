@@ -10,7 +10,7 @@ import pytest
 
 from pangu.config.build import keys_of
 from pangu.config.errors import UserError
-from pangu.config.help import explain, overview, show_help
+from pangu.config.help import explain, overview, reference, show_help
 from pangu.config.schema import RunConfig
 from tests.spawn import repository
 
@@ -30,6 +30,18 @@ def test_every_key_is_explained() -> None:
     for key in keys_of(RunConfig):
         assert f"\n{key}: " in text, key
     assert "optimizer.max_ratio: a number or null; above 0 [optimizer.name = lamb]\n    Largest layer-wise" in text
+
+
+def test_the_reference_has_a_row_for_every_key() -> None:
+    """With its dotted name, type, default and meaning."""
+    text = reference({"model.window": None, "optimizer.lr": 0.0003})
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert {row[0].strip("| `") for row in rows} == set(keys_of(RunConfig))
+    assert {len(row) for row in rows} == {4}
+    assert all(row[1] and row[3].strip("| ") for row in rows)
+    assert "| `model.window` | an integer or null; at least 1 and at most 2147483647 | `null` | Sliding" in text
+    assert "| `optimizer.lr` | a number; above 0 | `0.0003` | " in text
+    assert "| `optimizer.max_ratio` | a number or null; above 0 |  | With `optimizer.name = lamb`: Largest" in text
 
 
 def test_a_key_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from filelock import FileLock
 
 import pangu
+from docs.line_breaks import join_lines
 from pangu.config.help import show_help
 from pangu.config.layout_checks import layout_problems
 from pangu.models.size import num_parameters
@@ -269,6 +270,30 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     assert done.returncode == 0, done.stderr
     for page in ("index.html", "zh/index.html", "parallelism/index.html", "zh/parallelism/index.html"):
         assert not re.findall(r'(?:src|rel="stylesheet" href)="?https?:', (tmp_path / page).read_text(encoding="utf-8"))
+    assert "<td><code>model.window</code></td>" in (tmp_path / "reference/index.html").read_text(encoding="utf-8")
+    assert not re.search(
+        "[\u4e00-\u9fff]\n[\u4e00-\u9fff]", (tmp_path / "zh/faults/index.html").read_text(encoding="utf-8")
+    )
+
+
+@pytest.mark.parametrize(
+    ("html", "joined"),
+    [
+        ("<p>保存并\n停止</p>", "<p>保存并停止</p>"),
+        ("<p>保存，\n<code>x</code></p>", "<p>保存，<code>x</code></p>"),
+        ("<p>GPU\n（没有）</p>", "<p>GPU（没有）</p>"),
+        (
+            "<p>用<strong>很多</strong>\n  <a href='x'>内存</a></p>",
+            "<p>用<strong>很多</strong><a href='x'>内存</a></p>",
+        ),
+        ("<p>一\n二\n三</p>", "<p>一二三</p>"),
+        ("<p>用\nGPU\n训练</p>", "<p>用\nGPU\n训练</p>"),
+        ("<p>two\nwords</p>", "<p>two\nwords</p>"),
+        ("<pre><code># 一\n二</code></pre>", "<pre><code># 一\n二</code></pre>"),
+    ],
+)
+def test_lines_of_chinese_text_are_joined_without_a_space(html: str, joined: str) -> None:
+    assert join_lines(html) == joined
 
 
 def test_the_reference_has_every_public_name() -> None:

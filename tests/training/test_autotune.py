@@ -76,10 +76,9 @@ def test_products_and_attention_are_chosen_together(caplog: pytest.LogCaptureFix
     assert (explicit.attention, explicit.products) == ("reference", "medium")
     assert with_sdpa.milliseconds["attention"]["sdpa"] == pytest.approx(3000)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0].startswith(
-        "attention    sdpa (model.attention=auto; ms of a micro-batch on one thread: sdpa 3e+03, "
-    )
-    assert lines[1].startswith("products     highest (precision.fp32_products=auto; ms of a micro-batch: highest ")
+    timed = "ms of a micro-batch on one thread"
+    assert lines[0].startswith(f"attention    sdpa (model.attention=auto; {timed}: sdpa 3e+03, ")
+    assert lines[1].startswith(f"products     highest (precision.fp32_products=auto; {timed}: highest ")
 
 
 def test_layers_are_compiled_where_that_is_faster(
