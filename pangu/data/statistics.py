@@ -1,7 +1,9 @@
-"""How long documents are, as numbers and as a picture."""
+"""Lengths of documents, as numbers and as a picture."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +11,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BINS = 16
-"""Of a doubling of the length: shares of documents are read from them to 4 %."""
+"""Bins of the histogram in a doubling of the length."""
+_QUANTILES = {"median": 50, "p90": 90, "p99": 99}
+"""Percent of the documents that are not longer."""
 _AT_ONCE = 1 << 22
 
 
 def length_statistics(lengths: NDArray[np.int32]) -> dict[str, Any]:
-    """Of documents of so many tokens, [documents], which may be mapped into memory. `histogram` counts them by the
-    sixteenth of a doubling that holds their length."""
+    """Summarize the lengths of documents in tokens, [documents], which may be mapped into memory. The median and the
+    other quantiles are lengths of documents; `histogram` counts documents by the sixteenth of a doubling that holds
+    their length."""
     counts = np.zeros(32 * _BINS, dtype=np.int64)
     shortest, longest, total = 2**31, 0, 0
-    for begin in range(0, len(lengths), _AT_ONCE):
-        part = np.asarray(lengths[begin : begin + _AT_ONCE])
+    for part in _parts(lengths):
         counts += np.bincount(_bin(part), minlength=len(counts))
         shortest, longest = min(shortest, int(part.min())), max(longest, int(part.max()))
         total += int(part.sum(dtype=np.int64))
-    share = np.cumsum(counts) / max(len(lengths), 1)
-    middle = {
-        name: _length(int(np.searchsorted(share, at))) for name, at in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))
-    }
     return {
         "documents": len(lengths),
         "tokens": total,
-        "lengths": {"shortest": shortest, **middle, "longest": longest, "mean": total / max(len(lengths), 1)},
+        "lengths": {
+            "shortest": shortest if len(lengths) else 0,
+            **_quantiles(lengths, counts),
+            "longest": longest,
+            "mean": total / max(len(lengths), 1),
+        },
         "histogram": {str(_length(int(number))): int(counts[number]) for number in np.flatnonzero(counts)},
     }
+
+
+def _parts(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    for begin in range(0, len(lengths), _AT_ONCE):
+        yield np.asarray(lengths[begin : begin + _AT_ONCE])
+
+
+def _quantiles(lengths: NDArray[np.int32], counts: NDArray[np.int64]) -> dict[str, int]:
+    """Return for each quantile the smallest length of a document that so many percent of them do not exceed. A second
+    pass counts only the lengths in the bins that hold the quantiles, so that memory stays bounded."""
+    ranks = {name: -(-percent * len(lengths) // 100) for name, percent in _QUANTILES.items()}
+    below = np.concatenate([[0], np.cumsum(counts)])
+    bins = {name: int(np.searchsorted(below[1:], rank)) for name, rank in ranks.items()}
+    inside: dict[int, Counter[int]] = {number: Counter() for number in bins.values()}
+    for part in _parts(lengths):
+        numbers = _bin(part)
+        for number, counter in inside.items():
+            values, times = np.unique(part[numbers == number], return_counts=True)
+            counter.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
+    found = {}
+    for name, number in bins.items():
+        ordered = sorted(inside[number].items())
+        reached = below[number] + np.cumsum([times for _, times in ordered])
+        found[name] = ordered[int(np.searchsorted(reached, ranks[name]))][0] if ordered else 0
+    return found
 
 
 def _bin(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -40,7 +70,7 @@ def _bin(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _length(number: int) -> int:
-    """The least length of a bin."""
+    """Return the smallest length in a bin."""
     return int(np.ceil(2 ** (number / _BINS)))
 
 
