@@ -165,6 +165,22 @@ class ModelConfig:
     """Must be as it is without `experts`."""
 
     @property
+    def explicit(self) -> ModelConfig:
+        """The same model with the values that null stands for written out."""
+        ropes, relates, experts = self.positions == "rope", self.positions == "relative", self.experts is not None
+        return replace(
+            self,
+            ffn=self.ffn_size,
+            kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            head_dim=self.head_size,
+            rope_base=self.rotary_base if ropes else None,
+            relative_buckets=self.num_relative_buckets if relates else None,
+            relative_distance=self.furthest_relative if relates else None,
+            experts_per_token=self.num_chosen if experts else None,
+            expert_ffn=self.expert_size if experts else None,
+        )
+
+    @property
     def without_experts(self) -> ModelConfig:
         """The same model with dense layers only."""
         return replace(

@@ -17,6 +17,7 @@ from pangu.checkpoint.standing import Standing, continuation_order, read_standin
 from pangu.collectives.agreement import agree
 from pangu.config.data import DataConfig, IndexedData
 from pangu.config.errors import UserError, shown
+from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
 from pangu.topology.mesh import Mesh
@@ -152,5 +153,15 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
         now = current.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from ((f"{key}.{name}", *values) for name, *values in _differences(before, now))
-        elif now != before:
+        elif now != before and not _is_default(key, now, before, current):
             yield key, now, before
+
+
+def _is_default(key: str, now: object, before: object, current: Mapping[str, Any]) -> bool:
+    """Whether null, now or in a checkpoint, stands for the other value of a key of the model."""
+    if (now is None) == (before is None) or key not in current or not key.startswith("model."):
+        return False
+    fields = {name.partition(".")[2]: value for name, value in current.items() if name.startswith("model.")}
+    name = key.partition(".")[2]
+    model = ModelConfig(**{**fields, "attention": "auto", name: None})
+    return bool(getattr(model.explicit, name) == (before if now is None else now))

@@ -55,6 +55,22 @@ def train(trained: Path, output: Path, steps: int, *others: str) -> list[dict[st
     return metrics(output)
 
 
+DEFAULTS = ("model.kv_heads=4", "model.head_dim=8", "model.ffn=128")
+"""What null stands for in the model of `trained`, written out."""
+
+
+def test_defaults_that_are_written_out_are_no_difference(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither for `checkpoint.init_from`, which warns of those that are, nor for a run that continues."""
+    train(trained, tmp_path / "same", 1, *DEFAULTS, "checkpoint.every=1")
+    assert len(train(trained, tmp_path / "same", 2, "checkpoint.every=1")) == 2  # null again
+    assert "were trained with" not in "".join(capsys.readouterr())
+    train(trained, tmp_path / "other", 1, *DEFAULTS, "model.activation=gelu")
+    text = "".join(capsys.readouterr())
+    assert text.count("were trained with") == text.count("were trained with gelu_tanh") == 1
+
+
 def test_a_checkpoint_learns_to_answer(trained: Path, tmp_path: Path) -> None:
     """The loss of responses falls, a run that was stopped is the same, and two ranks train the same."""
     whole = train(trained, tmp_path / "whole", 40)
