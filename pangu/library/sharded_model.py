@@ -183,7 +183,7 @@ class ShardedModel:
             if layout.sequence:
                 loss = all_reduce(loss.clone(), self.mesh.group("tensor"))
         norm, total = parameters.norm_and_loss(loss, ()) / layout.replicas
-        overflow = norm.isfinite().logical_not().float()
+        overflow = norm.isfinite().logical_not()
         divisor = torch.ones_like(norm) * layout.replicas
         if clip is not None:
             divisor = divisor * ((norm + 1e-6) / clip).clamp(min=1.0)
@@ -193,7 +193,7 @@ class ShardedModel:
         scales = getattr(optimizer, "_step_supports_amp_scaling", False) and updates_at_once(norm.device)
         if isinstance(optimizer, Lamb) or scales:
             alone = not any(group.get("adapt") for group in optimizer.param_groups)
-            parameters.update(optimizer, (overflow, divisor.float()), one_by_one=alone)
+            parameters.update(optimizer, (overflow, divisor), one_by_one=alone)
         elif not overflow:
             for flat in parameters.trained:
                 flat.grad.div_(divisor)

@@ -39,13 +39,14 @@ def make_optimizer(
     at_once = all(updates_at_once(tensor.device) for _, tensor in tensors)
     if isinstance(config, AdamConfig) and moments is None and at_once:
         adam = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        start_moments(adam, None)
+        start_moments(adam, (tensor for _, tensor in tensors), None)
         return adam
     from pangu.optim.lamb import Lamb
 
+    shards: dict[str, Any] = {"moments": moments, "exclude_vectors": False, "reuse_gradients": True}  # shards are flat
     if isinstance(config, AdamConfig):
         groups = [{**group, "adapt": False} for group in groups]
-        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, moments=moments)
+        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, **shards)
     groups[0]["adapt"], groups[1]["adapt"] = True, False
     return Lamb(
         groups,
@@ -54,8 +55,8 @@ def make_optimizer(
         eps=config.eps,
         eps_inside_root=config.eps_inside_root,
         max_ratio=config.max_ratio,
-        moments=moments,
         sum_norms=over_ranks(adapting),
+        **shards,
     )
 
 

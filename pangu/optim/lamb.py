@@ -6,13 +6,16 @@ is one logical tensor or this rank's shard of one, and `sum_norms` adds the sums
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pangu.config.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.optim.moments import start_moments, updates_at_once
 from pangu.optim.uncompiled import Uncompiled
@@ -20,162 +23,371 @@ from pangu.optim.uncompiled import Uncompiled
 _IN_CACHE = 2**18
 """Elements that are updated at a time on a CPU."""
 
+LARGEST_RATIO = 1e4
+"""Largest ratio of the norms of a tensor and its direction that is trusted; beyond it the trust ratio is 1.
+
+Where a gradient is 0 in exact arithmetic (a router that chooses one expert, a bias before a norm, an unused head), the
+direction consists of rounding errors, of 1e-11 in fp64, or of nothing. A ratio of 1e9 would make steps of lr * |w| of
+them, which differ between layouts, and weight decay alone would shrink the tensor by lr per step. Gradients of 1e-4 of
+epsilon are above this floor.
+"""
+
+
+class _Flat:
+    """Vectors of one tensor, its gradient and its moments, in the order in which memory holds the tensor.
+
+    They are views where memory allows it. Copies are returned to their places by `write_back`. Weights and update are
+    computed in at least fp32.
+    """
+
+    def __init__(self, tensor: Tensor, state: dict[str, Tensor], reuse_gradient: bool) -> None:
+        assert tensor.grad is not None
+        self._order = list(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            self._order.sort(key=tensor.stride, reverse=True)
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        self._sources = (tensor, state["exp_avg"], state["exp_avg_sq"])
+        weights, self.first, self.second = map(self._flatten, self._sources)
+        self.weights = weights.to(wide)
+        self.update = self._flatten(tensor.grad).to(wide, copy=not reuse_gradient)
+
+    def _flatten(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self._order).reshape(-1).contiguous()
+
+    def write_back(self) -> None:
+        for source, flat in zip(self._sources, (self.weights, self.first, self.second), strict=True):
+            if flat.data_ptr() != source.data_ptr():
+                place = source.permute(self._order)
+                place.copy_(flat.view(place.shape))
+
+
+@dataclass
+class _Batch:
+    """Tensors of one parameter group that share a step count, a format, a device and whether they adapt."""
+
+    group: dict[str, Any]
+    step: Tensor
+    adapts: bool
+    decay: float
+    tensors: list[Tensor] = field(default_factory=list)
+    flats: list[_Flat] = field(default_factory=list)
+    norms: Tensor | None = None
+    """Norms of directions, weights and updates, [3, tensors]."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether torch's fused AdamW makes the whole update."""
+        return not self.adapts and not self.group["eps_inside_root"] and updates_at_once(self.device)
+
 
 class Lamb(Uncompiled):
-    """w ← w − lr · r · u with u = m̂ / (√v̂ + ε) + λw and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
+    """w ← w − lr · r · u with u = d + λw, d = m̂ / (√v̂ + ε) and the trust ratio r = ‖w‖ / ‖u‖ of each tensor.
 
-    r is 1 where either norm is 0, and `max_ratio` at most. A parameter group may set `weight_decay` and `adapt` (false:
-    r = 1 throughout, which is AdamW).
+    r is 1 where ‖w‖ or ‖u‖ is 0 or d is only rounding (`LARGEST_RATIO`), and `max_ratio` at most. Bias correction
+    counts the steps of each tensor. A parameter group may set every option but `moments`, `sum_norms` and
+    `reuse_gradients`, and `adapt` (false: r = 1 throughout, which is AdamW).
     """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+    """As in torch's fused optimizers: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
+    fp32, where the tensors are."""
+    sum_norms: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
+    reuse_gradients = False
+    moments: torch.dtype | None = None
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         *,
         eps_inside_root: bool = False,
+        exclude_vectors: bool = True,
         max_ratio: float | None = None,
+        maximize: bool = False,
         moments: torch.dtype | None = None,
-        sum_norms: Callable[[Tensor], Tensor] = lambda squares: squares,
+        sum_norms: Callable[[Tensor], Tensor] | None = None,
+        reuse_gradients: bool = False,
     ) -> None:
-        """`lr`, `betas`, `eps`, `weight_decay`: η, β, ε, λ. `eps_inside_root`: √(v̂ + ε) instead of √v̂ + ε.
-        `max_ratio`: largest trust ratio. `moments`: storage format of the moments between steps; None: that of the
-        tensors, in which they are always computed. `sum_norms`: sums of squares [2, tensors] of this rank's shards ->
-        those of the whole tensors."""
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
-        super().__init__(params, defaults)
-        self.eps_inside_root = eps_inside_root
-        self.max_ratio = max_ratio
-        self.sum_norms = sum_norms
+        """Start all moments and step counts at 0.
+
+        Args:
+            params: parameters, or groups of them.
+            lr: η.
+            betas: β₁ and β₂.
+            eps: ε.
+            weight_decay: λ.
+            eps_inside_root: √(v̂ + ε) instead of √v̂ + ε.
+            exclude_vectors: neither decay nor trust ratio for tensors of fewer than two dimensions.
+            max_ratio: largest trust ratio.
+            maximize: follow the gradient upwards.
+            moments: storage format of the moments between steps; None: that of the tensors. They are computed in at
+                least fp32.
+            sum_norms: sums of squares [3, tensors] of this rank's shards -> those of the whole tensors.
+            reuse_gradients: the update takes the place of the gradients, which saves memory of their size.
+        """
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True}
+        defaults |= {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
+        self.moments = moments
+        super().__init__(params, {**defaults, "maximize": maximize})
+        if sum_norms is not None:
+            self.sum_norms = sum_norms
+        self.reuse_gradients = reuse_gradients
         self.ratios: dict[Tensor, Tensor] = {}
         """r of the last step of every tensor that adapts; 0 if it was skipped."""
-        device = next((tensor.device for group in self.param_groups for tensor in group["params"]), None)
-        self.found_inf = torch.zeros((), device=device)
-        self.grad_scale = torch.ones((), device=device)
-        """As in torch's fused optimizers: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
-        fp32, where the tensors are."""
-        start_moments(self, moments)
+        self._applied: dict[torch.device, Tensor] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        betas = group["betas"]
+        bounds = {"lr": group["lr"] >= 0, "eps": group["eps"] >= 0, "weight_decay": group["weight_decay"] >= 0}
+        bounds["betas"] = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        for name, holds in bounds.items():
+            if not holds:
+                rule = "both must be at least 0 and below 1" if name == "betas" else "must be at least 0"
+                raise UserError(f"{name} = {group[name]}: {rule}")
+        for tensor in group["params"]:
+            if not tensor.is_floating_point():
+                raise UserError(f"params: a tensor is {tensor.dtype}; LAMB updates floating tensors")
+        start_moments(self, group["params"], self.moments, share_steps=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "moments": self.moments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a loaded or copied state: equal step counts are shared again, moments have their storage format."""
+        super().__setstate__(state)
+        self.ratios, self._applied = {}, {}
+        steps: dict[tuple[torch.device, float], Tensor] = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for tensor in group["params"]:
+                if kept := self.state.get(tensor):
+                    step = torch.as_tensor(kept["step"], dtype=torch.float32)
+                    copied = torch.empty((), device=tensor.device).copy_(step)
+                    kept["step"] = steps.setdefault((tensor.device, float(step)), copied)
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        kept[moment] = kept[moment].to(self.moments or tensor.dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The update takes the place of the gradients."""
-        loss = None if closure is None else closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        groups = [(group, tensors) for group, tensors in groups if tensors]
-        applied = 1 - self.found_inf
-        for group, tensors in groups:
-            self._update_moments(group, tensors, applied)
-        adapting = [tensor for group, tensors in groups if group["adapt"] for tensor in tensors]
+        """Update every tensor that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._applied.clear()
+        batches = self._batches()
+        for batch in batches:
+            self._update_moments(batch)
         # a rank without a part of any tensor still meets the others
         if any(group["adapt"] for group in self.param_groups):
-            self._find_ratios(adapting, applied)
-        for group, tensors in groups:
-            if not self._is_adam(group):
-                update = [tensor.grad for tensor in tensors if tensor.grad is not None]
-                ratios = [self.ratios.get(tensor, applied) for tensor in tensors]
-                torch._foreach_addcmul_(tensors, update, ratios, value=-group["lr"])
+            self._find_ratios([batch for batch in batches if batch.adapts])
+        for batch in batches:
+            if not batch.is_adam:
+                self._apply(batch)
+            for flat in batch.flats:
+                flat.write_back()
+        for step in {id(batch.step): batch.step for batch in batches}.values():
+            step.add_(self._applied_on(step.device))
         return loss
 
-    def _is_adam(self, group: dict[str, Any]) -> bool:
-        """Whether torch's fused AdamW does all of a group."""
-        return not group["adapt"] and not self.eps_inside_root and updates_at_once(self.found_inf.device)
+    def _applied_on(self, device: torch.device) -> Tensor:
+        """0 if the step is to do nothing, otherwise 1."""
+        if device not in self._applied:
+            found_inf = self.found_inf
+            self._applied[device] = torch.ones((), device=device) if found_inf is None else 1 - found_inf.to(device)
+        return self._applied[device]
 
-    def _update_moments(self, group: dict[str, Any], tensors: list[Tensor], applied: Tensor) -> None:
-        """Update the moments, and write u in the place of the gradients; where that is AdamW's, update the weights."""
+    def _batches(self) -> list[_Batch]:
+        self._split_steps()
+        batches: dict[tuple[Any, ...], _Batch] = {}
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is None:
+                    continue
+                if tensor.grad.is_sparse:
+                    raise UserError(
+                        "a gradient is sparse, and LAMB needs dense ones; nn.Embedding(..., sparse=False) works"
+                    )
+                state = self.state[tensor]
+                excluded = group["exclude_vectors"] and tensor.dim() < 2
+                key = (id(group), id(state["step"]), tensor.dtype, tensor.device, excluded)
+                if key not in batches:
+                    adapts, decay = group["adapt"] and not excluded, 0.0 if excluded else group["weight_decay"]
+                    batches[key] = _Batch(group, state["step"], adapts, decay)
+                batches[key].tensors.append(tensor)
+                batches[key].flats.append(_Flat(tensor, state, self.reuse_gradients))
+        return list(batches.values())
+
+    def _split_steps(self) -> None:
+        """Give tensors that have a gradient a step count of their own, if others that share theirs have none.
+
+        Tensors with the same past share one tensor, so that one launch counts and corrects for all of them.
+        """
+        sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for group in self.param_groups:
+            if missing := [tensor for tensor in group["params"] if not self.state[tensor]]:
+                start_moments(self, missing, self.moments, share_steps=True)
+            for tensor in group["params"]:
+                sharing[id(self.state[tensor]["step"])].append(tensor)
+        for tensors in sharing.values():
+            stepping = [tensor for tensor in tensors if tensor.grad is not None]
+            if 0 < len(stepping) < len(tensors):
+                step = self.state[stepping[0]]["step"].clone()
+                for tensor in stepping:
+                    self.state[tensor]["step"] = step
+
+    def _update_moments(self, batch: _Batch) -> None:
+        """Update the moments and compute u with the norms of w, d and u; where that is AdamW's, update the weights."""
         # torch's fused AdamW divides the gradient by `grad_scale`, leaves all as it is at `found_inf`, and updates the
         # moments in one pass; with a rate of 0 it does not change the weights (1: an epsilon that divides by no 0)
-        is_adam = self._is_adam(group)
+        group, device, is_adam = batch.group, batch.device, batch.is_adam
+        found_inf, scale = (None if each is None else each.to(device) for each in (self.found_inf, self.grad_scale))
         rate, eps = (group["lr"], group["eps"]) if is_adam else (0.0, 1.0)
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        values: dict[str, Any] = {"lr": rate, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
-        values |= {"grad_scale": self.grad_scale, "found_inf": self.found_inf, "amsgrad": False, "maximize": False}
-        steps = [self.state[tensor]["step"] for tensor in tensors]
-        corrections = None if is_adam else self._corrections(group, steps[0] + applied, tensors[0].dtype)
-        for weights, gradients, *moments in self._pieces(tensors):
-            first, second = ([moment.to(weights[0].dtype) for moment in those] for those in moments)
-            if updates_at_once(weights[0].device):
-                made = list(steps[0].repeat(len(weights)).unbind())  # all tensors made as many; it adds one to each
-                adamw(weights, gradients, first, second, [], made, fused=True, **values)
+        beta1, beta2 = group["betas"]
+        values: dict[str, Any] = {"lr": rate, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": batch.decay}
+        values |= {"grad_scale": scale, "found_inf": found_inf, "amsgrad": False, "maximize": False}
+        if group["maximize"]:
+            torch._foreach_neg_([flat.update for flat in batch.flats])
+        dtype = batch.flats[0].weights.dtype
+        corrections = None if is_adam else _corrections(group, batch.step + self._applied_on(device), dtype)
+        norms: list[Tensor] = []
+        for weights, updates, *moments in _pieces(batch.flats, device):
+            first, second = ([moment.to(dtype) for moment in those] for those in moments)
+            if updates_at_once(device):
+                steps = list(batch.step.repeat(len(weights)).unbind())  # it adds one to each
+                adamw(weights, updates, first, second, [], steps, fused=True, **values)
             else:
-                self._add_to_moments(group["betas"], gradients, first, second)
+                _add_to_moments(group["betas"], updates, first, second, found_inf, scale)
             if first[0] is not moments[0][0]:
                 torch._foreach_copy_(moments[0] + moments[1], first + second)
-            if corrections is not None:
-                self._write_update(group["weight_decay"], corrections, weights, gradients, first, second)
-        torch._foreach_add_(steps, [applied] * len(steps))
+            if corrections is None:
+                continue
+            _write_direction(group["eps_inside_root"], corrections, updates, first, second)
+            if batch.adapts:
+                norms.extend(torch._foreach_norm(updates))
+            if batch.decay != 0:
+                torch._foreach_add_(updates, weights, alpha=batch.decay)
+        if batch.adapts:
+            vectors = [flat.weights for flat in batch.flats] + [flat.update for flat in batch.flats]
+            directions = _joined(norms, [_num_pieces(flat.weights) for flat in batch.flats])
+            batch.norms = torch.stack(directions + list(torch._foreach_norm(vectors))).view(3, -1)
 
-    def _add_to_moments(
-        self, betas: tuple[float, float], gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
-    ) -> None:
-        """What the fused AdamW does to gradients and moments."""
-        skipped = self.found_inf > 0
-        torch._foreach_div_(gradients, self.grad_scale)
-        for gradient in gradients:
-            gradient.masked_fill_(skipped, 0.0)  # what is not finite stays so when it is multiplied by 0
-        for beta, moments in zip(betas, (first, second), strict=True):
-            decay = torch.full_like(skipped, beta, dtype=moments[0].dtype)
-            torch._foreach_mul_(moments, decay.masked_fill_(skipped, 1.0))
-        torch._foreach_add_(first, gradients, alpha=1 - betas[0])
-        torch._foreach_addcmul_(second, gradients, gradients, value=1 - betas[1])
+    def _find_ratios(self, batches: list[_Batch]) -> None:
+        """Compute r of the tensors that adapt, as scalars on the device; 0 if the step is to do nothing."""
+        device = next((batch.device for batch in batches), next(iter(self.state), torch.empty(0)).device)
+        tensors = [tensor for batch in batches for tensor in batch.tensors]
+        parts = [batch.norms.to(device) for batch in batches if batch.norms is not None]
+        norms = parts[0] if parts else torch.zeros(3, 0, device=device)
+        if len(parts) > 1:  # `sum_norms` knows the order of the groups
+            columns = dict(zip(tensors, torch.cat(parts, 1).unbind(1), strict=True))
+            tensors = [tensor for group in self.param_groups for tensor in group["params"] if tensor in columns]
+            norms = torch.stack([columns[tensor] for tensor in tensors], 1)
+        direction, weight, update = self.sum_norms(norms.square()).sqrt()
+        defined = (weight > 0) & (update > 0) & (direction * LARGEST_RATIO > weight)
+        ratios = (weight / update.where(defined, 1.0)).where(defined, 1.0)
+        self.ratios = dict(zip(tensors, (ratios * self._applied_on(device)).unbind(), strict=True))
+        for batch in batches:
+            if (largest := batch.group["max_ratio"]) is not None:
+                bounded = torch._foreach_clamp_max([self.ratios[tensor] for tensor in batch.tensors], largest)
+                self.ratios |= zip(batch.tensors, bounded, strict=True)
 
-    def _pieces(self, tensors: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-        """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
-        most = _IN_CACHE if tensors[0].device.type == "cpu" else UPDATED_AT_ONCE
-        taken: list[tuple[Tensor, ...]] = []
-        for tensor in tensors:
-            state = self.state[tensor]
-            together = (tensor, tensor.grad, state["exp_avg"], state["exp_avg_sq"])
-            for piece in zip(*(each.view(-1).split(most) for each in together if each is not None), strict=True):
-                if taken and sum(each[0].numel() for each in taken) + piece[0].numel() > most:
-                    yield list(map(list, zip(*taken, strict=True)))
-                    taken = []
-                taken.append(piece)
-        yield list(map(list, zip(*taken, strict=True)))
-
-    def _corrections(self, group: dict[str, Any], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What bias correction makes of the root's factor and of ε; finite before the first step too."""
-        # m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
-        exponent = step.double().clamp(min=1)
-        c1, c2 = (1 - beta**exponent for beta in group["betas"])
-        eps = (c2 if self.eps_inside_root else c1) * group["eps"]
-        return (c1 / c2.sqrt()).to(dtype), eps.to(dtype)
-
-    def _write_update(
-        self,
-        decay: float,
-        corrections: tuple[Tensor, Tensor],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        first: list[Tensor],
-        second: list[Tensor],
-    ) -> None:
-        """Write u in the place of the gradients."""
-        scale, eps = corrections
-        if self.eps_inside_root:
-            root = torch._foreach_add(second, eps, alpha=1)
-            torch._foreach_sqrt_(root)
-            torch._foreach_mul_(root, scale)
+    def _apply(self, batch: _Batch) -> None:
+        lr = batch.group["lr"]
+        if batch.adapts:
+            factors = [self.ratios[tensor].to(batch.device) for tensor in batch.tensors]
         else:
-            root = torch._foreach_sqrt(second)
-            torch._foreach_mul_(root, scale)
-            torch._foreach_add_(root, eps, alpha=1)  # without alpha the host waits for the value
-        torch._foreach_copy_(gradients, first)
-        torch._foreach_div_(gradients, root)
-        if decay != 0:
-            torch._foreach_add_(gradients, weights, alpha=decay)
+            factors = [self._applied_on(batch.device)] * len(batch.tensors)
+        if isinstance(lr, Tensor):
+            factors, lr = list(torch._foreach_mul(factors, lr)), 1.0
+        weights, updates = ([getattr(flat, name) for flat in batch.flats] for name in ("weights", "update"))
+        torch._foreach_addcmul_(weights, updates, factors, value=-lr)
 
-    def _find_ratios(self, weights: list[Tensor], applied: Tensor) -> None:
-        """Compute r of the tensors that adapt, as scalars on the device; times `applied`, which is 0 or 1."""
-        norms = torch.zeros(2, 0, device=applied.device)
-        updates = [tensor.grad for tensor in weights if tensor.grad is not None]
-        if weights:
-            norms = torch.stack([torch.stack(torch._foreach_norm(each)) for each in (weights, updates)])
-        weight_norm, update_norm = self.sum_norms(norms.square()).sqrt()
-        defined = (weight_norm > 0) & (update_norm > 0)
-        ratios = (weight_norm / update_norm.where(defined, 1.0)).where(defined, 1.0)
-        if self.max_ratio is not None:
-            ratios = ratios.clamp(max=self.max_ratio)
-        self.ratios = dict(zip(weights, (ratios * applied).unbind(), strict=True))
+
+def _most(device: torch.device) -> int:
+    return _IN_CACHE if device.type == "cpu" else UPDATED_AT_ONCE
+
+
+def _num_pieces(tensor: Tensor) -> int:
+    return max(1, -(-tensor.numel() // _most(tensor.device)))
+
+
+def _pieces(flats: list[_Flat], device: torch.device) -> Iterator[list[list[Tensor]]]:
+    """Weights, gradients and both moments, so many elements at a time that what is made of them stays small."""
+    most, size = _most(device), 0
+    taken: list[tuple[Tensor, ...]] = []
+    for flat in flats:
+        vectors = (flat.weights, flat.update, flat.first, flat.second)
+        for piece in zip(*(vector.split(most) for vector in vectors), strict=True):
+            if taken and size + piece[0].numel() > most:
+                yield list(map(list, zip(*taken, strict=True)))
+                taken, size = [], 0
+            taken.append(piece)
+            size += piece[0].numel()
+    yield list(map(list, zip(*taken, strict=True)))
+
+
+def _joined(norms: list[Tensor], pieces: list[int]) -> list[Tensor]:
+    """Return norms of tensors from those of their pieces, which are `pieces` of each."""
+    return norms if len(norms) == len(pieces) else list(torch._foreach_norm(list(torch.stack(norms).split(pieces))))
+
+
+def _add_to_moments(
+    betas: tuple[float, float],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    found_inf: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    """Update gradients and moments as the fused AdamW does."""
+    skipped = torch.zeros((), dtype=torch.bool, device=first[0].device) if found_inf is None else found_inf > 0
+    if scale is not None:
+        torch._foreach_div_(gradients, scale)
+    for gradient in gradients:
+        gradient.masked_fill_(skipped, 0.0)  # what is not finite stays so when it is multiplied by 0
+    for beta, moments in zip(betas, (first, second), strict=True):
+        decay = torch.full_like(skipped, beta, dtype=moments[0].dtype)
+        torch._foreach_mul_(moments, decay.masked_fill_(skipped, 1.0))
+    torch._foreach_add_(first, gradients, alpha=1 - betas[0])
+    torch._foreach_addcmul_(second, gradients, gradients, value=1 - betas[1])
+
+
+def _corrections(group: dict[str, Any], step: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what bias correction makes of the root's factor and of ε; finite before the first step too."""
+    # m/c₁ / (√(v/c₂) + ε) = m / (√v · c₁/√c₂ + c₁ε), and with ε inside the root m / (√(v + c₂ε) · c₁/√c₂)
+    exponent = step.double().clamp(min=1)
+    c1, c2 = (1 - beta**exponent for beta in group["betas"])
+    eps = (c2 if group["eps_inside_root"] else c1) * group["eps"]
+    return (c1 / c2.sqrt()).to(dtype), eps.to(dtype)
+
+
+def _write_direction(
+    eps_inside_root: bool,
+    corrections: tuple[Tensor, Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+) -> None:
+    """Write d in the place of the gradients."""
+    scale, eps = corrections
+    if eps_inside_root:
+        root = torch._foreach_add(second, eps, alpha=1)
+        torch._foreach_sqrt_(root)
+        torch._foreach_mul_(root, scale)
+    else:
+        root = torch._foreach_sqrt(second)
+        torch._foreach_mul_(root, scale)
+        torch._foreach_add_(root, eps, alpha=1)  # without alpha the host waits for the value
+    torch._foreach_copy_(gradients, first)
+    torch._foreach_div_(gradients, root)

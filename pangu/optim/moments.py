@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 _FUSED = ("cpu", "cuda")
 
@@ -13,11 +16,17 @@ def updates_at_once(device: torch.device) -> bool:
     return device.type in _FUSED
 
 
-def start_moments(optimizer: torch.optim.Optimizer, moments: torch.dtype | None) -> None:
-    """Give every tensor of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's)."""
-    for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+def start_moments(
+    optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor], moments: torch.dtype | None, share_steps: bool = False
+) -> None:
+    """Give tensors of an optimizer a step count and two moments of 0 in format `moments` (None: the tensor's). With
+    `share_steps` they have one step count for each device."""
+    steps: dict[torch.device, Tensor] = {}
+    for tensor in tensors:
+        step = steps.get(tensor.device) if share_steps else None
+        step = steps[tensor.device] = torch.zeros((), device=tensor.device) if step is None else step
         optimizer.state[tensor] = {
-            "step": torch.zeros((), device=tensor.device),
-            "exp_avg": torch.zeros_like(tensor, dtype=moments),
-            "exp_avg_sq": torch.zeros_like(tensor, dtype=moments),
+            "step": step,
+            "exp_avg": torch.zeros_like(tensor, dtype=moments, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(tensor, dtype=moments, requires_grad=False),
         }

@@ -206,7 +206,7 @@ class Trainer:
             divisor = divisor * ((norm + 1e-6) / optimizer.clip).clamp(min=1.0)
         self.copied.precede()
         # LAMB meets the other ranks in its step
-        self.parameters.update(self.optimizer, (overflow.float(), divisor.float()), one_by_one=optimizer.name == "adam")
+        self.parameters.update(self.optimizer, (overflow, divisor), one_by_one=optimizer.name == "adam")
         self.loss_scale.update(overflow)
         if self.scales is not None:
             self.scales.finish_update(self.step)

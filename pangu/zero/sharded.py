@@ -131,11 +131,23 @@ class ShardedParameters:
         self.unsharder.wait()
 
     def update(self, optimizer: torch.optim.Optimizer, scaling: Sequence[Tensor], one_by_one: bool) -> None:
-        """Let an optimizer change the main parameters, and bring the weights up to date. `scaling`, on the device, as
-        GradScaler gives it to torch's fused optimizers: 1 if it is to do nothing, otherwise 0, and what it divides the
-        gradients by; empty: the optimizer does not know these. `one_by_one`: it may run for each flat parameter,
-        otherwise once, when all gradients have arrived. With the optimizer's state on the host, gradients arrive and
-        weights leave while other flat parameters are updated, and the host waits for the gradients."""
+        """Let an optimizer change the main parameters, and bring the weights up to date.
+
+        With the optimizer's state on the host, gradients arrive and weights leave while other flat parameters are
+        updated, and the host waits for the gradients.
+
+        Args:
+            optimizer: any optimizer of the main parameters.
+            scaling: whether it is to do nothing, and what the gradients are divided by, both on the device, as
+                GradScaler gives them to torch's fused optimizers; empty: the optimizer does not know these.
+            one_by_one: it may run for each flat parameter, otherwise once, when all gradients have arrived.
+        """
+        if scaling and self.squares.dtype == torch.float64:
+            # fused optimizers take a divisor in fp32, which would round every fp64 gradient
+            for flat in self.trained:
+                flat.grad.div_(scaling[1])
+            scaling = scaling[0], torch.ones_like(scaling[1])
+        scaling = [value.float() for value in scaling]
         groups = [[flat] for flat in self.trained] if one_by_one else [self.trained]
         if scaling:
             optimizer.found_inf, optimizer.grad_scale = scaling  # type: ignore[attr-defined]

@@ -110,7 +110,6 @@ def plain(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
         divisor = ((norm + 1e-6) / CLIP).clamp(min=1.0)
-        divisor = divisor if name == "sgd" else divisor.float()  # as torch's fused kernels take it
         for parameter in trained:
             assert parameter.grad is not None
             parameter.grad /= divisor

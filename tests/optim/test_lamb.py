@@ -146,7 +146,7 @@ def test_it_makes_little_beside_its_state(moments: torch.dtype | None, monkeypat
         monkeypatch.setattr(lamb, "_IN_CACHE", piece)
         source = torch.Generator().manual_seed(1)
         tensors = [torch.randn(size, generator=source) for size in (9999, 500, 400, 7)]
-        optimizer = Lamb(tensors, lr=0.1, moments=moments)
+        optimizer = Lamb(tensors, lr=0.1, moments=moments, exclude_vectors=False, reuse_gradients=True)
         for tensor in tensors:
             tensor.grad = torch.randn(tensor.shape, generator=source)
         state = [value for each in tensors for value in (each, each.grad, *optimizer.state[each].values())]

@@ -122,3 +122,13 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_every_format() -> None:
     result = trainer.train_step(batch)
     assert result.skipped
     assert updates(trainer) == {0}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_fp64_clips_in_fp64(optimizer: str) -> None:
+    """A first moment of (1 - beta) times the clipped gradient; a factor rounded to fp32 is off by up to 6e-8."""
+    trainer = trainer_of("precision=fp64", f"optimizer={optimizer}", "optimizer.clip=0.01", "optimizer.betas=[0.5,0.9]")
+    result = trainer.train_step(batches(trainer, 0))
+    moments = [state["exp_avg"].norm() for state in trainer.optimizer.state.values()]
+    clipped = 0.01 * result.grad_norm / (result.grad_norm + 1e-6)
+    assert float(torch.stack(moments).norm()) / 0.5 == pytest.approx(clipped, rel=1e-14)
