@@ -52,7 +52,7 @@ def of_pangu(fake: FakeDevice, preset: str, *words: str) -> dict[str, float]:
     import torch
 
     from pangu.dryrun.run import dry_run
-    from pangu.planning.layouts import choose_layout
+    from pangu.pipeline.layouts import choose_layout
 
     device, reports = torch.device("cuda", 0), []
     for layers in LAYERS:

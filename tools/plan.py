@@ -26,11 +26,11 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
+from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
 from pangu.planning.cluster import cluster_in
 from pangu.planning.forecast import Forecast, plan_of
-from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
 from pangu.planning.report import describe

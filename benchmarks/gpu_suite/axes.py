@@ -28,7 +28,7 @@ from pangu.collectives.reduce import (
     start_ordered_all_reduce,
     start_reduce_scatter,
 )
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.topology.layout import GROUPS
 from pangu.topology.mesh import Algorithms, Mesh
 

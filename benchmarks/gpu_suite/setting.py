@@ -26,7 +26,7 @@ from pangu.config.files import write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.metrics.devices import processor_name
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement
 from pangu.training.autotune import choose

@@ -33,7 +33,7 @@ def serve() -> None:
     import torch
 
     from pangu.dryrun.run import dry_run
-    from pangu.planning.layouts import choose_layout
+    from pangu.pipeline.layouts import choose_layout
 
     torch.set_num_threads(1)
     device = torch.device("cpu") if isinstance(fake, str) else torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from rich.console import Console
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_in
-from pangu.planning.layouts import choose_layout
 from pangu.planning.memory import device_overhead
 from pangu.planning.roles import role_ranks, run_jobs
 from pangu.planning.table import make_table

@@ -13,9 +13,9 @@ from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
 from pangu.planning.layout_work import Plan
-from pangu.planning.layouts import choose_layout
 from pangu.planning.roles import DryRunError, measured_gib
 from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals

@@ -24,8 +24,8 @@ from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
+from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.layouts import choose_layout
 from pangu.planning.report import describe
 from pangu.planning.states import fullest_states, held_bytes, plan_states
 from pangu.topology.launch import Launch, choose_device

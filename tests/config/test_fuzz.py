@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pangu.config.errors import ConfigError, UserError
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.training.command import compose
 from pangu.training.run import run
 from tests.config.fuzz import small_words, words

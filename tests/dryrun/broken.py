@@ -22,7 +22,7 @@ from pangu.data.batch import Batch  # noqa: E402
 from pangu.dryrun.races import RaceDetector  # noqa: E402
 from pangu.dryrun.run import dry_run  # noqa: E402
 from pangu.layers import offload  # noqa: E402
-from pangu.planning.layouts import choose_layout  # noqa: E402
+from pangu.pipeline.layouts import choose_layout  # noqa: E402
 from pangu.topology.copy_stream import CopyStream, Moment  # noqa: E402
 from pangu.topology.recorder import AxisGroup  # noqa: E402
 from pangu.topology.recording import stop  # noqa: E402

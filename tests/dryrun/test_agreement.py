@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, label_states, micro_batches, report_of
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
 from tests.dryrun.layouts import values

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning.roles import role_ranks
 from pangu.planning.states import plan_states
 from pangu.topology.layout import Coordinates

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from pangu.models.size import layer_flops
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning import module_work
 from pangu.planning.cluster import load_cluster
 from pangu.planning.forecast import plan_of
 from pangu.planning.layout_work import Plan
-from pangu.planning.layouts import choose_layout
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import memory_of_stages
 from pangu.planning.module_work import ModuleCounts, Piece

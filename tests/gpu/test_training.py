@@ -16,7 +16,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
 from pangu.dryrun.run import micro_batches
 from pangu.metrics.devices import peak_memory_gib
-from pangu.planning.layouts import choose_layout
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning.roles import Worker
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout

@@ -11,8 +11,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pangu.config.errors import UserError
+from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_names, load_cluster
-from pangu.planning.layouts import choose_layout
 from pangu.training.command import compose
 from tests.end_to_end.commands import called
 from tests.spawn import repository
