@@ -78,7 +78,9 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     nodes = _SLURM_NODES.search(text)
     known = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1]) if nodes else {}
     variables: Variables = {name: [value] for name, value in {**known, **given}.items()}
-    commands: list[list[str]] = []
+    chosen: list[str] = []
+    options: list[str] = []
+    others: dict[str, None] = {}
     conditional: list[str] = []
     depth = 0
     with reading(where, ValueError, rule="cannot be followed"):
@@ -86,17 +88,18 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
             while words and words[0] in (*_BEFORE, *_OPENS, *_CLOSES):
                 depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
                 words = words[1:]
-            commands += _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else [])
-    chosen = max(commands, key=lambda words: len(after_program(words)), default=[])
-    words = after_program(chosen)
-    if not words:
-        others = dict.fromkeys(name for words in commands for name in _scripts(words) if not _PROGRAM.fullmatch(name))
+            for command in _commands(words, variables, given, conditional if depth > 0 or mark in "&|" else []):
+                others.update(dict.fromkeys(_scripts(command)))
+                if len(behind := after_program(command)) > len(options):
+                    chosen, options = command, behind
+    if not options:
+        others.pop("pretrain_gpt.py", None)
         found = f"what it starts, {', '.join(list(others)[:5])}, is another program" if others else ""
         raise UserError(f"{where}: there is no command with pretrain_gpt.py and options in it{found and f'; {found}'}")
     values = {name: " ".join(variables[name]) for name in conditional if name not in given}
-    empty = [match[1] for word in words if (match := _OPTIONS.fullmatch(word))]
-    kept = [word for word in words if not _OPTIONS.fullmatch(word)]
-    return Command(kept, values, empty, _processes(chosen[: -len(words)], text))
+    empty = [match[1] for word in options if (match := _OPTIONS.fullmatch(word))]
+    kept = [word for word in options if not _OPTIONS.fullmatch(word)]
+    return Command(kept, values, empty, _processes(chosen[: -len(options)], text))
 
 
 def _processes(launcher: Sequence[str], text: str) -> int | None:

@@ -171,6 +171,10 @@ def test_replicas_follow_from_the_nodes_where_they_can(tmp_path: Path) -> None:
         done = translate("megatron", tmp_path / "run.sh")
         assert says in done.stdout
         assert ("batch.global_size=8" in overrides(done)) == (processes == 8)  # micro-batches of 4 on 2 replicas
+    (tmp_path / "run.sh").write_text(line.replace("parallel-size 4", "parallel-size $TP").replace(" 6 ", " 8 "))
+    words = overrides(translate("megatron", tmp_path / "run.sh"))
+    assert "parallel.tensor=???" in words
+    assert not any(word.startswith("parallel.data") for word in words)
 
 
 def test_the_multiple_of_processes_counts_experts() -> None:
