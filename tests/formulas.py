@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,8 @@ class Formulas:
     config: RunConfig
     exact: bool = True
     """They know all numbers of ranks."""
+    note_progress: Callable[[], None] = lambda: None
+    """Never called: formulas need no dry runs."""
     system = MEGATRON_2021
 
     @cached_property

@@ -122,15 +122,15 @@ def laid_out(overrides: Sequence[str]) -> Mapping[str, Any]:
     values = planned(overrides)
     if not asks_for_layout(values):
         return values
-    return plan_layout(_CONFIGS / "cluster", values, given_keys(overrides), Launch())[0]
+    return plan_layout(_CONFIGS / "cluster", values, given_keys(overrides), Launch()).values
 
 
 def expected(config: RunConfig, layout: Layout, stages: Stages) -> str:
-    """Time and memory of a step, or why nothing is known of them."""
+    """Return time and memory of a step, or the reason why there is no forecast."""
     try:
         return Forecast.of(config, layout, stages).line()
     except DryRunError as error:
-        return f"{'expected':<12} nothing can be said: {error}"
+        return f"{'expected':<12} no forecast: {error}"
 
 
 def print_stages(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:

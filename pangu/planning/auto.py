@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig
@@ -23,13 +24,21 @@ from pangu.topology.launch import Launch
 
 _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
+_CHOSEN = ("parallel", "batch", "memory")
+"""Groups of a configuration that a layout sets."""
 CHOICES = 10
 """Fastest layouts of which the first that fits is taken."""
 SAME_RATE = 0.9
 """Of the rate in a cluster's file a device reaches more, or it is another one of the same name: PCIe cards."""
 
 
-def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: float | None = None) -> Outcome:
+def find_layouts(
+    values: Mapping[str, Any],
+    given: Set[str],
+    top: int,
+    tokens: float | None = None,
+    note_progress: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Search the layouts of a configuration on its `cluster`.
 
     Args:
@@ -37,6 +46,7 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: f
         given: keys that are kept as they are.
         top: how many layouts.
         tokens: of the whole run, for days and energy.
+        note_progress: called after each dry run.
 
     Raises:
         ConfigError: if the configuration is wrong, or gives what a search cannot keep; UserError if no layout fits.
@@ -51,7 +61,7 @@ def find_layouts(values: Mapping[str, Any], given: Set[str], top: int, tokens: f
             [Problem(*one, "the planner chooses among layouts without it", works) for one in lost.items()]
         )
     assert config.cluster is not None
-    space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given))
+    space = space_of(config, cluster_in(config.cluster), fixed_fields(config, given), note_progress)
     result = search(space, top)
     if not result.best:
         fixed = ", ".join(f"{field} {shown(value)}" for field, value in space.fixed.items())
@@ -74,21 +84,26 @@ def fixed_fields(config: RunConfig, given: Set[str]) -> dict[str, Any]:
 
 
 def choose_automatically(
-    values: Mapping[str, Any], given: Set[str], devices: int, node: int
+    values: Mapping[str, Any],
+    given: Set[str],
+    devices: int,
+    node: int,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with the layout that the planner expects to be the fastest.
+    """Return the configuration with the layout that the planner expects to be the fastest.
 
     Args:
         values: the composed configuration, with `parallel.auto`.
         given: keys from the command line, which are kept.
         devices: that take part.
         node: how many of them a node has.
+        note_progress: called after each dry run.
 
     Returns:
         The configuration, and what was chosen and why, in lines.
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
-    outcome = find_layouts({**values, "cluster": cluster}, given, top=CHOICES)
+    outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES, note_progress=note_progress)
     fitting = (one for one in outcome.result.best if _fits(with_plan(values, one.plan), one, outcome.space.cluster))
     best, room = next(fitting, None), outcome.space.cluster.memory.gib
     if best is None:
@@ -109,7 +124,7 @@ def choose_automatically(
 
 def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The configuration with a layout."""
-    chosen = {group: dict(values[group]) for group in ("parallel", "batch", "memory")}
+    chosen = {group: dict(values[group]) for group in _CHOSEN}
     for key, value in keys_of(plan).items():
         group, _, name = key.partition(".")
         chosen[group][name] = value
@@ -148,17 +163,47 @@ def given_keys(words: Iterable[str]) -> set[str]:
     return keys
 
 
-def plan_layout(
-    folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch
-) -> tuple[Mapping[str, Any], list[str]]:
-    """What `parallel=auto` stands for, and why. `folder`: configs/cluster/; `given`: keys of the command line.
+class Planned(NamedTuple):
+    """Configuration with the layout that `parallel=auto` stands for."""
+
+    values: Mapping[str, Any]
+    lines: list[str]
+    """What was chosen, and why."""
+    meeting: Any = None
+    """Mesh in which the processes agreed. Keep it until the run has its own: the first process may serve its store."""
+
+
+def plan_layout(folder: Path, values: Mapping[str, Any], given: Set[str], launch: Launch) -> Planned:
+    """Choose the layout of a run: the first process counts and searches, all others take what it has chosen.
+
+    Args:
+        folder: configs/cluster/.
+        values: the composed configuration, with `parallel.auto`.
+        given: keys from the command line, which are kept.
+        launch: of this process.
 
     Raises:
         UserError: if nothing says for which devices, or if no layout fits.
     """
     cluster = require_cluster(folder, values, "parallel=auto")
+    config, problems = find_problems(values)
+    if problems:
+        raise ConfigError(problems)
     devices, node = (cluster.devices, cluster.node) if values.get("dry_run") else (launch.world, launch.local_world)
-    return choose_automatically(values, given, devices, node)
+    choose = partial(choose_automatically, values, given, devices, node)
+    if launch.world == 1:
+        return Planned(*choose())
+    # these import torch; a plan does without
+    from pangu.collectives.agreement import meet_all, name_silent_ranks
+    from pangu.collectives.long_work import agree_on_long_work
+    from pangu.topology.mesh import Mesh
+
+    mesh = Mesh.without_layout(launch.world, config.parallel.timeout_s, launch.attempt)
+    with name_silent_ranks(mesh, lambda: "choosing a layout"):
+        chosen = agree_on_long_work(mesh, "choosing a layout", choose, runs_here=mesh.is_first)
+        shared = [({key: one[key] for key in _CHOSEN}, lines) for one, lines in filter(None, chosen)]
+        layout, lines = meet_all(mesh, shared, lambda of_all: of_all[0][0])
+    return Planned({**values, **layout}, lines, mesh)
 
 
 def require_cluster(folder: Path, values: Mapping[str, Any], what: str) -> ClusterConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -47,12 +47,15 @@ class Forecast:
     _measured: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, stages: Stages) -> Forecast:
-        """The forecast of a configuration on its `cluster`. Raises ConfigError if that is no cluster, DryRunError if
-        the model's modules cannot be counted."""
+    def of(
+        cls, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
+    ) -> Forecast:
+        """Return the forecast of a configuration on its `cluster`. `note_progress` is called after each dry run. Raises
+        ConfigError if that is no cluster, DryRunError if the model's modules cannot be counted."""
         assert config.cluster is not None
         cluster = cluster_in(config.cluster)
-        space, plan = space_of(config, cluster, {"expert": layout.expert}), plan_of(config, layout, stages)
+        space = space_of(config, cluster, {"expert": layout.expert}, note_progress)
+        plan = plan_of(config, layout, stages)
         workload = space.program.describe(plan)
         if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
             states = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
@@ -70,7 +73,9 @@ class Forecast:
             f"{self.memory.total:.3g} of {self.room_gib:g} GiB"
         )
 
-    def require_room(self, config: RunConfig, layout: Layout, stages: Stages) -> None:
+    def require_room(
+        self, config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Carry out the fullest stage of a layout that is expected to need too much memory. Raises UserError, naming
         the layouts of as many devices that fit, if that confirms it; otherwise warns."""
         # what frozen layers leave out of activations, the formulas do not know
@@ -89,7 +94,7 @@ class Forecast:
         if needed <= self.room_gib:
             log.warning("%s; a dry run of the fullest stage needs %.3g GiB, which fits", expected, needed)
             return
-        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}), top=3).best
+        plan, best = plan_of(config, layout, stages), search(space_of(config, cluster, {}, note_progress), top=3).best
         works = "; ".join(f"{difference(plan, one.plan)} ({one.fullest:.3g} GiB)" for one in best)
         raise UserError(
             f"memory: the fullest device needs {needed:.3g} GiB, and {self.cluster} has "

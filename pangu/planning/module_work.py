@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -29,6 +29,7 @@ from pangu.config.expert_layout import least_data
 from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
+from pangu.data.progress import ProgressBar
 from pangu.planning.module_reports import (
     Modules,
     Report,
@@ -39,7 +40,7 @@ from pangu.planning.module_reports import (
     recomputed,
     without_neighbours,
 )
-from pangu.planning.roles import run_jobs
+from pangu.planning.roles import DryRunError, run_jobs
 from pangu.planning.states import BYTES
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
@@ -66,6 +67,8 @@ _LAYERS = 3
 """Of the second stage."""
 PATIENCE_SECONDS = 120.0
 """With another process that counts."""
+REPORT_SECONDS = 30.0
+"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Groups of a configuration that a module's work depends on."""
 
@@ -135,6 +138,8 @@ class ModuleCounts:
     exact: bool = True
     """Each number of ranks that share the experts is counted; false: few of them, from which the others follow. Memory
     that layers work with is then said to be more than it is."""
+    note_progress: Callable[[], None] = lambda: None
+    """Called after each dry run."""
     _reports: dict[_Counted, list[Report]] = field(default_factory=dict)
     """Of the second stage with each of the sizes, then, if its ends are others, of the first stage."""
     _of_sizes: dict[_Counted, list[Modules]] = field(default_factory=dict)
@@ -145,7 +150,7 @@ class ModuleCounts:
         counted before is read from the user's cache folder.
 
         Raises:
-            DryRunError: if the model cannot be carried out so.
+            DryRunError: if the dry run is unavailable here, or the model cannot be carried out so.
         """
         counted = {(self._counted_for(piece), sizes) for piece, size in pieces for sizes in self._sizes(piece, size)}
         wanted = counted | {(piece.without_recompute, sizes) for piece, sizes in counted}
@@ -158,7 +163,8 @@ class ModuleCounts:
             return
         with _alone(folder):
             missing = self._missing(files)  # another process may have counted meanwhile
-            for one, reports in _carry_out({one: jobs[one] for one in missing}) if missing else ():
+            jobs = {one: jobs[one] for one in missing}
+            for one, reports in _carry_out(jobs, self.note_progress) if missing else ():
                 self._reports[one] = reports
                 with suppress(OSError):
                     content = {"digest": _digest(reports), "reports": reports}
@@ -239,13 +245,36 @@ class ModuleCounts:
         return moved, launches, update["working_bytes"] / min(total, UPDATED_AT_ONCE)
 
 
-def _carry_out(jobs: Mapping[_Counted, Sequence[Job]]) -> Iterator[tuple[_Counted, list[Report]]]:
-    """Dry runs of all jobs together, which may take minutes and so is told."""
+def _carry_out(
+    jobs: Mapping[_Counted, Sequence[Job]], note_progress: Callable[[], None]
+) -> Iterator[tuple[_Counted, list[Report]]]:
+    """Carry out all jobs together, which may take minutes, and yield the reports of each piece.
+
+    Raises:
+        DryRunError: if the dry run is unavailable here, or one fails.
+    """
     everything = [job for those in jobs.values() for job in those]
-    log.info(f"{'counting':<12} what layers do, in {len(everything)} dry runs")
-    done = run_jobs(everything, joins=True)
-    for one, those in jobs.items():
-        yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(done, len(those))]
+    with ProgressBar(show=True, note_progress=note_progress) as bar:
+        reports = _reported(run_jobs(everything, joins=True), len(everything), bar)
+        for one, those in jobs.items():
+            yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(reports, len(those))]
+
+
+def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -> Iterator[dict[str, Any]]:
+    """Yield the reports, and show how many there are. Raises DryRunError for one of a CPU: its counts are another's."""
+    description = f"{'counting':<12} what layers do, in {total} dry runs"
+    if not bar.console.is_terminal:
+        bar.console.print(description)
+    task, said = bar.add_task(description, total=total), time.monotonic()
+    for count, report in enumerate(reports, 1):
+        if report["device"] is not None:
+            raise DryRunError(f"the dry run is unavailable: {report['device']}")
+        bar.note_progress()
+        bar.advance(task)
+        if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
+            said = time.monotonic()
+            bar.console.print(f"{'counting':<12} {count} of {total} dry runs are done")
+        yield report
 
 
 def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
@@ -328,8 +357,10 @@ def _alone(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             lock = stack.enter_context((folder / "modules.lock").open("w"))
             deadline = time.monotonic() + PATIENCE_SECONDS
-            while not _locked(lock) and time.monotonic() < deadline:
-                time.sleep(0.1)
+            if not _locked(lock):
+                log.warning("%-12s another process counts, which this one waits for (%s)", "counting", lock.name)
+                while not _locked(lock) and time.monotonic() < deadline:
+                    time.sleep(0.1)
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -50,12 +50,14 @@ class Program:
     config: RunConfig
     exact: bool = True
     """As in `ModuleCounts`."""
+    note_progress: Callable[[], None] = lambda: None
+    """Called after each dry run."""
     _counts: ModuleCounts = field(init=False)
     _modules: dict[tuple[Any, ...], dict[str, ModuleWork]] = field(default_factory=dict)
     _last: tuple[Plan, Workload] | None = None
 
     def __post_init__(self) -> None:
-        self._counts = ModuleCounts(self.config, self.exact)
+        self._counts = ModuleCounts(self.config, self.exact, self.note_progress)
 
     @cached_property
     def shape(self) -> Shape:
@@ -88,7 +90,8 @@ class Program:
         )
 
     def prepare(self, plans: Iterable[Plan]) -> None:
-        """Count the modules of layouts together. Raises DryRunError if one cannot be carried out."""
+        """Count the modules of layouts together. Raises DryRunError if one cannot be carried out,
+        or the dry run is unavailable."""
         self._counts.count({(piece, plan.micro_size) for plan in plans for piece in self._pieces(plan).values()})
 
     def describe(self, plan: Plan) -> Workload:

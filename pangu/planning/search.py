@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -147,15 +147,20 @@ def keys_of(plan: Plan) -> dict[str, Any]:
     return {key: values[field] for field, key in KEYS.items()}
 
 
-def space_of(config: RunConfig, cluster: ClusterConfig, fixed: Mapping[str, Any]) -> Space:
-    """The space of a configuration's model and batch on a cluster. Raises ConfigError if it has no products in fp8 and
-    is asked for them."""
+def space_of(
+    config: RunConfig,
+    cluster: ClusterConfig,
+    fixed: Mapping[str, Any],
+    note_progress: Callable[[], None] = lambda: None,
+) -> Space:
+    """Return the space of a configuration's model and batch on a cluster. `note_progress` is called after each dry run.
+    Raises ConfigError if fp8 is asked for and the cluster has no fp8 matmuls."""
     if config.precision.matmul == "fp8" and cluster.matmul.tflops_fp8 is None:
         rule = f"{cluster.name} has none (cluster.matmul.tflops_fp8 = null)"
         raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    return Space(Program(config, exact="expert" in fixed), cluster, config, fixed)
+    return Space(Program(config, "expert" in fixed, note_progress), cluster, config, fixed)
 
 
 def search(space: Space, top: int = 10) -> SearchResult:

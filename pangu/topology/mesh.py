@@ -63,13 +63,10 @@ class Mesh:
         if not dist.is_initialized():
             _require_address(os.environ)
             backend = dist.get_default_backend_for_device(device)
-            timeout = timedelta(seconds=timeout_s)
             store = None
             try:
-                store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-                # torchrun's store outlives the processes that it starts again, and each run of a sweep
-                store = dist.PrefixStore(f"attempt-{attempt}-{store.add(f'runs-{attempt}-{rank}', 1)}", store)
-                store.set(f"here-{rank}", "")
+                store, rank, world = _open_store(timeout_s, attempt)
+                timeout = timedelta(seconds=timeout_s)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
                 # before groups are made, in which processes of two layouts would wait for each other
                 if (first := store.compare_set("layout", "", repr(layout)).decode()) != repr(layout):
@@ -81,13 +78,7 @@ class Mesh:
             except RuntimeError as error:
                 if not is_silence(error):
                     raise
-                place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                raise LostError(
-                    f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {layout.world} processes of this "
-                    f"run did not all come to {place} within {timeout_s:g} s (parallel.timeout_s)"
-                    f"{missing_ranks(store, layout.world)}; a process that could not start says why itself, otherwise "
-                    f"look at that address and the firewall ({str(error).splitlines()[0]})"
-                ) from error
+                raise _lost(layout.world, timeout_s, missing_ranks(store, layout.world), error) from error
         assert dist.group.WORLD is not None
         if dist.get_world_size() != layout.world:
             raise UserError(f"{layout} is of {layout.world} processes, and there are {dist.get_world_size()}")
@@ -109,6 +100,18 @@ class Mesh:
 
             connect_groups(mesh.groups, device)
         return mesh
+
+    @classmethod
+    def without_layout(cls, world: int, timeout_s: float, attempt: int = 0) -> Mesh:
+        """Return a mesh of all processes of the run that has a store and no groups, to agree on a layout. Raises
+        LostError if the process that serves the store does not arrive within `timeout_s`."""
+        try:
+            store, rank, world = _open_store(timeout_s, attempt)
+        except RuntimeError as error:
+            if not is_silence(error):
+                raise
+            raise _lost(world, timeout_s, "", error) from error
+        return cls(Layout(data=world), rank, torch.device("cpu"), timeout_s=timeout_s, store=store)
 
     def _axes(self) -> Iterator[tuple[str, list[int]]]:
         """Axes, and the ranks along each."""
@@ -178,6 +181,25 @@ def _require_address(environment: Mapping[str, str]) -> None:
             f"MASTER_ADDR = {shown(environment.get('MASTER_ADDR', ''))}, MASTER_PORT = {shown(port)}: must be the host "
             "and the port (1 to 65535) where the processes meet, which torchrun sets"
         )
+
+
+def _open_store(timeout_s: float, attempt: int) -> tuple[dist.Store, int, int]:
+    """Return the store in which the processes meet, and the rank and number of processes that the launcher gave."""
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    # torchrun's store outlives the processes that it starts again, and each run of a sweep
+    store = dist.PrefixStore(f"attempt-{attempt}-{store.add(f'runs-{attempt}-{rank}', 1)}", store)
+    store.set(f"here-{rank}", "")
+    return store, rank, world
+
+
+def _lost(world: int, timeout_s: float, missing: str, error: RuntimeError) -> LostError:
+    """Return the error of a process that the others did not come to. `missing`: which, as far as that is known."""
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return LostError(
+        f"rank {os.environ.get('RANK')} on {socket.gethostname()}: the {world} processes of this run did not all come "
+        f"to {place} within {timeout_s:g} s (parallel.timeout_s){missing}; a process that could not start says why "
+        f"itself, otherwise look at that address and the firewall ({str(error).splitlines()[0]})"
+    )
 
 
 def require_own_device(store: dist.Store, rank: int, device: torch.device) -> None:

@@ -55,9 +55,10 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
 
             values = with_cluster_here(configs / "cluster", values, launch, planned)
         if planned:
-            values, reasons = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
+            plan = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
+            values = plan.values
             if launch.rank == 0:
-                print(*reasons, sep="\n", flush=True)
+                print(*plan.lines, sep="\n", flush=True)
         if status := run(values):
             sys.exit(status)
         if values["dry_run"] and launch.rank == 0:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,17 +54,10 @@ def run(values: Mapping[str, Any]) -> int:
     launch = Launch.from_environment()
     _set_up_logging(launch.rank == 0)
     config, layout, stages = choose_layout(values, launch.world)
-    frozen = count_frozen(config.model, config.train.frozen)
-    log.info(describe(config, layout, fullest_states(config, layout, stages)))
-    if frozen:
-        log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
-    if layout.pipeline > 1:
-        from pangu.pipeline.advice import advise
-
-        for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
-            log.info(line)
-    forecast = None if config.cluster is None else _forecast(config, layout, stages)
+    _log_plan(config, layout, stages)
     if config.dry_run:
+        if config.cluster is not None and launch.rank == 0:
+            _forecast(config, layout, stages)
         return 0
     outlive_console()
     device = choose_device(config.train.device, launch, threads=config.train.threads)
@@ -104,8 +98,22 @@ def run(values: Mapping[str, Any]) -> int:
 
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
+        forecast = None if config.cluster is None else _shared_forecast(config, mesh, stages, watchdog)
         signals = StopSignals(began, config.train.stop_after_s)
         return _train(config, mesh, launch, stages, signals, forecast, watchdog)
+
+
+def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
+    """Log what the configuration asks for."""
+    frozen = count_frozen(config.model, config.train.frozen)
+    log.info(describe(config, layout, fullest_states(config, layout, stages)))
+    if frozen:
+        log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
+    if layout.pipeline > 1:
+        from pangu.pipeline.advice import advise
+
+        for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
+            log.info(line)
 
 
 def _set_up_logging(is_first: bool) -> None:
@@ -128,20 +136,35 @@ def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterato
         yield
 
 
-def _forecast(config: RunConfig, layout: Layout, stages: Stages) -> Forecast | None:
-    """What the run is expected to take; None if a dry run, from which that is known, cannot be made here. Raises
-    UserError if that is more memory than a device has."""
+def _shared_forecast(config: RunConfig, mesh: Mesh, stages: Stages, watchdog: Watchdog | None) -> Forecast | None:
+    """Return the forecast on the first process, which counts for all nodes; None elsewhere. Raises UserError on all if
+    the run needs more memory than a device has."""
+    forecast = partial(_forecast, config, mesh.layout, stages)
+    if watchdog is None:
+        return forecast(lambda: None)
+    from pangu.collectives.long_work import agree_on_long_work
+
+    doing = "counting what layers do"
+    results = agree_on_long_work(mesh, doing, forecast, runs_here=mesh.is_first, watch=watchdog.look_at)
+    return results[0] if results else None
+
+
+def _forecast(
+    config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
+) -> Forecast | None:
+    """Return what the run is expected to take; None if no dry run, from which that is known, can be made here. Raises
+    UserError if it needs more memory than a device has."""
     from pangu.planning.forecast import Forecast
     from pangu.planning.roles import DryRunError
 
     try:
-        forecast = Forecast.of(config, layout, stages)
+        forecast = Forecast.of(config, layout, stages, note_progress)
     except DryRunError as error:
-        log.info("%-12s nothing can be said: %s", "expected", error)
+        log.info("%-12s no forecast: %s", "expected", error)
         return None
     log.info(forecast.line())
     if not config.dry_run:
-        forecast.require_room(config, layout, stages)
+        forecast.require_room(config, layout, stages, note_progress)
     return forecast
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from pangu.config.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
+from pangu.pipeline.stages import plan_stages
 from pangu.planning import auto, forecast
 from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
 from pangu.planning.cluster import cluster_names
@@ -21,10 +25,13 @@ from pangu.planning.forecast import Forecast
 from pangu.planning.roles import DryRunError
 from pangu.planning.search import Candidate
 from pangu.topology.launch import Launch
-from tests.configs import composed
+from pangu.topology.layout import Layout
+from pangu.topology.mesh import Mesh
+from pangu.training import run as running
+from tests.configs import composed, config
 from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
-from tests.spawn import repository
+from tests.spawn import Pool, repository
 
 pytestmark = pytest.mark.usefixtures("formulas")
 CLUSTERS = repository() / "configs" / "cluster"
@@ -218,6 +225,47 @@ def test_a_run_plans_itself_and_compares_what_it_took(tmp_path: Path) -> None:
     forecast = summary["forecast"]
     assert forecast["step_time_s"] == pytest.approx(sum(forecast["terms_s"].values()))
     assert f"a step of {forecast['measured_step_time_s']:.3g} s" in done.stderr
+
+
+def planned_on(rank: int, world: int, port: int) -> tuple[int, int, list[str]]:
+    """Choices of this rank, and the layout that it is given. The ranks would choose other ones."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    num_choices = 0
+
+    def choose(values: dict[str, Any], *_: Any) -> tuple[dict[str, Any], list[str]]:
+        nonlocal num_choices
+        num_choices += 1
+        return {**values, "parallel": {**values["parallel"], "tensor": 4 + rank}}, [f"rank {rank} counted"]
+
+    with patch.dict(os.environ, place), patch.object(auto, "choose_automatically", choose):
+        plan = auto.plan_layout(CLUSTERS, composed(*RECIPE), set(), Launch(rank, world))
+    return num_choices, plan.values["parallel"]["tensor"], plan.lines
+
+
+def test_one_process_counts_for_all_nodes(pool: Pool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert pool.run(2, planned_on, port) == [(1, 4, ["rank 0 counted"]), (0, 4, ["rank 0 counted"])]
+
+
+def forecast_on(rank: int, world: int) -> tuple[int, Any]:
+    """Forecasts that this rank makes, and the one that it is given."""
+    mesh, made = Mesh.connect(Layout(data=world), torch.device("cpu"), 60.0), []
+
+    def forecast(*_: Any) -> str:
+        made.append(rank)
+        return f"rank {rank}'s"
+
+    with patch.object(running, "_forecast", forecast):
+        watchdog: Any = SimpleNamespace(look_at=lambda *_: None)
+        run = config("+config=quickstart")
+        given = running._shared_forecast(run, mesh, plan_stages(run, mesh.layout), watchdog)
+    return len(made), given
+
+
+def test_one_process_makes_the_forecast(pool: Pool) -> None:
+    assert pool.run(2, forecast_on) == [(1, "rank 0's"), (0, None)]
 
 
 def test_the_tool_plans_what_would_be_run() -> None:

@@ -6,13 +6,16 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pangu.planning import module_work
 from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
+from pangu.planning.roles import DryRunError
 from tests.configs import config
 
 
@@ -45,7 +48,7 @@ def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytes
     counts, piece = ModuleCounts(config("+config=quickstart")), Piece(1, False)
     reports = [{"phases": {}, "update": {}}] * 2
 
-    def carry_out(jobs: Mapping[Piece, object]) -> list[tuple[Piece, object]]:
+    def carry_out(jobs: Mapping[Piece, object], note_progress: object) -> list[tuple[Piece, object]]:
         counted.append(len(jobs))
         return [(one, reports) for one in jobs]
 
@@ -60,3 +63,38 @@ def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytes
         monkeypatch.setattr(module_work, "_alone", None)
         ModuleCounts(counts.config).count([(piece, 1)])
     assert counted == [1]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Have dry runs give these reports, and nothing in the cache."""
+
+    def answer(*reports: dict[str, Any]) -> None:
+        monkeypatch.setattr(module_work, "run_jobs", lambda jobs, **_: islice(cycle(reports), len(jobs)))
+
+    monkeypatch.setattr(module_work, "cache_folder", lambda: tmp_path)
+    return answer
+
+
+def test_counts_of_a_cpu_are_refused_and_not_kept(alone: Callable[..., None], tmp_path: Path) -> None:
+    """A forecast or search would be of another device: 75 times as many launches."""
+    alone({"device": "no C++ compiler is found", "phases": {}, "update": {}})
+    with pytest.raises(DryRunError, match="the dry run is unavailable: no C\\+\\+ compiler is found"):
+        ModuleCounts(config("+config=quickstart")).count([(Piece(1, False), 1)])
+    assert not list(tmp_path.glob("modules-*.json"))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_counting_shows_its_progress(
+    alone: Callable[..., None], seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, at the end, and every so often where no bar can be drawn; whoever waits for it is told."""
+    alone({"device": None, "phases": {}, "update": {}})
+    monkeypatch.setattr(module_work, "REPORT_SECONDS", seconds)
+    noted: list[int] = []
+    ModuleCounts(config("+config=quickstart"), note_progress=lambda: noted.append(1)).count([(Piece(1, False), 3)])
+    said = capsys.readouterr().err
+    assert said.startswith("counting     what layers do, in 4 dry runs\n")
+    assert ("counting     3 of 4 dry runs are done" in said) is (seconds == 0)
+    assert "4/4" in said
+    assert len(noted) == 4

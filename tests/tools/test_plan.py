@@ -21,7 +21,7 @@ SMALL = ("model.layers=4", "model.hidden=64", "model.heads=4", "parallel.tensor=
 def test_sharding_without_the_devices_or_the_data() -> None:
     done = called("tools/plan", "+config=pangu_13b", "--sharding", "parallel.sequence=true")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert all(line.startswith("counting") for line in done.stderr.splitlines())
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in (
         "layers.0-38 (39 layers; one of them): [s/t, b, h] -> [s/t, b, h]",
@@ -143,12 +143,13 @@ def test_a_plan_without_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     done = called("tools/plan", *SMALL, "cluster=a100")
     assert done.returncode == 0
     assert "tensor 2 x pipeline 1" in done.stdout
-    assert "expected     nothing can be said: no memory" in done.stdout
+    assert "expected     no forecast: no memory" in done.stdout
 
 
 def test_a_reader_that_stops_reading() -> None:
     done = shell(f"{shlex.quote(sys.executable)} tools/plan.py --sharding | true")
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr
+    assert "error" not in done.stderr
 
 
 def test_help_has_an_example() -> None:
