@@ -40,6 +40,8 @@ from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
+LAST_WORDS_SECONDS = 1.0
+"""For processes to say that they end at a second Ctrl-C."""
 SILENCES = 2
 """Questions in a row that the launchers' store leaves without an answer when it counts as gone."""
 SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE)
@@ -66,21 +68,32 @@ def is_running(child: int) -> bool:
 
 
 def pass_on(signals: SimpleQueue[int]) -> None:
-    """Send every signal that arrives to all children and to what a child has started in its process group, the last one
-    also to children that are started in place of failed ones. Without children, a signal ends this process."""
-    number, signalled = 0, set[int]()
+    """Send every signal that arrives to all children, the last one also to children that are started in place of failed
+    ones. Without children, a signal ends this process, and so does a second Ctrl-C, with what is left of them."""
+    number, interrupts, signalled = 0, 0, set[int]()
     while True:
         try:
             number, signalled = signals.get(timeout=INTERVAL_SECONDS if number else None), set()
+            interrupts += number == signal.SIGINT
             if not children():
                 os._exit(128 + number)
         except Empty:
             pass
         for child in set(children()) - signalled:
             signalled.add(child)
-            with suppress(ProcessLookupError):
-                group = os.getpgid(child)
-                os.kill(child, number) if group == os.getpgid(0) else os.killpg(group, number)
+            send(child, number)
+        if interrupts > 1:
+            time.sleep(LAST_WORDS_SECONDS)
+            for child in children():
+                send(child, signal.SIGKILL)
+            os._exit(INTERRUPTED)
+
+
+def send(child: int, number: int) -> None:
+    """Send a signal to a child and to what it has started in its process group."""
+    with suppress(ProcessLookupError):
+        group = os.getpgid(child)
+        os.kill(child, number) if group == os.getpgid(0) else os.killpg(group, number)
 
 
 def end_after_workers(host: str, port: int) -> None:

@@ -95,17 +95,14 @@ def choose(config: RunConfig, mesh: Mesh, recorded: object = None, timer: Timer 
         candidates = {key: names[:1] for key, names in candidates.items()}
     previous = _previous(config.model, recorded, candidates["attention"][0])
     recalled = _recall(candidates, previous, device_kinds, compute)
-    with one_thread(device):
-        of_matmuls = _time_matmuls(config, mesh, candidates["products"], timer)
     seconds = {
-        "products": of_matmuls,
+        "products": _time_matmuls(config, mesh, candidates["products"], timer),
         "gather": _time_collectives(gathers, candidates["gather"], mesh, timer),
         "scatter": _time_collectives(scatters, candidates["scatter"], mesh, timer),
     }
     for times in seconds.values():  # the slowest rank decides
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
-    with one_thread(device):
-        seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
+    seconds["attention"] = _time_attention(config, mesh, candidates, every, timer)
     # a kernel's own matmuls depend on the precision too: what counts is both together, in a micro-batch
     both = {pair: time + seconds["products"][pair[1]] for pair, time in seconds["attention"].items()}
     attention, _ = fastest(both, device)
@@ -245,9 +242,11 @@ def _time_matmuls(config: RunConfig, mesh: Mesh, precisions: Sequence[str], time
     """Seconds of the matmuls of a micro-batch, on a tensor-parallel rank, by precision; 0 where there is no choice."""
     if len(precisions) == 1:
         return dict.fromkeys(precisions, 0.0)
-    matmul, repeats = _matmul(config, mesh)
-    trial = matmul_trial(matmul, DTYPES[config.precision.compute], mesh.device)
-    times = timer({precision: matmul_precision(precision)(trial) for precision in precisions}, mesh.device, PRODUCTS_S)
+    with one_thread(mesh.device):
+        matmul, repeats = _matmul(config, mesh)
+        trial = matmul_trial(matmul, DTYPES[config.precision.compute], mesh.device)
+        trials = {precision: matmul_precision(precision)(trial) for precision in precisions}
+        times = timer(trials, mesh.device, PRODUCTS_S)
     return {precision: repeats * time for precision, time in times.items()}
 
 
@@ -259,7 +258,8 @@ def _time_attention(
     times: dict[Any, float] = {}
     others = [kernel for kernel in _affordable(config.model, every) if kernel not in candidates["attention"]]
     for kernels in filter(None, (candidates["attention"], others, every[-1:])):
-        times = _time_kernels(config, mesh, kernels, candidates["products"], timer)
+        with one_thread(mesh.device):
+            times = _time_kernels(config, mesh, kernels, candidates["products"], timer)
         times |= zip(times, largest_of(list(times.values()), mesh), strict=True)
         if min(times.values()) < math.inf:
             break

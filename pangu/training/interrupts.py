@@ -50,6 +50,8 @@ class Interrupts:
         self._ended.set()
         if self._is_active:
             signal.set_wakeup_fd(self._previous)
+        else:
+            self._reader.close()
         self._writer.close()
 
     def _watch(self) -> None:

@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pangu.config.exit_status import RETRYABLE, USER_ERROR
+from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 from scripts import launch
+from tests.end_to_end.commands import is_running, wait_until
 from tests.spawn import repository
 
 WORKER = "trap 'sleep 1; exit {status}' {name}; echo ready; while :; do sleep 0.1; done"
@@ -42,6 +44,21 @@ def test_the_launcher_passes_signals_on_and_ends_with_the_status_of_its_processe
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == status, said
     assert "SignalException" not in said
+
+
+def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
+    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=2", "--no-python"]
+    line += ["bash", "-c", "trap '' INT; echo $BASHPID; while :; do sleep 0.1; done"]
+    with subprocess.Popen(
+        line, cwd=repository(), stdout=subprocess.PIPE, text=True, preexec_fn=obey_signals
+    ) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        for _ in range(2):
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert launcher.wait(timeout=10) == INTERRUPTED
+    wait_until(lambda: not any(map(is_running, workers)), 5)
 
 
 def test_a_users_error_is_the_one_message() -> None:
