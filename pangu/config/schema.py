@@ -160,8 +160,8 @@ class TrainConfig:
     """Exit status of a run that has saved and stopped before its last step, because of a signal or `stop_after`. A
     scheduler that starts what has failed once more, as Kubernetes does, needs one that is not 0: 143."""
     check_replicas: Natural
-    """Steps between checks that ranks with copies of the same weights hold the same ones, bit for bit; the run ends if
-    they differ. 0: no checks."""
+    """Steps between checks that all copies of weights, as they compute, and of moments are the same, bit for bit; the
+    run ends if they differ, and checkpoints since the last check are condemned. 0: no checks."""
     device: Literal["auto", "cpu", "cuda", "npu"]
     """`auto`: the accelerator if there is one. `npu`: Huawei's Ascend, by its plug-in torch_npu."""
     deterministic: bool

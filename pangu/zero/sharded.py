@@ -66,6 +66,8 @@ class ShardedParameters:
                 trained_of.setdefault(-1 if late else chunk, []).append(flat)
             return flat
 
+        self.placements = {placement.name: placement for placement in table}
+        """Logical tensors of this rank by name."""
         self.flat_parameters, flats_of = divide(table, regions.uses, storage.bucket_bytes, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = shardings[False].offload, mesh

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -100,6 +101,15 @@ class Unsharder(ModuleHooks):
         """For all that is on its way, or of it for these."""
         for flat in list(self._handles if flats is None else flats):
             self._finish(flat)
+
+    @contextmanager
+    def gathered(self, flat: FlatParameter) -> Iterator[Tensor]:
+        """Yield the weights of a flat parameter as a step computes with them, outside of any step. The ranks that share
+        it call this together."""
+        self._start(flat)
+        self._finish(flat)
+        yield flat.weights
+        self._reshard(flat)
 
     def unshard(self, chunk: int) -> None:
         """Keep the weights of a chunk, once gathered, until `reshard`."""
