@@ -24,7 +24,7 @@ _SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
 _EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]*+\}}"
 _TOKEN = re.compile(
     rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&()]|\d*[<>])"
-    rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`])++)|(?P<wrong>.)",
+    rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`]|(?<==)<[^<>\n]*+>)++)|(?P<wrong>.)",
     re.DOTALL,
 )
 _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)?[ \t]*\2[ \t]*(?=\n|\Z)", re.DOTALL)
@@ -42,7 +42,9 @@ _NODES = re.compile(r"--?(?:nnodes|num_nodes)[ =](\S+)")
 _OF_EACH = re.compile(r"--?(?:nproc[-_]per[-_]node|num_gpus)[ =](\S+)")
 _SLURM_NODES = re.compile(r"^#SBATCH[ \t]+(?:--nodes[= ]|-N[= ]?)(\d+)", re.MULTILINE)
 _SLURM_TASKS = re.compile(r"^#SBATCH[ \t]+--ntasks-per-node[= ](\d+)", re.MULTILINE)
-_OPTIONS = re.compile(r"\$\{?(\w*(?:ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|PARAMS)\w*)(?:\[[@*]\])?\}?", re.IGNORECASE)
+_OPTIONS = re.compile(
+    r"\$\{?(\w*(?:ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|PARAMS)\w*|[@*])(?:\[[@*]\])?(?::\d)?\}?", re.IGNORECASE
+)
 """Variables that are named after what they hold: options. A shell puts nothing in place of one that is not set."""
 _SUMS = {
     ast.Add: operator.add,

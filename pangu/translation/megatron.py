@@ -10,6 +10,7 @@ from pangu.config.expert_layout import least_data
 from pangu.translation.expert_layers import layer_pattern, spread
 from pangu.translation.table import Translation
 
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 _SPECS = ("qwen3_spec", "bailing_spec", "gpt_layer_specs")
 """Modules whose layers are those that the other options describe."""
 _TOKENIZERS = {
@@ -38,8 +39,7 @@ def _model(source: Translation) -> None:
     layers = source.integer("num-layers")
     if layers is not None and (skipped := _skipped(source)):
         source.set("model.layers", layers - sum(layer < layers for layer in skipped), "num-layers", "noop-layers")
-    spec = source.words("spec")[:1]
-    if spec and spec[0].rpartition(".")[2] not in _SPECS:
+    if any(spec.rpartition(".")[2] not in _SPECS for spec in source.words("spec")[:1]):
         source.lacks("spec", "other_function")
     gated, plain = source.flag("swiglu"), source.flag("disable-bias-linear")
     if gated:
@@ -59,7 +59,7 @@ def _model(source: Translation) -> None:
         source.set("model.biases", "qkv" if source.flag("add-qkv-bias") else False, "disable-bias-linear")
     if source.flag("untie-embeddings-and-output-weights"):
         source.set("model.tied_head", False, "untie-embeddings-and-output-weights")
-    source.choose("model.norm", "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+    source.choose("model.norm", "normalization", _NORMS)
 
 
 def _attention(source: Translation) -> None:
@@ -76,7 +76,9 @@ def _attention(source: Translation) -> None:
     rows = source.integer("max-position-embeddings")
     if positions == "learned" and rows not in (None, source.integer("seq-length")):
         source.differs("positions_rows")
-    if source.flag("group-query-attention"):
+    if heads := source.integer("num-key-value-heads"):
+        source.set("model.kv_heads", heads, "num-key-value-heads")
+    elif source.flag("group-query-attention"):
         source.set("model.kv_heads", source.integer("num-query-groups") or 1, "num-query-groups")
     width, heads, hidden = (
         source.integer("kv-channels"),

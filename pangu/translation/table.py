@@ -274,5 +274,6 @@ class Translation:
 
 def _is_unset(value: Any, mark: str | None) -> bool:
     if isinstance(value, list):
-        return any(_is_unset(one, mark) for one in value)
+        joined = " ".join(one for one in value if isinstance(one, str))
+        return _PLACEHOLDER.search(joined) is not None or any(_is_unset(one, mark) for one in value)
     return isinstance(value, str) and (value == mark or _PLACEHOLDER.search(value) is not None)

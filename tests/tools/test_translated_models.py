@@ -102,6 +102,7 @@ def test_what_changes_the_model_is_refused_by_name(name: str) -> None:
 
 
 KEPT = {
+    "--num-key-value-heads 4 --normalization rmsnorm --ds-sequence-parallel-size 1": "model.kv_heads=4",
     "--use-rotary-position-embeddings --rotary-percent 1.0": "",
     "--softmax-type vanilla --rotary-seq-len-interpolation-factor 1": "",
     "--no-position-embedding --use-rotary-position-embeddings": "",
@@ -142,6 +143,15 @@ def test_words_are_split_as_bash_splits_them() -> None:
     words = read_command(script, "script", {"1": "first"}).words
     split = ["--one", "1", "--two", "2", "3", "--one 1", "--two", "2 3"]
     assert words == [*split, "x", "x y", "x", "first", "--three"]
+
+
+def test_placeholders_of_older_examples_are_left_open(tmp_path: Path) -> None:
+    script = "DATA=<Specify path and file prefix>_text_document\nSAVE=<Specify path>\nDIST=xxx\n"
+    words = " ".join(word for word in GPT if word not in ("--data-path", "/data/web"))
+    (tmp_path / "run.sh").write_text(f"{script}python pretrain_gpt.py {words} --data-path $DATA --save $SAVE $@")
+    done = translate("megatron", tmp_path / "run.sh")
+    assert {"data.train=???", "train.output=???"} < {*overrides(done)}
+    assert "@: NAME=VALUE sets it" in section(done, "not set there, and taken as empty")
 
 
 COMMAND = "pretrain_gpt.py --num-layers 2"
