@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import largest_of
 from pangu.config.errors import UserError, reading
 from pangu.library.sharded_model import ShardedModel
+from pangu.optim.lamb import Lamb
+from pangu.zero.flat_parameter import Shard
 from pangu.zero.norms import counts
 
 
@@ -56,6 +58,8 @@ def save(
         for name, buffer in _buffers(sharded):
             slices.append((f"buffer/{name}", _slice(buffer.to(_stored(buffer)))))
     (steps,) = largest_of([steps], mesh)
+    if optimizer is not None:
+        slices += ((f"step/{name}", _slice(step)) for name, step in _other_steps(shards, optimizer, steps))
     stored = {"optimizer_steps": None if optimizer is None else int(steps), "facts": dict(facts or {})}
     write_together(mesh, path, slices, stored)
 
@@ -70,15 +74,18 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
     index = load_weights(path, mesh, weights)
     require_facts(path, index, "facts", "optimizer_steps")
     slices: list[tuple[str, Slice]] = []
+    counts_of: list[tuple[dict[str, Any], Tensor]] = []
     if optimizer is not None:
         steps = index["optimizer_steps"]
         if steps is None:
             raise UserError(f"{path}: was written without an optimizer; without one, `load` takes its weights alone")
-        kinds = sorted({name.partition("/")[0] for name in index["tensors"]} - {"weight", "buffer"})
+        kinds = sorted({name.partition("/")[0] for name in index["tensors"]} - {"weight", "buffer", "step"})
         for shard in sharded.parameters.trained_shards:
             state = optimizer.state[shard.main]
-            if steps:
-                state["step"] = torch.full_like(state.get("step", torch.zeros(())), steps)
+            own = torch.full((1,), float(steps))
+            if (name := f"step/{shard.placement.name}") in index["tensors"]:
+                slices.append((name, _slice(own)))
+            counts_of.append((state, own))
             for kind in kinds:
                 values = state.setdefault(kind, torch.zeros_like(shard.main))
                 slices += ((f"{kind}/{name}", part) for name, part in rectangles_of(shard, values))
@@ -86,6 +93,11 @@ def load(path: str | Path, sharded: ShardedModel, optimizer: torch.optim.Optimiz
     names = (f"buffer/{name}" for name, _ in _buffers(sharded))
     slices += ((name, part) for name, (_, part) in zip(names, buffers, strict=True))
     agree(mesh, lambda: load_slices(path, index, slices), runs_here=True)
+    for state, own in counts_of:
+        if own:
+            state["step"] = torch.full_like(state.get("step", torch.zeros(())), float(own))
+    if isinstance(optimizer, Lamb):
+        optimizer.share_steps()
     for buffer, part in buffers:
         buffer.copy_(part.tensor.view(buffer.shape))
     sharded.parameters.publish()
@@ -102,6 +114,18 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise UserError("\n".join(problems))
     names = [name for name in index["tensors"] if name.partition("/")[0] in ("weight", "buffer")]
     return {name.partition("/")[2]: read_tensor(path, index, name) for name in names}
+
+
+def _other_steps(
+    shards: Sequence[Shard], optimizer: torch.optim.Optimizer, steps: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Names of the tensors whose first element is on this rank and that the optimizer has updated fewer times than
+    others, with their step counts [1]."""
+    for shard in shards:
+        step = optimizer.state.get(shard.main, {}).get("step")
+        is_first = shard.start == 0 and not any(shard.placement.offsets)
+        if step is not None and is_first and float(step) != steps:
+            yield shard.placement.name, torch.full((1,), float(step))
 
 
 def _buffers(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:

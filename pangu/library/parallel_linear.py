@@ -10,6 +10,7 @@ from pangu.collectives.regions import TensorRegion
 from pangu.config.errors import UserError
 from pangu.layers.builder import Builder
 from pangu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pangu.library.requirements import require_no_tensor_hooks
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, PlacementTable
 
@@ -48,6 +49,7 @@ def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
 def _shared(linear: nn.Linear, mesh: Mesh, kind: type[L]) -> L:
     if not isinstance(linear, nn.Linear):
         raise UserError(f"{type(linear).__name__}: only the matrix of an nn.Linear can be shared")
+    require_no_tensor_hooks(linear)
     dim = 0 if kind is ColumnParallelLinear else 1
     region, shape = TensorRegion.of(mesh), tuple(linear.weight.shape)
     if shape[dim] % region.size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from pangu.config.errors import UserError
 from pangu.layers.linear import ParallelLinear
 from pangu.layers.tensor_parallel_matmul import ALONE, column_parallel_matmul
 from pangu.layers.weight_gradient_store import WeightGradientStore
-from pangu.library.sharded_model import ShardedModel, storage_of
+from pangu.library.requirements import storage_of
+from pangu.library.sharded_model import ShardedModel
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.orders import NumbersError
 from pangu.pipeline.runner import ParameterHooks, Runner
@@ -85,6 +86,8 @@ class Pipeline:
         mesh: Mesh,
         micro_batches: int,
         schedule: str = "1f1b",
+        *,
+        regions: Mapping[int, Sequence[str]] | None = None,
         **storage: Any,
     ) -> None:
         """Make this rank's chunks and shard them over its replicas.
@@ -95,6 +98,8 @@ class Pipeline:
                 All tensors between chunks have one format. Chunks share no parameters.
             micro_batches: of a replica in a step.
             schedule: one of the names above.
+            regions: number of a chunk -> names of its submodules that are regions, as `regions` of `shard`; other
+                chunks have the default ones.
             storage: `dtype`, `bucket_mib`, `offload`, `overlap` and `message` of `shard`.
 
         Raises UserError if the schedule does not allow these numbers, and as `shard` does.
@@ -110,6 +115,8 @@ class Pipeline:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
         except NumbersError as error:
             raise UserError(str(error)) from error
+        if unknown := sorted(set(regions or {}) - set(range(len(chunks)))):
+            raise UserError(f"regions: there is no chunk {unknown[0]}; chunks have numbers from 0 to {len(chunks) - 1}")
         local = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
         self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in local})
         """This rank's chunks by their number."""
@@ -123,6 +130,7 @@ class Pipeline:
             mesh,
             storage_of(self.modules, mesh, **storage),
             {chunk: str(chunk) for chunk in local},
+            regions,
             reduces=self.schedule.reduce_each,
             turns=self._last in local,
         )
@@ -151,6 +159,7 @@ class Pipeline:
         gone or stuck.
         """
         results = self._run(self.schedule, inputs, targets, lambda output, batch: loss(output, batch[1]), True)
+        self.sharded.hooks.hide_gradients(True)
         return torch.stack(results).mean() if results else None
 
     @torch.no_grad()

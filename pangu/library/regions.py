@@ -1,7 +1,7 @@
 """The regions of any module, which ZeRO-3 unshards one after the other, and the hooks that do so.
 
 A region is a submodule whose forward uses its parameters. By default the children are regions; lists of layers, and
-children that hold such lists, are taken apart:
+children that hold such lists, are taken apart, and so is whatever has no forward:
 
     GPT(wte=Embedding, blocks=ModuleList(Block, Block), norm=LayerNorm)  ->  wte, blocks.0, blocks.1, norm
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,28 @@ from pangu.zero.flat_parameter import FlatParameter
 from pangu.zero.grouping import Regions
 from pangu.zero.unshard import Unsharder
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+T = TypeVar("T", bound=Tensor)
+Names = Mapping[int, Sequence[str]]
 
 
-def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Sequence[str] | None = None) -> Regions:
-    """The regions of the modules `chunks` of a model, by chunk; `names`: those of the only one. Raises UserError if
-    `names`, or what a module offers, are not names of submodules, each outside of the others."""
+def regions_of(model: nn.Module, chunks: Mapping[int, str], names: Names | None = None) -> Regions:
+    """Return the regions of the modules `chunks` of a model, by chunk.
+
+    Args:
+        model: the model.
+        chunks: number and path of each module that is computed.
+        names: chunk -> names of the submodules that are its regions; those of other chunks are the default ones.
+
+    Raises UserError if `names`, or what a module offers, are not names of submodules with a forward, each outside of
+    the others.
+    """
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     uses: dict[int, dict[str, list[str]]] = {}
     lookups = set()
     for chunk, path in chunks.items():
         module, inside = model.get_submodule(path), set()
         used: dict[str, list[str]] = {}
-        for name in _names(module, names):
+        for name in _names(module, (names or {}).get(chunk)):
             region = module.get_submodule(name)
             if parameters := list(region.parameters()):
                 used[_join(path, name)] = [name_of[parameter] for parameter in parameters]
@@ -63,17 +72,27 @@ def _names(module: nn.Module, names: Sequence[str] | None) -> list[str]:
         if name not in known or not name:
             near = ", ".join(child for child, _ in module.named_children())
             raise UserError(f"regions: {name!r} is no submodule of {type(module).__name__}; its children are {near}")
+        if _is_container(known[name]):
+            raise UserError(
+                f"regions: {name} is {type(known[name]).__name__}, which has no forward; name the modules inside of it"
+                " (parameters outside of all regions are whole throughout forward and backward)"
+            )
         if inner := next((other for other in names if other.startswith(f"{name}.")), None):
             raise UserError(f"regions: {inner} lies inside {name}; a module belongs to one region")
     return list(names)
 
 
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own: lists and dictionaries of modules or parameters."""
+    return type(module).forward is nn.Module.forward
+
+
 def _default(module: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
-        is_list = type(child) in _LISTS
         # the layers of a list are regions, whatever they hold
-        holds_lists = type(module) not in _LISTS[:2] and any(type(m) in _LISTS[:2] for m in child.modules())
-        if is_list or holds_lists:
+        inner = () if _is_container(module) else child.modules()
+        holds_lists = any(_is_container(m) and next(m.children(), None) is not None for m in inner)
+        if _is_container(child) or type(child) is nn.Sequential or holds_lists:
             yield from _default(child, f"{prefix}{name}.")
         else:
             yield prefix + name
@@ -107,6 +126,23 @@ class _Ending(Function):
         return None, *grads
 
 
+class Hook:
+    """A hook of a sharded module. A deep copy of the module, which is no longer sharded, gets one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return nothing
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class _Use:
     """One forward of a region. In backward it is open from the gradient of an output to those of all inputs."""
 
@@ -120,38 +156,62 @@ class _Use:
         self._hooks.close(self)
 
 
-def guarded(unsharder: Unsharder) -> type[nn.Parameter]:
-    """The class of the weights of a model while they are sharded or on their way: torch would read memory that is not
-    there yet, or no more. What is on its way is waited for; what is sharded is refused by name."""
+def hiding(kind: type[T], is_pending: Callable[[], bool], **members: Any) -> type[T]:
+    """Return a class of tensors whose `grad` must not be read while gradients wait for `ShardedModel.step`.
+
+    `torch.nn.utils.clip_grad_norm_` and others would find none, or this rank's part of the sum over the replicas.
+    """
+
+    def read(tensor: Tensor) -> Tensor | None:
+        if is_pending():
+            raise UserError(
+                "grad: gradients of a sharded model are kept as each rank's part of their sum until "
+                "`sharded.step(optimizer, clip=...)`, which clips by the norm of all and returns it; "
+                "`clip_grad_norm_` and the like would see a part of them, or none"
+            )
+        return stored.__get__(tensor)
+
+    stored: Any = Tensor.grad
+    gradient = property(read, stored.__set__, stored.__delete__)
+    plain = {"__torch_function__": torch._C._disabled_torch_function_impl}
+    return type(f"Sharded{kind.__name__}", (kind,), {"grad": gradient, **plain, **members})
+
+
+def guarded(unsharder: Unsharder, is_pending: Callable[[], bool]) -> type[nn.Parameter]:
+    """Return the class of the weights of a model while they are sharded or in flight.
+
+    Torch would read memory that is not there yet, or no more. What is in flight is waited for; what is sharded is
+    refused by name.
+    """
     homes = {
         id(parameter): (flat, name)
         for flat in unsharder.flat_parameters
         for (parameter, _), (name, _) in zip(flat.parameters, flat.tensors, strict=True)
     }
 
-    class Guarded(nn.Parameter):
-        @classmethod
-        def __torch_function__(
-            cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                is_property = function.__name__ == "__get__"
-                of_property = getattr(getattr(function, "__self__", None), "__name__", "")
-                name_read = of_property if is_property else function.__name__
-                if name_read in _VIEWS if is_property else name_read not in _HARMLESS:
-                    for tensor in tensors_in((args, kwargs or {})):
-                        flat, name = homes.get(id(tensor), (None, ""))
-                        if flat is not None and flat.sharding.stage < 3:
-                            unsharder.wait()
-                        elif flat is not None and not unsharder.in_use(flat):
-                            raise UserError(
-                                f"{name} is used outside of the forward of its region, where it is sharded; `with "
-                                "sharded.whole():` on all ranks gathers it, and regions=[...] of `shard` without that "
-                                "module, or a method zero_regions(), leaves it whole"
-                            )
-                return function(*args, **(kwargs or {}))
+    def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(parameter)] = copy = nn.Parameter(parameter.data.clone(), parameter.requires_grad)
+        return copy
 
-    return Guarded
+    def called(_: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            is_property = function.__name__ == "__get__"
+            of_property = getattr(getattr(function, "__self__", None), "__name__", "")
+            name_read = of_property if is_property else function.__name__
+            if name_read in _VIEWS if is_property else name_read not in _HARMLESS:
+                for tensor in tensors_in((args, kwargs or {})):
+                    flat, name = homes.get(id(tensor), (None, ""))
+                    if flat is not None and flat.sharding.stage < 3:
+                        unsharder.wait()
+                    elif flat is not None and not unsharder.in_use(flat):
+                        raise UserError(
+                            f"{name} is used outside of the forward of its region, where it is sharded; `with "
+                            "sharded.whole():` on all ranks gathers it, and regions=[...] of `shard` without that "
+                            "module, or a method zero_regions(), leaves it whole"
+                        )
+            return function(*args, **(kwargs or {}))
+
+    return hiding(nn.Parameter, is_pending, __deepcopy__=copied, __torch_function__=classmethod(called))
 
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -184,13 +244,24 @@ class RegionHooks:
         model: nn.Module,
         chunks: Mapping[int, str],
         regions: Regions,
+        flats: Sequence[FlatParameter],
         unsharder: Unsharder | None,
         begins: Callable[[], None],
         ends: Callable[[], None],
         turns: bool,
     ) -> None:
-        """`unsharder` is None if nothing is sharded; `begins` and `ends` are called around each backward, which begins
-        with the last chunk if forward `turns` there."""
+        """Register the hooks.
+
+        Args:
+            model: the model.
+            chunks: numbers and paths of the modules that are computed.
+            regions: of these.
+            flats: all flat parameters.
+            unsharder: None if nothing is sharded.
+            begins: called where a backward begins.
+            ends: called where it ends.
+            turns: backward begins with the last chunk as soon as its forward ends.
+        """
         self._regions, self._unsharder, self._begins, self._ends = regions, unsharder, begins, ends
         self._stack: list[_Use] = []
         """Uses whose forward runs."""
@@ -198,7 +269,16 @@ class RegionHooks:
         """Whether an error has ended a pipeline's forwards and backwards."""
         self._open: dict[_Use, None] = {}
         self._in_backward = False
-        self._guarded = None if unsharder is None else guarded(unsharder)
+        self._flats, self.is_pending = flats, False
+        """Whether gradients wait for the step."""
+
+        def is_pending() -> bool:
+            return self.is_pending
+
+        self._hiding = hiding(nn.Parameter, is_pending)
+        self._guarded = None if unsharder is None else guarded(unsharder, is_pending)
+        for shard in (shard for flat in flats if flat.trained for shard in flat.shards):
+            shard.main.__class__ = hiding(Tensor, is_pending)
         self._chunks = set(chunks.values())
         last = max(chunks)
         self._turns = {chunks[last], *list(regions.uses[last])[-1:]} if turns else set()
@@ -206,8 +286,8 @@ class RegionHooks:
         used = {name for of_chunk in regions.uses.values() for name in of_chunk} if unsharder else set()
         for name in sorted(used | self._chunks):
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._before(name), prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            module.register_forward_pre_hook(Hook(self._before(name)), prepend=True, with_kwargs=True)
+            module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True)
         self.guard()
 
     def _before(self, name: str) -> Callable[..., Any]:
@@ -217,6 +297,7 @@ class RegionHooks:
             self.require_ended()
             self.begin(name, {} if self._in_backward else None)
             if name in self._chunks:
+                self.is_pending &= not torch.is_grad_enabled()
                 return None
             leaves, structure = tree_flatten((args, kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -257,7 +338,7 @@ class RegionHooks:
 
     def open(self, use: _Use) -> None:
         if not self._in_backward:
-            self._in_backward = True
+            self._in_backward, self.is_pending = True, False
             Variable._execution_engine.queue_callback(self._finish)
             self._begins()
         if use not in self._open:
@@ -291,8 +372,15 @@ class RegionHooks:
     def guard(self, flats: Sequence[FlatParameter] | None = None) -> None:
         """Guard weights (None: all) that are in no use, because they are sharded, or others have updated them."""
         if self._unsharder is not None and self._guarded is not None:
-            flats = self._unsharder.flat_parameters if flats is None else flats
+            flats = self._flats if flats is None else flats
             _become(self._guarded, [flat for flat in flats if not self._unsharder.in_use(flat)])
+        elif flats is None:
+            _become(self._hiding if self.is_pending else nn.Parameter, self._flats)
+
+    def hide_gradients(self, is_pending: bool) -> None:
+        """Refuse to show gradients that wait for the step."""
+        self.is_pending = is_pending
+        self.guard()
 
 
 def _become(kind: type[nn.Parameter], flats: Sequence[FlatParameter]) -> None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from pangu.checkpoint.safetensors_file import bytes_of
-from pangu.collectives.reduce import all_reduce, gather_objects
+from pangu.collectives.reduce import all_reduce
 from pangu.config.build import build
 from pangu.config.errors import UserError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
-from pangu.config.schema import usual_bucket_mib
-from pangu.layers.linear import ParallelLinear
-from pangu.library.regions import RegionHooks, regions_of
+from pangu.library.optimizers import Groups, options_of, require_alone, watch
+from pangu.library.regions import Hook, Names, RegionHooks, nothing, regions_of
+from pangu.library.requirements import Offload, placed, require_agreement, require_no_tensor_hooks, storage_of
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
 from pangu.optim.moments import updates_at_once
 from pangu.topology.mesh import Mesh
-from pangu.topology.placement import Placement, PlacementTable, TensorRank
 from pangu.zero.sharded import ShardedParameters, Storage
-
-Offload = Literal["optimizer", "parameters"]
 
 
 class Update(NamedTuple):
@@ -52,7 +47,7 @@ class ShardedModel:
         mesh: Mesh,
         storage: Storage,
         chunks: Mapping[int, str],
-        regions: Sequence[str] | None = None,
+        regions: Names | None = None,
         reduces: bool | None = None,
         turns: bool = True,
     ) -> None:
@@ -60,8 +55,9 @@ class ShardedModel:
         reduced after each backward; None: who computes says when. `turns`: backward begins with the last chunk."""
         self.model, self.mesh = model, mesh
         _require_unsharded(model)
-        table = _placed(model, mesh)
-        _require_agreement(model, table, mesh)
+        require_no_tensor_hooks(model)
+        table = placed(model, mesh)
+        require_agreement(model, table, mesh)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -77,21 +73,23 @@ class ShardedModel:
                 module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
         self._reduces_each, self._syncs, self._reduced, self._is_whole = each, True, False, False
         self._scheduled = reduces is not None
-        self._known_optimizer: torch.optim.Optimizer | None = None
+        self._known_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self.is_stepping = False
         unsharder = self.parameters.unsharder if self.parameters.unshards else None
         begins, ends = self._begin_backward, self._end_backward
         if self._scheduled:
-            begins = ends = _nothing
-        self.hooks = RegionHooks(model, chunks, parts, unsharder, begins, ends, turns)
-        model.register_state_dict_pre_hook(self._before_state)
-        model.register_load_state_dict_pre_hook(_refuse_state)
-        self.parameters.gradients.start_step()
+            begins = ends = nothing
         flats = self.parameters.flat_parameters
+        self.hooks = RegionHooks(model, chunks, parts, flats, unsharder, begins, ends, turns)
+        model.register_state_dict_pre_hook(Hook(self._before_state))
+        model.register_load_state_dict_pre_hook(Hook(_refuse_state))
+        self.parameters.gradients.start_step()
+        watch(self.main_parameters(), self)
         self._flats = {id(parameter): flat for flat in flats for parameter, _ in flat.parameters}
 
     def lamb(
         self,
-        lr: float,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -100,38 +98,63 @@ class ShardedModel:
         exclude_vectors: bool = True,
         max_ratio: float | None = None,
         moments: Literal["fp32", "bf16"] = "fp32",
+        groups: Groups = (),
     ) -> torch.optim.Optimizer:
-        """LAMB (You et al. 2020, Algorithm 2) with a trust ratio of every parameter, wherever its shards are. `lr`,
-        `betas`, `eps`, `weight_decay`: η, β, ε, λ. `eps_inside_root`: Algorithm 1 of the first version.
-        `exclude_vectors`: neither decay nor ratio for parameters of one dimension. `max_ratio`: the largest ratio.
-        `moments`: their format between steps; fp32 is that of the main parameters. Raises UserError for numbers that
-        cannot be."""
+        """Return LAMB (You et al. 2020, Algorithm 2) with a trust ratio of every parameter, wherever its shards are.
+
+        Args:
+            lr: η.
+            betas: β₁ and β₂.
+            eps: ε.
+            weight_decay: λ.
+            eps_inside_root: Algorithm 1 of the first version.
+            exclude_vectors: neither decay nor ratio for parameters of one dimension.
+            max_ratio: the largest ratio.
+            moments: their format between steps; fp32 is that of the main parameters.
+            groups: parameters with other options, e.g. `[{"params": ["blocks.0.*"], "lr": 0.001}]`: names of parameters
+                or patterns of names. A weight decay given here holds for parameters of one dimension too.
+
+        Raises UserError for numbers that cannot be, and groups that name no parameter or one twice.
+        """
         values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
         only = {"eps_inside_root": eps_inside_root, "exclude_vectors": exclude_vectors, "max_ratio": max_ratio}
-        return self._optimizer(build(LambConfig, {"name": "lamb", "clip": None, **values, **only}))
+        return self._optimizer(build(LambConfig, {"name": "lamb", "clip": None, **values, **only}), groups)
 
     def adamw(
         self,
-        lr: float,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
         moments: Literal["fp32", "bf16"] = "fp32",
+        groups: Groups = (),
     ) -> torch.optim.Optimizer:
-        """AdamW (Loshchilov & Hutter 2019, Algorithm 2), without decay for parameters of one dimension; arguments as
-        those of `lamb`."""
-        values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
-        return self._optimizer(build(AdamConfig, {"name": "adam", "clip": None, **values}))
+        """Return AdamW (Loshchilov & Hutter 2019, Algorithm 2), without decay for parameters of one dimension.
 
-    def _optimizer(self, config: AdamConfig | LambConfig) -> torch.optim.Optimizer:
+        The arguments are those of `lamb`.
+        """
+        values = {"lr": lr, "betas": list(betas), "eps": eps, "weight_decay": weight_decay, "moments": moments}
+        return self._optimizer(build(AdamConfig, {"name": "adam", "clip": None, **values}), groups)
+
+    def _optimizer(self, config: AdamConfig | LambConfig, groups: Groups) -> torch.optim.Optimizer:
         trained = [(shard.placement, shard.main) for shard in self.parameters.trained_shards]
-        return make_optimizer(config, trained, self.parameters.squares.over)
+        names = [name for flat in self.parameters.trained for name, _ in flat.tensors]
+        optimizer = make_optimizer(config, trained, self.parameters.squares.over, options_of(groups, names, config))
+        self._known_optimizers.add(optimizer)
+        return optimizer
+
+    def named_main_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's shards of the trained parameters with the names of these.
+
+        Shards are flat, in fp32 (fp64 in fp64), for any optimizer that treats each element alone. A rank has none of
+        some parameters, of a tiny model perhaps none at all: `[{"params": sharded.main_parameters()}]`.
+        """
+        return [(shard.placement.name, shard.main) for shard in self.parameters.trained_shards]
 
     def main_parameters(self) -> list[Tensor]:
-        """This rank's shards of the trained parameters, flat, in fp32 (fp64 in fp64), for any optimizer that treats
-        each element alone. A rank of a tiny model may have none: `[{"params": sharded.main_parameters()}]`."""
-        return [shard.main for shard in self.parameters.trained_shards]
+        """Return the tensors of `named_main_parameters`."""
+        return [main for _, main in self.named_main_parameters()]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,17 +210,22 @@ class ShardedModel:
         divisor = torch.ones_like(norm) * layout.replicas
         if clip is not None:
             divisor = divisor * ((norm + 1e-6) / clip).clamp(min=1.0)
+        self.hooks.hide_gradients(False)
         for shard in parameters.trained_shards:  # which `optimizer.zero_grad` takes away
             if shard.host_grad is None:
                 shard.main.grad = shard.grad
+        self.is_stepping = True
         scales = getattr(optimizer, "_step_supports_amp_scaling", False) and updates_at_once(norm.device)
-        if isinstance(optimizer, Lamb) or scales:
-            alone = not any(group.get("adapt") for group in optimizer.param_groups)
-            parameters.update(optimizer, (overflow, divisor), one_by_one=alone)
-        elif not overflow:
-            for flat in parameters.trained:
-                flat.grad.div_(divisor)
-            parameters.update(optimizer, (), one_by_one=False)
+        try:
+            if isinstance(optimizer, Lamb) or scales:
+                alone = not any(group.get("adapt") for group in optimizer.param_groups)
+                parameters.update(optimizer, (overflow, divisor), one_by_one=alone)
+            elif not overflow:
+                for flat in parameters.trained:
+                    flat.grad.div_(divisor)
+                parameters.update(optimizer, (), one_by_one=False)
+        finally:
+            self.is_stepping = False
         self.hooks.guard()
         parameters.gradients.start_step()
         self._reduced = False
@@ -218,7 +246,7 @@ class ShardedModel:
 
     def _require_main_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of anything but main parameters would change nothing."""
-        if optimizer is self._known_optimizer:
+        if optimizer in self._known_optimizers:
             return
         trained = set(self.main_parameters())
         if any(tensor not in trained for group in optimizer.param_groups for tensor in group["params"]):
@@ -226,7 +254,8 @@ class ShardedModel:
                 "step: the optimizer has other tensors than this model's main parameters; `sharded.lamb(...)`, "
                 "`sharded.adamw(...)` or one of `sharded.main_parameters()` works"
             )
-        self._known_optimizer = optimizer
+        require_alone(optimizer)
+        self._known_optimizers.add(optimizer)
 
     def _begin_backward(self) -> None:
         if self._reduced and not self._reduces_each:
@@ -246,6 +275,7 @@ class ShardedModel:
             if chunk >= 0:
                 self.parameters.gradients.reduce(chunk)
         self._reduced = True
+        self.hooks.hide_gradients(True)
 
     def _before_state(self, *_: Any) -> None:
         self.parameters.unsharder.wait()
@@ -289,98 +319,17 @@ def shard(
     several formats without `dtype`, or have no values yet, `regions` are not separate submodules, or a part of the
     model is sharded already.
     """
-    return ShardedModel(
-        model, mesh, storage_of(model, mesh, dtype, bucket_mib, offload, overlap, message), {0: ""}, regions
-    )
-
-
-def storage_of(
-    model: nn.Module,
-    mesh: Mesh,
-    dtype: torch.dtype | None = None,
-    bucket_mib: float | None = None,
-    offload: Sequence[Offload] = (),
-    overlap: bool = True,
-    message: torch.dtype | None = None,
-) -> Storage:
-    """How the parameters of a module are stored. Arguments and errors are those of `shard`."""
-    if not isinstance(mesh, Mesh):
-        raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
-    formats: dict[torch.dtype, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or is_lazy(parameter):
-            raise UserError(
-                f"{name}: has no values yet; build the module on a device, and let lazy modules see a batch"
-            )
-        if not parameter.is_floating_point():
-            raise UserError(f"{name}: is {parameter.dtype}; parameters must be floating, others belong into buffers")
-        formats.setdefault(parameter.dtype, name)
-    if dtype is None and len(formats) > 1:
-        listed = ", ".join(f"{name} is {kind}" for kind, name in formats.items())
-        raise UserError(f"parameters of several formats: {listed}; dtype=torch.bfloat16, or another one, holds for all")
-    if unknown := {offload} if isinstance(offload, str) else set(offload) - {"optimizer", "parameters"}:
-        raise UserError(f"offload = {sorted(unknown)}: 'optimizer' and 'parameters' work, in a list")
-    for name, kind in (("dtype", dtype), ("message", message)):
-        if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
-            raise UserError(f"{name} = {kind}: must be a floating format of at least 16 bits; torch.bfloat16 works")
-    if bucket_mib is not None and not bucket_mib > 0:
-        raise UserError(f"bucket_mib = {bucket_mib}: must be above 0")
-    layout = mesh.layout
-    mib = usual_bucket_mib(layout.zero, layout.replicas) if bucket_mib is None else bucket_mib
-    return Storage(dtype or next(iter(formats), torch.float32), 2**20 * mib, None, tuple(offload), overlap, message)
+    storage = storage_of(model, mesh, dtype, bucket_mib, offload, overlap, message)
+    return ShardedModel(model, mesh, storage, {0: ""}, None if regions is None else {0: regions})
 
 
 def _require_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if any(hook.hook is _refuse_state for hook in module._load_state_dict_pre_hooks.values()):
+        if any(isinstance(hook.hook, Hook) for hook in module._load_state_dict_pre_hooks.values()):
             raise UserError(f"{name or type(model).__name__}: is sharded already; `shard` the whole model, once")
-
-
-def _nothing() -> None:
-    pass
 
 
 def _refuse_state(*_: Any) -> None:
     raise UserError(
         "load_state_dict: what is loaded after `shard` is lost at the next step; load before, or `pangu.load`"
     )
-
-
-def _placed(model: nn.Module, mesh: Mesh) -> PlacementTable:
-    """The parameters of a model, each a logical tensor of its name; those of parallel layers are cut."""
-    at, layout = mesh.at, mesh.layout
-    table, rank = PlacementTable(), TensorRank(at.tensor, layout.tensor, layout.sequence)
-    cut = {
-        f"{path}.{name}" if path else name: placement
-        for path, layer in model.named_modules()
-        if isinstance(layer, ParallelLinear)
-        for name, placement in layer.logical().items()
-    }
-    for name, parameter in model.named_parameters():
-        shape, dim = cut.get(name, (tuple(parameter.shape) or (1,), None))
-        table.place(name, [Placement(name, shape, cut_dim=dim, trained=parameter.requires_grad)], rank)
-    return table
-
-
-def _require_agreement(model: nn.Module, table: PlacementTable, mesh: Mesh) -> None:
-    """Raise UserError on all ranks unless ranks that hold the same tensors hold the same values."""
-    if mesh.layout.world == 1:
-        return
-    at, values = mesh.at, {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    cut = {placement.name for placement in table if placement.cut_dim is not None}
-    local_digests = {name: (at.tensor if name in cut else 0, _digest(tensor)) for name, tensor in values.items()}
-    holders: dict[tuple[int, int, str], tuple[int, str]] = {}
-    for rank, (stage, digests) in enumerate(gather_objects((at.pipeline, local_digests), mesh.group("world"))):
-        names = ", ".join(digests)
-        for name, (tensor, digest) in {"": (0, names), **digests}.items():
-            first, expected = holders.setdefault((stage, tensor, name), (rank, digest))
-            if expected != digest:
-                what = f"{name}: its first values differ" if name else "parameters and buffers differ"
-                raise UserError(
-                    f"{what} between ranks {first} and {rank}; build the module alike on every rank, with the same "
-                    "torch.manual_seed or from the same file"
-                )
-
-
-def _digest(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {hashlib.sha256(bytes_of(tensor)).hexdigest()}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ def make_optimizer(
     config: AdamConfig | LambConfig,
     tensors: Sequence[tuple[Placement, Tensor]],
     over_ranks: Callable[[Sequence[Placement]], Callable[[Tensor], Tensor]] = lambda _: lambda squares: squares,
+    options: Sequence[tuple[Mapping[str, Any], Collection[str]]] = (),
 ) -> torch.optim.Optimizer:
-    """AdamW or LAMB over logical tensors, each with this rank's slice of its fp32 (or fp64) values; biases and norms
-    get no weight decay and no layer-wise ratio. `over_ranks`: for some placements, the function that adds up LAMB's
-    sums of squares over the ranks that hold the other slices.
+    """Return AdamW or LAMB over logical tensors; biases and norms get no weight decay and no layer-wise ratio.
+
+    Args:
+        config: the optimizer.
+        tensors: this rank's slices of logical tensors, fp32 (or fp64) values.
+        over_ranks: for some placements, the function that adds up LAMB's sums of squares over the ranks that hold the
+            other slices.
+        options: of some tensors, by name, what differs from `config`; empty: all are alike. A weight decay given here
+            holds for biases and norms too.
 
     AdamW is torch's fused kernel. That needs moments in the format of the weights, and a device whose kernel skips a
     step; otherwise AdamW is our LAMB without its ratios. apex is no choice: its FusedAdam does the same work as
@@ -29,13 +36,17 @@ def make_optimizer(
     """
     moments = torch.bfloat16 if config.moments == "bf16" else None
     exclude = config.exclude_vectors if isinstance(config, LambConfig) else True
-    adapting = [placement for placement, _ in tensors if not (exclude and placement.is_vector)]
-    full = [tensor for placement, tensor in tensors if not (exclude and placement.is_vector)]
-    bare = [tensor for placement, tensor in tensors if exclude and placement.is_vector]
-    groups: list[dict[str, Any]] = [
-        {"params": full, "weight_decay": config.weight_decay},
-        {"params": bare, "weight_decay": 0.0},
-    ]
+    adapting: list[Placement] = []
+    groups: list[dict[str, Any]] = []
+    for own, names in options or [({}, [placement.name for placement, _ in tensors])]:
+        members = [(placement, tensor) for placement, tensor in tensors if placement.name in set(names)]
+        for bare in (False, True):
+            chosen = [(p, tensor) for p, tensor in members if (exclude and p.is_vector) == bare]
+            decay = 0.0 if bare else config.weight_decay
+            groups.append({"weight_decay": decay, **own, "params": [tensor for _, tensor in chosen]})
+            if isinstance(config, LambConfig):
+                groups[-1]["adapt"] = not bare
+            adapting += [] if bare else [placement for placement, _ in chosen]
     at_once = all(updates_at_once(tensor.device) for _, tensor in tensors)
     if isinstance(config, AdamConfig) and moments is None and at_once:
         adam = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -47,7 +58,6 @@ def make_optimizer(
     if isinstance(config, AdamConfig):
         groups = [{**group, "adapt": False} for group in groups]
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, **shards)
-    groups[0]["adapt"], groups[1]["adapt"] = True, False
     return Lamb(
         groups,
         lr=config.lr,

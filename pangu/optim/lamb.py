@@ -163,20 +163,25 @@ class Lamb(Uncompiled):
         return {**super().__getstate__(), "moments": self.moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded or copied state: equal step counts are shared again, moments have their storage format."""
+        """Take a loaded or copied state, the moments in their storage format."""
         super().__setstate__(state)
         self.ratios, self._applied = {}, {}
-        steps: dict[tuple[torch.device, float], Tensor] = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             for tensor in group["params"]:
-                if kept := self.state.get(tensor):
-                    step = torch.as_tensor(kept["step"], dtype=torch.float32)
-                    copied = torch.empty((), device=tensor.device).copy_(step)
-                    kept["step"] = steps.setdefault((tensor.device, float(step)), copied)
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        kept[moment] = kept[moment].to(self.moments or tensor.dtype)
+                for moment in ("exp_avg", "exp_avg_sq") if self.state.get(tensor) else ():
+                    self.state[tensor][moment] = self.state[tensor][moment].to(self.moments or tensor.dtype)
+        self.share_steps()
+
+    def share_steps(self) -> None:
+        """Make equal step counts, which were set one by one, one tensor again; the host waits for them."""
+        steps: dict[tuple[torch.device, float], Tensor] = {}
+        for tensor, kept in self.state.items():
+            if kept:
+                step = torch.as_tensor(kept["step"], dtype=torch.float32)
+                copied = torch.empty((), device=tensor.device).copy_(step)
+                kept["step"] = steps.setdefault((tensor.device, float(step)), copied)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

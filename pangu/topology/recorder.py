@@ -48,6 +48,10 @@ class AxisGroup:
     axis: str
     recorder: Recorder = field(default_factory=Recorder)
 
+    def __deepcopy__(self, memo: Any) -> AxisGroup:
+        """Return the same group: processes cannot be copied, and copies of layers communicate in it."""
+        return self
+
     @property
     def size(self) -> int:
         return dist.get_world_size(self.process_group)

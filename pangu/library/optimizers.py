@@ -1,0 +1,128 @@
+"""Optimizers of a sharded model: parameter groups by name, and what an optimizer of flat shards must not do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pangu.config.build import build
+from pangu.config.errors import UserError, shown
+from pangu.config.optimizer import AdamConfig, LambConfig
+from pangu.optim.lamb import Lamb
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Owner(Protocol):
+    """A sharded model, which knows whether it calls an optimizer now."""
+
+    is_stepping: bool
+
+
+_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+"""id of a main parameter -> the sharded model that it belongs to and lives as long as."""
+
+
+def watch(main_parameters: Sequence[Tensor], owner: Owner) -> None:
+    """Let an optimizer of these tensors step within `owner.step` only."""
+    for tensor in main_parameters:
+        _owners[id(tensor)] = owner
+
+
+def _require_owner(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        owner = _owners.get(id(group["params"][0])) if group["params"] else None
+        if owner is not None and not owner.is_stepping:
+            raise UserError(
+                "optimizer.step(): its tensors are main parameters of a sharded model, of which the weights would not "
+                "change; `sharded.step(optimizer)` on all ranks works"
+            )
+
+
+register_optimizer_step_pre_hook(_require_owner)
+
+
+def options_of(
+    groups: Groups, names: Sequence[str], config: AdamConfig | LambConfig
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the options of each group with the names of its parameters, those that no group names first.
+
+    Args:
+        groups: `params`, a name or pattern of parameters or a list of them, with other options than those of `config`.
+        names: the trained parameters.
+        config: the optimizer.
+
+    Raises UserError for a group without parameters, a parameter of several groups, and options that cannot be.
+    """
+    options: list[tuple[dict[str, Any], list[str]]] = [({}, [])]
+    owner: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        own = {name: value for name, value in group.items() if name != "params"}
+        known = {field for field in vars(config) if field not in ("name", "clip", "moments", "exclude_vectors")}
+        if unknown := sorted(set(own) - known):
+            raise UserError(f"groups[{number}]: there is no {unknown[0]}; {', '.join(sorted(known))} work")
+        build(type(config), {**_plain(vars(config)), **_plain(own)})
+        patterns = group.get("params", ())
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            if not isinstance(pattern, str):
+                raise UserError(f"groups[{number}]: params = {shown(pattern)}: must be names or patterns of parameters")
+            matching = [name for name in names if fnmatchcase(name, pattern)]
+            if not matching:
+                few = ", ".join(names[:3])
+                raise UserError(f"groups[{number}]: {pattern!r} names no trained parameter; their names are {few}, ...")
+            for name in matching:
+                if owner.setdefault(name, number) != number:
+                    raise UserError(f"{name}: is in groups[{owner[name]}] and in groups[{number}]; one works")
+        options.append((own, [name for name in names if owner.get(name) == number]))
+    options[0][1].extend(name for name in names if name not in owner)
+    return options
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def require_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if an optimizer of flat shards does not treat each element alone: it would see no matrices, and
+    only this rank's part of them."""
+    if isinstance(optimizer, Lamb) or not _treats_elements_alone(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__}: its update depends on the shape or on the norm of a tensor, and main "
+            "parameters are flat, each rank's own part; `sharded.lamb(...)`, `sharded.adamw(...)` or an optimizer of "
+            "torch that treats each element alone works"
+        )
+
+
+def _treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether numbers are updated the same together and in two tensors, as far as that can be found out."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    if not groups:
+        return True
+    like = groups[0]["params"][0]
+    values = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=like.dtype, device=like.device)
+    gradients = torch.tensor([0.3, -0.01, 2.0, -0.4], dtype=like.dtype, device=like.device)
+    results = []
+    for sizes in ([4], [1, 3]):
+        tensors = [part.clone() for part in values.split(sizes)]
+        # a twin with another state: `optimizer.step` may be wrapped by a scheduler, for the optimizer itself
+        twin = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**groups[0], "params": tensors, "lr": 0.1}]
+        try:
+            for _ in range(3):
+                for tensor, gradient in zip(tensors, gradients.split(sizes), strict=True):
+                    tensor.grad = gradient.clone()
+                type(optimizer).step(twin)
+        except Exception:  # whatever it needs, its own step says
+            return True
+        results.append(torch.cat(tensors))
+    together, apart = results
+    return torch.allclose(together, apart, rtol=1e-4, atol=1e-6)
