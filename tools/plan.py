@@ -206,7 +206,7 @@ def plan(options: argparse.Namespace) -> None:
         print(json.dumps(plan_dry_run(values), indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    fullest = fullest_states(config, layout, stages)
+    fullest = None if options.dry_run else fullest_states(config, layout, stages)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
     if config.cluster is not None:
         console.print(expected(config, layout, stages), markup=False, highlight=False, soft_wrap=True)

@@ -90,8 +90,9 @@ def _rows(layout: Layout, report: Mapping[str, Any]) -> Iterator[tuple[str, str]
         yield "not seen", f"compile={given}: this is the step without it, which has more launches and moves more bytes"
     where = f"rank {report['rank']} (stage {report['stage']})"
     yield "dry run", f"{len(report['roles'])} roles of {layout.world:,} ranks in {report['seconds']:.0f} s"
-    yield "fullest", f"{where}: {size(report['peak'])} of tensors at the peak, in {report['peak_place']}"
-    yield "of these", ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
+    kinds = ", ".join(f"{kind} {size(amount)}" for kind, amount in report["peak_bytes"].items() if amount)
+    yield "each device", f"needs at most {size(report['peak'])} for tensors: {kinds}"
+    yield "fullest", f"{where}, at its peak in {report['peak_place']}"
     for axis, kinds in report["collectives"].items():
         words = (f"{kind} {one['calls']:,} x, {size(one['bytes'])}" for kind, one in kinds.items())
         exposed = sum(one["bytes"] - one.get("hidden_bytes", 0) for one in kinds.values())

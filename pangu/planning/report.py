@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
 from pangu.planning.states import StatePlan
 from pangu.topology.layout import Layout
 
 
-def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
-    """The configuration in a few lines: model, layout, what the fullest device keeps, batch and length of the run."""
+def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> str:
+    """Return the configuration in a few lines: model, layout, model states of the fullest device, batch and length of
+    the run. `largest` is None where a dry run follows, which prints that line: it counts all tensors."""
     model, batch = config.model, config.batch
     parameters, tokens = f"{num_parameters(model):,} parameters", batch.global_size * model.sequence
     if model.experts is not None:
@@ -26,7 +29,7 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{shared} = {layout.world} "
             f"devices{spread}, ZeRO stage {layout.zero}{', as the planner chose' if config.parallel.auto else ''}",
         ),
-        ("each device", f"keeps at most {largest.words()} (activations and buffers come on top)"),
+        *_states(largest),
         (
             "step",
             f"{batch.global_size} sequences = {tokens:,} tokens; each replica computes {accumulation} "
@@ -50,6 +53,12 @@ def describe(config: RunConfig, layout: Layout, largest: StatePlan) -> str:
 
         rows.append(("attention", in_words(model.sparse, model.sequence)))
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _states(largest: StatePlan | None) -> Iterator[tuple[str, str]]:
+    if largest is not None:
+        more = "activations and buffers come on top; dry_run=true counts them"
+        yield "each device", f"model states of at most {largest.words()} ({more})"
 
 
 def _kept_in(config: RunConfig, format_: str) -> str:

@@ -106,7 +106,7 @@ def run(values: Mapping[str, Any]) -> int:
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     """Log what the configuration asks for."""
     frozen = count_frozen(config.model, config.train.frozen)
-    log.info(describe(config, layout, fullest_states(config, layout, stages)))
+    log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages)))
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,14 @@ def test_a_dry_run_prints_the_fullest_device() -> None:
     for words in (
         "not seen     compile=true: this is the step without it",
         "fullest      rank 0",
-        "of these     parameters",
         "host waits",
         "races        0 races",
         "cluster=NAME",
     ):
         assert words in done.stderr
     assert "\nrank" not in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("each device"))
+    assert re.search(r"needs at most [\d.]+ MiB for tensors: parameters .*, activations ", line)
 
 
 def test_all_prints_every_role() -> None:

@@ -47,7 +47,7 @@ def test_200b_on_the_reports_layout() -> None:
     assert "206,861,008,896 parameters" in text
     assert "= 2048 devices" in text
     assert "each replica computes 32 micro-batches of 1" in text
-    assert f"keeps at most {fullest.words()}" in text
+    assert f"model states of at most {fullest.words()}" in text
     kept = [sum(plan_states(chosen, layout, rank, stages).bytes.values()) for rank in range(0, layout.world, 128)]
     assert len(kept) == 16
     assert sum(fullest.bytes.values()) == max(kept)
