@@ -266,6 +266,7 @@ _FACTS: dict[str, Any] = {
     # the times of autotuning, as far as a continued run reports them
     "choices?": lambda value: value is None or _are_choices(value),
     "frozen?": [str],
+    "moments_since?": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
     "identity?": dict,
     "layout?": dict,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,10 +16,11 @@ from pangu.checkpoint.run_folder import identity
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing
 from pangu.collectives.agreement import agree
 from pangu.config.data import DataConfig, IndexedData
-from pangu.config.errors import UserError, shown
+from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.data.order import ORDER_VERSION
+from pangu.models.parameters import logical_shapes
 from pangu.topology.mesh import Mesh
 from pangu.training.saving import state_of, weights_of
 from pangu.training.step import MOMENTS, Trainer
@@ -65,15 +66,18 @@ def place_to_continue(config: RunConfig, mesh: Mesh) -> Path | None:
 
 def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
     """Restore the state of a run, exactly, from an intact checkpoint, which becomes the newest of the run folder.
-    Returns its index: among others `samples` and `watch`, as given to `Saver.save`. Raises UserError if the checkpoint
-    belongs to another model, optimizer or seed, or does not say where its run was."""
+    Returns its index: among others `samples` and `watch`, as given to `Saver.save`. Keys that may change are said and
+    taken; tensors that were frozen begin with moments of zero. Raises UserError if the checkpoint belongs to another
+    model, optimizer or seed, or does not say where its run was."""
     index = read_index(path)
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
-    _compare(path, index["identity"], identity(config))
+    _compare(path, index, config)
+    index = in_sequences_of(index, config)
     _compare_order(path, index, config.data)
-    trainer.restart_optimizer(index["step"], index["skipped"])
-    agree(trainer.mesh, lambda: _require_moments(path, index, config), runs_here=True)
-    agree(trainer.mesh, lambda: load(path, index, list(state_of(trainer))), runs_here=True)
+    unfrozen = {f"{kind}/{name}" for name in _unfrozen(index, config) for kind in MOMENTS}
+    trainer.restart_optimizer(index["step"], index["skipped"], _first_updates(index, config))
+    saved = [(name, part) for name, part in state_of(trainer) if name not in unfrozen]
+    agree(trainer.mesh, lambda: load(path, index, saved), runs_here=True)
     trainer.parameters.publish()
     if scale := trainer.loss_scale.restore(index["loss_scale"]):
         log.info("%-12s %s", "loss scale", scale)
@@ -88,27 +92,49 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     return index
 
 
-def _require_moments(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise a UserError if tensors that are trained now were frozen when a checkpoint was written."""
+def _unfrozen(index: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return the tensors that were frozen when a checkpoint was written, so that it has no moments of theirs, and are
+    trained now."""
     if index["step"] == index["skipped"]:
-        return
-    patterns = config.train.frozen
-    missing = [
-        name
-        for kind, _, name in (key.partition("/") for key in index["tensors"])
-        if kind == "weight"
-        and f"{MOMENTS[0]}/{name}" not in index["tensors"]
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
-    if missing:
-        frozen = index.get("frozen", [])
-        raise UserError(
-            f"train.frozen = {shown(patterns)}: {len(missing)} tensors ({', '.join(missing[:3])}"
-            f"{', ...' * (len(missing) > 3)}) were frozen in the run that wrote {path}, which has no optimizer state "
-            f"of theirs; "
-            f"train.frozen={shown(frozen)} continues it, checkpoint.init_from={path} with another train.output begins "
-            "a new run with its weights"
-        )
+        return []
+    kinds = (key.partition("/") for key in index["tensors"])
+    names = [name for kind, _, name in kinds if kind == "weight" and f"{MOMENTS[0]}/{name}" not in index["tensors"]]
+    then, now = index.get("frozen", ()), config.train.frozen
+    return [name for name in names if _matches(name, then) and not _matches(name, now)]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _first_updates(index: Mapping[str, Any], config: RunConfig) -> dict[str, int]:
+    """Return, of the tensors whose moments did not begin with the run, after how many updates they did."""
+    before = index.get("moments_since", {})
+    known = {name: count for name, count in before.items() if not _matches(name, config.train.frozen)}
+    if unfrozen := _unfrozen(index, config):
+        more = f"{', '.join(unfrozen[:3])}{', ...' * (len(unfrozen) > 3)}"
+        log.warning("train.frozen: %d tensors (%s) are trained from here on, with moments of 0", len(unfrozen), more)
+    return known | dict.fromkeys(unfrozen, index["step"] - index["skipped"])
+
+
+def in_sequences_of(index: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Return the index of a checkpoint with the place in the data counted in samples of `model.sequence` tokens, which
+    may be others than those of the run that wrote it."""
+    before, now = index.get("identity", {}).get("model.sequence", config.model.sequence), config.model.sequence
+    if before == now:
+        return dict(index)
+
+    def converted(samples: int) -> int:
+        return -(-samples * before // now)
+
+    watch, position = index.get("watch", {}), index.get("position")
+    return {
+        **index,
+        "samples": converted(index["samples"]),
+        "watch": {**watch, "left_out": converted(watch.get("left_out", 0))},
+        "position": position and {**position, "samples": converted(position["samples"])},
+        "identity": {**index["identity"], "model.sequence": now},
+    }
 
 
 def _compare_order(path: Path, index: Mapping[str, Any], data: DataConfig) -> None:
@@ -140,9 +166,27 @@ def begin_with(path: Path, config: RunConfig, trainer: Trainer) -> None:
             log.warning("%s = %s: the weights of %s were trained with %s", key, now, path, before)
 
 
-def _compare(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    wrong = [f"  {key} = {now}: the checkpoint has {before}" for key, now, before in _differences(saved, current)]
+MAY_CHANGE = (
+    *("dropout", "attention_dropout", "init_std", "sequence", "rope_base", "rope_scaling", "window", "expert_capacity"),
+    *("router.balance", "router.balance_weight", "router.bias_rate", "router.z_loss"),
+)
+"""Keys of `model` that may change within a run: the weights keep their meaning. Where a change alters the shape of a
+tensor, as `sequence` does with a table of positions, it is refused."""
+
+
+def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
+    """Say what changes within the run of a checkpoint. Raises UserError, naming every key that must not."""
+    tensors, wrong = index["tensors"], []
+    shapes = {f"weight/{name}": list(shape) for name, shape in logical_shapes(config.model).items()}
+    misfits = [name for name, shape in shapes.items() if name in tensors and tensors[name]["shape"] != shape]
+    for key, now, before in _differences(index["identity"], identity(config)):
+        may_change = any(f"{key}.".startswith(f"model.{name}.") for name in MAY_CHANGE)
+        if may_change and not misfits:
+            log.warning("%s = %s from here on: %s was trained with %s", key, now, path, before)
+        else:
+            wrong.append(f"  {key} = {now}: the checkpoint has {before}")
     if wrong:
+        wrong += [f"  {name} would be {shapes[name]}: it is {tensors[name]['shape']}" for name in misfits[:3]]
         advice = "give the same values to continue it, or another train.output to start a new run"
         raise UserError(f"{path}: belongs to a different run; {advice}:\n" + "\n".join(wrong))
 

@@ -121,6 +121,7 @@ class Saver:
             "fp8": None if trainer.scales is None else trainer.scales.state(),
             "experts": None if trainer.balance is None else trainer.balance.state(),
             "frozen": list(self._config.train.frozen),
+            "moments_since": trainer.moments_since,
             "identity": identity(self._config),
             "layout": asdict(trainer.mesh.layout),
             "choices": trainer.choices,
@@ -182,7 +183,7 @@ class Saver:
             UserError: on all ranks, if there are checkpoints and none can be continued.
         """
         from pangu.checkpoint.index import read_index, read_start, write_start
-        from pangu.training.resuming import load_checkpoint, place_to_continue
+        from pangu.training.resuming import in_sequences_of, load_checkpoint, place_to_continue
 
         mesh = self._trainer.mesh
         self.newest = path = place_to_continue(self._config, mesh)
@@ -191,7 +192,7 @@ class Saver:
             self._trainer.start_over()
             index = begin(self._config, self._trainer)
         else:
-            index = read_index(path)
+            index = in_sequences_of(read_index(path), self._config)
             agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
             index = load_checkpoint(path, self._config, self._trainer)
         self.standings.load()

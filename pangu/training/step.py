@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -99,6 +99,8 @@ class Trainer:
         """Steps made, skipped ones included."""
         self.skipped = 0
         """Those whose result was read."""
+        self.moments_since: dict[str, int] = {}
+        """Of tensors that were frozen at first: the updates that had been made when their moments began."""
         self.copied = Moment(mesh.device)
         """When the last save has its copy of what updates change."""
         self.doing = "starting"
@@ -138,7 +140,7 @@ class Trainer:
 
     def start_over(self) -> None:
         """Return to the state before the first step: initial weights of the seed, and an optimizer without a past."""
-        self.restart_optimizer(0, 0)
+        self.restart_optimizer(0, 0, {})
         self.parameters.fill(self.config.train.seed)
         self.loss_scale = LossScale(self.config.precision.loss_scale, self.mesh.device)
         if self.scales is not None:
@@ -146,11 +148,13 @@ class Trainer:
         if self.balance is not None:
             self.balance.reset()
 
-    def restart_optimizer(self, step: int, skipped: int) -> None:
-        """Let `step` steps be made, of which `skipped` changed nothing, with moments of zero."""
-        self.step, self.skipped = step, skipped
-        for state in self.optimizer.state.values():
-            state["step"].fill_(step - skipped)
+    def restart_optimizer(self, step: int, skipped: int, moments_since: Mapping[str, int]) -> None:
+        """Let `step` steps be made, of which `skipped` changed nothing, with moments of zero. `moments_since`: see the
+        attribute; bias correction counts from there."""
+        self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
+        for shard in self.parameters.trained_shards:
+            state = self.optimizer.state[shard.main]
+            state["step"].fill_(step - skipped - self.moments_since.get(shard.placement.name, 0))
             for moment in MOMENTS:
                 state[moment].zero_()
 

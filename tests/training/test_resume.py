@@ -237,12 +237,75 @@ def test_a_loss_scale_is_taken_from_a_run_that_had_one(
     assert read_index(tmp_path / "checkpoints/step-00000005")["loss_scale"] == {"scale": 256.0, "clean_steps": 2}
 
 
-def test_tensors_that_were_frozen_cannot_be_trained_later(tmp_path: Path) -> None:
-    train(tmp_path, 1, "train.frozen=['layers.0.*']")
-    with pytest.raises(UserError) as caught:
-        train(tmp_path, 2)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.startswith("train.frozen = []: ")
-    assert "tensors (layers.0." in said
-    assert "train.frozen=[layers.0.*] continues it, checkpoint.init_from=" in said
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_what_was_frozen_begins_with_moments_of_zero(
+    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first update is that of a first step, with its bias correction, also when the run is resumed in between."""
+    words = (f"optimizer={optimizer}", "lr_schedule.shape=constant", "lr_schedule.decay_steps=null")
+    frozen = ("train.frozen=['layers.0.*']",)
+    train(tmp_path, 3, *words, *frozen)
+    losses = train(tmp_path, 6, *words)
+    said = capsys.readouterr().err
+    assert re.search(
+        r"train\.frozen: \d+ tensors \(layers\.0\..*, \.\.\.\) are trained from here on, with moments", said
+    )
+    path = tmp_path / "checkpoints/step-00000004"
+    index = read_index(path)
+    since = index["moments_since"]
+    assert set(since.values()) == {3}
+    assert all(name.startswith("layers.0.") for name in since)
+    bias = next(name for name in since if name.endswith("query.bias"))
+    before = read_tensor(
+        tmp_path / "checkpoints/step-00000003", index3 := read_index(path.with_name("step-00000003")), f"weight/{bias}"
+    )
+    assert f"exp_avg/{bias}" not in index3["tensors"]
+    moved = (read_tensor(path, index, f"weight/{bias}") - before).abs()
+    gradient = read_tensor(path, index, f"exp_avg/{bias}")
+    # without correction Adam's first step is not lr, but 0.1 / sqrt(0.05) of it
+    torch.testing.assert_close(moved[gradient.abs() > 1e-6].max().item(), metrics(tmp_path)[3]["lr"], rtol=0.02, atol=0)
+    resumed = tmp_path / "resumed"
+    assert train(resumed, 6, *words, f"checkpoint.resume={path}") == losses[4:]
+
+
+def test_what_does_not_change_the_tensors_may_change_within_a_run(
+    three_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dropout and the like, with the optimizer's state; what changes is said."""
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    losses = train(tmp_path, 4, "model.dropout=0.3", "model.init_std=0.5")
+    said = capsys.readouterr().err
+    path = tmp_path / "checkpoints/step-00000003"
+    assert f"model.dropout = 0.3 from here on: {path} was trained with 0.0" in said
+    assert "model.init_std = 0.5 from here on" in said
+    assert len(losses) == 4
+    for word in ("model.heads=2", "model.activation=gelu", "model.hidden=64", "model.sequence=64", "train.seed=5"):
+        key, _, value = word.partition("=")
+        with pytest.raises(
+            UserError, match=rf"belongs to a different run; (.|\n)*  {key} = {value}: the checkpoint has"
+        ):
+            train(tmp_path, 5, word)
+
+
+def test_balance_weights_may_change_within_a_run(tmp_path: Path) -> None:
+    experts = ("model.layers=3", "model.experts=4")
+    train(tmp_path, 1, *experts)
+    changed = ("model.router.balance_weight=0.5", "model.router.z_loss=0.1", "model.expert_capacity=2")
+    assert len(train(tmp_path, 2, *experts, *changed)) == 2
+    with pytest.raises(UserError, match="belongs to a different run"):
+        train(tmp_path, 3, *experts, "model.router.score=sigmoid")
+
+
+def test_a_context_is_extended_with_the_state_of_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rotary positions have no table. The place in the data and the tokens go on, counted in longer samples."""
+    rope = ("model.kind=gpt", "model.positions=rope")
+    train(tmp_path, 4, *rope)
+    longer = ("model.sequence=64", "model.rope_base=50000", "faults.spike=1e9", "faults.action=rollback")
+    assert len(train(tmp_path, 6, *rope, *longer)) == 6
+    assert "model.sequence = 64 from here on: " in capsys.readouterr().err
+    assert [line["tokens"] for line in metrics(tmp_path)] == [128, 256, 384, 512, 768, 1024]
+    assert read_index(tmp_path / "checkpoints/step-00000006")["samples"] == 8 + 2 * 4
+    with pytest.raises(UserError, match=r"model.positions = learned: the checkpoint has rope"):
+        train(tmp_path, 7, "model.kind=gpt", "model.positions=learned", "model.sequence=64")
