@@ -152,9 +152,12 @@ class Trainer:
         """Let `step` steps be made, of which `skipped` changed nothing, with moments of zero. `moments_since`: see the
         attribute; bias correction counts from there."""
         self.step, self.skipped, self.moments_since = step, skipped, dict(moments_since)
-        for shard in self.parameters.trained_shards:
+        counts: dict[tuple[int, int], Tensor] = {}  # tensors that shared a count still do, where it is the same
+        old = [self.optimizer.state[shard.main]["step"] for shard in self.parameters.trained_shards]
+        for shard, count in zip(self.parameters.trained_shards, old, strict=True):
             state = self.optimizer.state[shard.main]
-            state["step"].fill_(step - skipped - self.moments_since.get(shard.placement.name, 0))
+            made = step - skipped - self.moments_since.get(shard.placement.name, 0)
+            state["step"] = counts.setdefault((id(count), made), torch.full_like(count, made))
             for moment in MOMENTS:
                 state[moment].zero_()
 
