@@ -153,9 +153,11 @@ class InstructionsData:
     """Must be given."""
     template: Filename
     """How a conversation becomes text: `plain` (texts as they are, the end of a document behind each response),
-    `chatml`, `alpaca`, `llama3`, or the path of a Jinja template: a file, a tokenizer_config.json or its folder."""
+    `chatml`, `alpaca`, `llama3`, `qwen3`, or the path of a Jinja template: a file, a tokenizer_config.json or its
+    folder."""
     messages_key: Filename
-    """Field with a list of messages, each with a `role` (system, user, assistant, tool) and a text as its `content`."""
+    """Field with a list of messages, each with a `role` (system, user, assistant, tool) and a text as its `content`, as
+    OpenAI writes them, or with `from` and `value`, as ShareGPT does; `conversations` is read too."""
     prompt_key: Filename
     """Where there are no messages: field with what the user says."""
     response_key: Filename
@@ -169,6 +171,9 @@ class InstructionsData:
     """Processes that encode, the first time."""
     packing: PackingConfig
     """Masks and padding; `method` is best_fit or single."""
+    turns: Literal["all", "last"] = "all"
+    """Responses that the loss counts: `all` of a conversation, or those after the `last` message of the user, as for
+    templates that leave the reasoning out of earlier ones."""
 
 
 DataConfig = StdlibData | IndexedData | StreamData | InstructionsData | SyntheticData

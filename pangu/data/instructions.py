@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
@@ -19,22 +19,28 @@ from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError, reading, writing
 from pangu.config.files import new_path, read_json_object, remove
 from pangu.config.model import ModelConfig
-from pangu.data.chat import APART, ChatTemplate, messages_of, read_template
+from pangu.data import sandbox
+from pangu.data.chat import ChatTemplate, read_template
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.inputs import Chunk, find_inputs, input_record, read_chunks
+from pangu.data.messages import read_dialog
 from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.progress import ProgressBar, noted
+from pangu.data.sandbox import Allowance
 from pangu.data.stream import SampleStream
+from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
 
 log = logging.getLogger("pangu")
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the recipe; raise it when the files it writes change."""
 _FOLDER = "instructions"
+_SECONDS_PER_LINE = 2e-3
+"""Time that a template has at least for each line of a chunk."""
 _LINES = re.compile(r"\.jsonl(\.(gz|zst|xz|bz2))?$")
 
 
@@ -51,6 +57,7 @@ class Recipe:
     response_key: str
     too_long: str
     sequence: int
+    turns: str = "all"
 
 
 @dataclass
@@ -101,21 +108,22 @@ class Encoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
-        self._special = self._tokenizer.special
-        self._template = ChatTemplate(recipe.template, self._special, self._tokenizer.eod)
-        pieces = map(re.escape, sorted(self._special, key=len, reverse=True))
-        self._pieces = re.compile(f"({'|'.join(pieces)})") if self._special else None
+        self._template = ChatTemplate(recipe.template, self._tokenizer.special, self._tokenizer.eod)
 
-    def encode(self, record: Any) -> Conversation:
+    def encode(self, record: Any, allowance: Allowance | None = None) -> Conversation:
         """Raises ValueError, with the reason, if a record holds no conversation; TooLongError for one that is too
-        long."""
+        long. `allowance`: the time that the template has left."""
+        if allowance is None:
+            with Allowance() as allowance:
+                return self.encode(record, allowance)
         recipe = self._recipe
-        parts = self._template.parts(messages_of(record, recipe.messages_key, recipe.prompt_key, recipe.response_key))
+        dialog = read_dialog(record, recipe.messages_key, recipe.prompt_key, recipe.response_key, recipe.turns)
+        parts = self._template.parts(dialog, allowance)
         ids: list[int] = []
         counted: list[int] = []
-        for text, counts in parts:
-            ids += self._ids(text)
-            counted += [int(counts)] * (len(ids) - len(counted))
+        for (_, counts), some in zip(parts, encode_parts(self._tokenizer, [text for text, _ in parts]), strict=True):
+            ids += some
+            counted += [int(counts)] * len(some)
         if any(counted[:1]):  # nothing stands before the response
             if self._tokenizer.eod is None:
                 raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
@@ -127,36 +135,32 @@ class Encoder:
             raise TooLongError(f"has {len(ids):,} tokens, more than model.sequence + 1 = {most:,}")
         return Conversation(np.array(ids[:most], np.int32), np.array(counted[:most], np.uint8), len(ids) > most)
 
-    def _ids(self, text: str) -> Iterator[int]:
-        """Of a part of what a template has written. It is encoded by itself, as a prompt is when the model is asked."""
-        for part in self._pieces.split(text) if self._pieces else [text]:
-            if part in self._special:
-                yield self._special[part]
-            else:
-                for piece in filter(None, part.split(APART)):
-                    yield from self._tokenizer.encode(piece)
-
 
 _encoder = cache(Encoder)  # each process has one
 
 
-def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
-    """What a worker does. Raises UserError for what is too long, if that is refused."""
+def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
+    """What a worker does; it ends with the line that is one too many. Raises UserError for what is too long, if that is
+    refused."""
     encoder, encoded = _encoder(recipe), Encoded()
-    for line, record in json_lines(chunk):
-        if isinstance(record, BadLine):
-            encoded.bad.append(record)
-            continue
-        try:
-            encoded.conversations.append(encoder.encode(record))
-        except TooLongError as error:
-            if recipe.too_long == "refuse":
-                raise UserError(
-                    f"{BadLine(chunk.source, line, str(error))}; data.too_long=truncate or leave_out works"
-                ) from error
-            encoded.too_long += 1
-        except ValueError as error:
-            encoded.bad.append(BadLine(chunk.source, line, str(error)))
+    lines = list(json_lines(chunk))
+    with Allowance(max(sandbox.SECONDS, _SECONDS_PER_LINE * len(lines))) as allowance:
+        for line, record in lines:
+            if len(encoded.bad) > max_bad:
+                break
+            if isinstance(record, BadLine):
+                encoded.bad.append(record)
+                continue
+            try:
+                encoded.conversations.append(encoder.encode(record, allowance))
+            except TooLongError as error:
+                if recipe.too_long == "refuse":
+                    raise UserError(
+                        f"{BadLine(chunk.source, line, str(error))}; data.too_long=truncate or leave_out works"
+                    ) from error
+                encoded.too_long += 1
+            except ValueError as error:
+                encoded.bad.append(BadLine(chunk.source, line, str(error)))
     return encoded
 
 
@@ -198,6 +202,7 @@ def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
         response_key=data.response_key,
         too_long=data.too_long,
         sequence=model.sequence,
+        turns=data.turns,
     )
 
 
@@ -252,7 +257,7 @@ def _write(
     counts, limit = Counts(), f"data.max_bad = {data.max_bad} such lines"
     chunks = read_chunks(sources, data.messages_key)
     with IndexedWriter(prefix, vocab) as writer, counted_path(prefix).open("wb") as file:
-        for encoded in parallel_map(partial(encode_chunk, recipe), chunks, data.workers):
+        for encoded in parallel_map(partial(encode_chunk, recipe, data.max_bad), chunks, data.workers):
             note_progress()
             for line in encoded.bad:
                 counts.bad_lines += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pangu.config.errors import UserError, reading
+from pangu.data.token_spans import TokenSpan, library_spans, text_spans
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eot>", "<eod>", "</s>", "<eos>")
 """Pieces that end a document, the likeliest first."""
@@ -49,6 +50,9 @@ class FastTokenizer:
                 self._tokenizer = library.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = library.ByteLevelBPETokenizer(*map(str, files))._tokenizer
+                # These files do not say which pieces are special
+                known = self._tokenizer.get_vocab()
+                self._tokenizer.add_special_tokens([piece for piece in _ENDS if piece in known])
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = True
@@ -63,6 +67,14 @@ class FastTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return library_spans(text, encoded.ids, encoded.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
@@ -86,6 +98,9 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        return text_spans(text, self.special, self.encode, lambda token: len(self._pieces[token]))
 
     def decode(self, ids: Sequence[int]) -> str:
         # ids need not be without gaps
@@ -116,6 +131,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        return text_spans(text, self.special, self.encode, lambda token: 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")

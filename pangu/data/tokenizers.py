@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import sentencepiece
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
+from pangu.data.token_spans import APART, TokenSpan, library_spans, split_special, without_apart
 
 _END_PIECES = ("<eot>", "<eod>", "</s>")
 """Pieces that end a document, the likeliest first: PanGu-α has all three and ends documents with <eot>."""
@@ -34,6 +36,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, without begin or end."""
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        """Encode a text in which special pieces are spelled; see `token_spans.SpanTokenizer`."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids. Ids beyond the vocabulary (padding rows of an embedding) give nothing."""
@@ -61,6 +66,24 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
 
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        # `APART` stands in for special pieces, so that the text begins once, with one dummy prefix. It begins behind
+        # leading special pieces: the model has seen <s>, then a prefix.
+        special = self.special
+        parts = list(split_special(text, special))
+        found = [TokenSpan(special[part], start, start + len(part)) for part, start in parts if part in special]
+        hidden = "".join(APART * len(part) if part in special else part for part, _ in parts)
+        lead = len(hidden) - len(hidden.lstrip(APART))
+        plain = [TokenSpan(token, lead + begin, lead + end) for token, begin, end in self._spans(hidden[lead:])]
+        kept = without_apart(hidden, plain, self.processor.unk_id())
+        return sorted([*found, *kept], key=lambda span: span.begin)
+
+    def _spans(self, text: str) -> list[TokenSpan]:
+        """Encode an ordinary text as a whole."""
+        places = [n for n, character in enumerate(text) for _ in character.encode()] + [len(text)]
+        pieces = _pieces(self.processor.encode(text, out_type="serialized_proto"))
+        return [TokenSpan(token, places[begin], places[end]) for token, begin, end in pieces]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
@@ -75,6 +98,40 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     return processor
 
 
+def _pieces(message: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield id, begin and end (in bytes of the text) of each piece of a serialized SentencePieceText: field 2 of it is
+    a piece with the fields id = 2, begin = 4 and end = 5."""
+    for field, value in _fields(message):
+        if field == 2 and isinstance(value, bytes):
+            piece = dict(_fields(value))
+            yield int(piece.get(2, 0)), int(piece.get(4, 0)), int(piece.get(5, 0))
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield number and value of each field of a protobuf message that has integers and strings only."""
+    place = 0
+
+    def integer() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    while place < len(message):
+        key = integer()
+        number = integer()
+        if key & 7 == 2:
+            place += number
+            yield key >> 3, message[place - number : place]
+        else:
+            yield key >> 3, number
+
+
 class PanguTokenizer(SentencePieceTokenizer):
     """jieba, then SentencePiece, exactly as PanGu-α's corpus was made. Lossy: its model maps full-width punctuation to
     half-width, drops tabs and knows no character outside its pieces."""
@@ -85,6 +142,12 @@ class PanguTokenizer(SentencePieceTokenizer):
 
     def encode(self, text: str) -> list[int]:
         return super().encode(self._segment(text))
+
+    def _spans(self, text: str) -> list[TokenSpan]:
+        segmented = self._segment(text)
+        # Spaces of the segmented text are jieba's; every other character is one of the text.
+        places = [0, *accumulate(character != " " for character in segmented)]
+        return [TokenSpan(token, places[begin], places[end]) for token, begin, end in super()._spans(segmented)]
 
     def decode(self, ids: Sequence[int]) -> str:
         # The spaces that are left are those between jieba's words.
@@ -115,6 +178,15 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_spans(self, text: str) -> list[TokenSpan]:
+        if not self._tokenizer.is_fast:
+            raise UserError(
+                f"{self._tokenizer.name_or_path}: this tokenizer does not say which characters its tokens stand for;"
+                " save it as a tokenizer.json"
+            )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return library_spans(text, encoded["input_ids"], encoded["offset_mapping"])
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size])

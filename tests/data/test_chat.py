@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pangu.config.errors import UserError
-from pangu.data import chat
-from pangu.data.chat import APART, TEMPLATES, ChatTemplate, messages_of
+from pangu.data import sandbox
+from pangu.data.chat import ChatTemplate
+from pangu.data.messages import Dialog, messages_of, read_dialog
+from pangu.data.sandbox import Allowance
+from pangu.data.templates import TEMPLATES
+from pangu.data.token_spans import APART
 
 SPECIAL = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 TALK = [
@@ -24,7 +31,16 @@ TALK = [
 
 
 def parts(name: str, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    return [part for part in ChatTemplate(name, SPECIAL, 0).parts(messages) if part[0]]
+    return [part for part in rendered(name, dialog(messages)) if part[0]]
+
+
+def dialog(messages: list[dict[str, Any]], turns: str = "all", **others: Any) -> Dialog:
+    return read_dialog({"messages": messages, **others}, "messages", "prompt", "response", turns)
+
+
+def rendered(name: str, talk: Dialog) -> list[tuple[str, bool]]:
+    with Allowance() as allowance:
+        return ChatTemplate(name, SPECIAL, 0).parts(talk, allowance)
 
 
 def written(path: Path, template: str) -> str:
@@ -51,6 +67,7 @@ def test_built_in_templates_end_each_response() -> None:
         "chatml": ["2<|im_end|>\n", "4<|im_end|>\n"],
         "alpaca": ["2<|endoftext|>", "4<|endoftext|>"],
         "llama3": ["2<|eot_id|>", "4<|eot_id|>"],
+        "qwen3": ["2<|im_end|>\n", "<think>\n\n</think>\n\n4<|im_end|>\n"],
     }
     assert parts("plain", TALK[1:3]) == [("1+1?", False), ("2<|endoftext|>", True)]
     with pytest.raises(UserError, match=r"data\.template = plain: needs a tokenizer with an end of a document"):
@@ -86,8 +103,8 @@ def test_what_follows_the_last_turn_is_no_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no such file; plain, chatml, alpaca, llama3 are built in"),
-        ("{}", "has no chat_template; plain, chatml, alpaca, llama3 are built in"),
+        (None, "no such file; plain, chatml, alpaca, llama3, qwen3 are built in"),
+        ("{}", "has no chat_template; plain, chatml, alpaca, llama3, qwen3 are built in"),
         ('{"chat_template": [{"name": "other", "template": "x"}]}', "has no chat_template"),
         ("[]", "is no JSON object"),
         ("{", "is not JSON"),
@@ -133,17 +150,17 @@ def test_a_template_with_an_error_is_told_with_its_line(tmp_path: Path, template
         ("{{ raise_exception('only two turns') }}", "only two turns"),
         ("{{ messages[9].content }}", "has no element 9"),
         ("{{ no_such_function() }}", "'no_such_function' is undefined"),
-        ("{{ messages[-1].content }}", "it writes a turn otherwise once others follow; {% generation %}"),
+        ("{{ messages[-1].content }}", "it writes turn 2 differently once others follow; use data.turns=last"),
     ],
 )
 def test_hostile_and_broken_templates_end_in_one_reason(
     tmp_path: Path, template: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "_SECONDS", 0.5)
-    monkeypatch.setattr(chat, "_BYTES", 128 << 20)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "BYTES", 128 << 20)
     name = written(tmp_path / "t.jinja", template)
     with pytest.raises((ValueError, UserError)) as caught:
-        ChatTemplate(name, SPECIAL, 0).parts(TALK)
+        rendered(name, dialog(TALK))
     assert name in str(caught.value)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -189,3 +206,145 @@ def test_records_with_one() -> None:
     assert messages_of({"messages": TALK, "prompt": 1}, "messages", "prompt", "response") == TALK
     expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert messages_of({"q": "a", "a": "b"}, "messages", "q", "a") == expected
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+CALLED = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "sum"},
+    {"role": "tool", "tool_call_id": "1", "content": "2"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nTwo."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "<think>\nwell\n</think>\n\nMore."},
+]
+# As transformers writes it by the template that Qwen3-8B was published with.
+BY_QWEN3 = [
+    (
+        "<|im_start|>system\nBe brief.\n\n# Tools\n\n"
+        "You may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}\n</tools>\n\n'
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call>"
+        ' XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        False,
+    ),
+    ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n', True),
+    ("<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n", False),
+    ("Two.<|im_end|>\n", True),
+    ("<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n", False),
+    ("<think>\nwell\n</think>\n\nMore.<|im_end|>\n", True),
+]
+
+
+def test_qwen3_trains_on_every_turn_as_it_is_published() -> None:
+    talk = dialog(CALLED, tools=[TOOL])
+    assert [part for part in rendered("qwen3", talk) if part[0]] == BY_QWEN3
+    last = rendered("qwen3", dialog(CALLED, turns="last", tools=json.dumps([TOOL])))
+    assert "".join(text for text, _ in last) == "".join(text for text, _ in BY_QWEN3)
+    assert [text for text, counts in last if counts] == [BY_QWEN3[-1][0]]
+
+
+def test_a_template_that_leaves_reasoning_out_of_earlier_turns_needs_no_marks(tmp_path: Path) -> None:
+    unmarked = TEMPLATES["qwen3"].replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    name = written(tmp_path / "t.jinja", unmarked)
+    for turns in ("all", "last"):
+        talk = dialog(CALLED, turns=turns, tools=[TOOL])
+        found, marked = rendered(name, talk), rendered("qwen3", talk)
+        assert [one for one in found if one[1]] == [one for one in marked if one[1]]
+        assert "".join(text for text, _ in found) == "".join(text for text, _ in marked)
+
+
+def test_the_last_turn_has_all_that_follows_the_last_question() -> None:
+    talk = [*TALK[:3], *CALLED[1:5], {"role": "user", "content": "Unanswered"}]
+    assert dialog(talk, turns="last").counted == [False, True, True]
+    assert dialog([{**TALK[2], "weight": 0}, TALK[4]]).counted == [False, True]
+    with pytest.raises(ValueError, match="has no response that counts"):
+        dialog([TALK[1], {**TALK[2], "weight": 0}])
+
+
+def test_sharegpt() -> None:
+    record = {
+        "system": "Be brief.",
+        "tools": json.dumps([TOOL]),
+        "conversations": [
+            {"from": "human", "value": "1+1?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "Two."},
+        ],
+    }
+    talk = read_dialog(record, "messages", "prompt", "response", "all")
+    assert talk.tools == [TOOL]
+    assert [(m["role"], m["content"]) for m in talk.messages] == [
+        ("system", "Be brief."),
+        ("user", "1+1?"),
+        ("assistant", ""),
+        ("tool", "2"),
+        ("assistant", "Two."),
+    ]
+    assert talk.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml", "alpaca", "llama3"])
+def test_a_template_without_tools_says_so(template: str) -> None:
+    for talk in (dialog(CALLED), dialog(TALK, tools=[TOOL])):
+        with pytest.raises(ValueError, match=f"{template} does not write the function add; qwen3"):
+            rendered(template, talk)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            {"content": [{"type": "image_url", "image_url": "x"}]},
+            "message 0 has a part of its 'content' that is no text",
+        ),
+        ({"content": [{"type": "text"}]}, "message 0 has a part of its 'content' that is no text"),
+        ({"content": None, "tool_calls": [{"function": {}}]}, "message 0 has a tool call without the name"),
+        ({"content": None, "tool_calls": "x"}, "message 0 has tool calls that are no list"),
+        ({"content": "", "tool_calls": []}, "message 0 is an empty response"),
+        (
+            {"content": None, "function_call": {"name": "f", "arguments": "{"}},
+            "message 0 calls f with arguments that is not",
+        ),
+        ({"content": None, "function_call": {"name": "f", "arguments": "[1]"}}, "arguments that are no JSON object"),
+        ({"from": "function_call", "value": "no"}, "message 0 has a call that is not JSON: no"),
+    ],
+)
+def test_messages_that_are_none(message: dict[str, Any], says: str) -> None:
+    role = {} if "from" in message else {"role": "assistant"}
+    with pytest.raises(ValueError, match=re.escape(says)):
+        dialog([{**role, **message}])
+
+
+SLOW = (
+    "{% for m in messages %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def test_the_time_of_a_template_is_that_of_a_chunk_in_every_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One conversation takes it up; the next ones have none left, and other threads are not disturbed."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    template = ChatTemplate(written(tmp_path / "t.jinja", SLOW), SPECIAL, 0)
+
+    def times() -> list[float]:
+        found = [time.thread_time()]
+        with Allowance() as allowance:
+            for _ in range(100):
+                with pytest.raises(ValueError, match=r"it takes longer than 0\.2 s for the conversations of one chunk"):
+                    template.parts(dialog(TALK), allowance)
+                found.append(time.thread_time())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(times) for _ in range(2)]:
+            begin, first, *_, last = future.result(30)
+            assert first - begin > 0.15
+            assert last - first < 0.5
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    times()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

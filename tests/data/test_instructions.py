@@ -22,6 +22,7 @@ from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
 from pangu.data.batch import Batch, Row, batch_of
+from pangu.data.instructions import Encoder
 from pangu.data.loader import Loader
 from pangu.data.sources import Sources, open_sources, prepare
 from pangu.data.stream import Stream
@@ -227,6 +228,20 @@ def test_bad_lines_end_a_run_or_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert (
         f"{path}: 2 conversations, 0 of them truncated; left out: 0 longer than model.sequence, 3 lines" in caplog.text
     )
+
+
+def test_bad_lines_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that is one too many ends its chunk: what follows is not encoded first."""
+    seen = []
+    real = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, record, *rest: seen.append(record) or real(self, record, *rest))
+    bad, long = {"prompt": "a", "response": ""}, {"prompt": "a" * 99, "response": "b"}
+    path = lines_file(tmp_path / "a.jsonl", [bad, bad, long, *[{"prompt": "a", "response": "b"}] * 50])
+    with pytest.raises(
+        UserError, match=r"a\.jsonl, line 2: message 1 is an empty response; more than data\.max_bad = 1"
+    ):
+        prepare(instructions(tmp_path, [path], max_bad=1, too_long="refuse"), MODEL, show_progress=False)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Jinja's sandbox with bounds of time and memory: chat templates may come from strangers."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.filters import FILTERS
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pangu.data.messages import BEGIN, END
+
+SECONDS = 5.0
+"""Processor time that a template has for a chunk of conversations."""
+BYTES = 1 << 30
+"""Memory that a template may take beyond what the process has."""
+_LARGEST = 4096
+"""Bits of a number that a template computes."""
+_RENDERING = threading.RLock()
+"""Held while a template runs: the limit on memory is the process's."""
+
+
+class Allowance:
+    """The time that a template has left, in whatever thread it runs; for use as a context manager."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._limit = self._left = SECONDS if seconds is None else seconds
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._runs_since: float | None = None
+        self._ended = False
+        self._thread = threading.get_ident()
+        # Other processes must not use a template's time up; macOS has no clock of a thread
+        self._clock = time.pthread_getcpuclockid(self._thread) if hasattr(time, "pthread_getcpuclockid") else None
+        self._watch = threading.Thread(target=self._watch_thread, name="template-time", daemon=True)
+
+    def __enter__(self) -> Allowance:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._watch.join()
+
+    @contextmanager
+    def spend(self) -> Iterator[None]:
+        """Raise TimeoutError if the block takes longer than what is left, MemoryError if it takes `BYTES`."""
+        with _RENDERING, _bounded_memory():
+            try:
+                with self._lock:
+                    self._runs_since, self._ended = self._now(), self._left <= 0
+                if self._ended:
+                    raise self._timeout()
+                yield
+            finally:
+                with self._lock:
+                    if self._runs_since is not None:
+                        self._left -= self._now() - self._runs_since
+                    self._runs_since = None
+                if self._ended:
+                    _raise_in_thread(self._thread, None)
+                    raise self._timeout()
+
+    def _now(self) -> float:
+        return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
+
+    def _timeout(self) -> TimeoutError:
+        return TimeoutError(f"it takes longer than {self._limit:g} s for the conversations of one chunk")
+
+    def _watch_thread(self) -> None:
+        while not self._closed.wait(0.02):
+            with self._lock:
+                since = self._runs_since
+                if since is not None and self._now() - since > self._left:
+                    self._left, self._runs_since, self._ended = 0.0, None, True
+                    _raise_in_thread(self._thread, TimeoutError)
+
+
+def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
+    """Have a thread raise an error at its next bytecode; None takes an error back that it has not raised yet. A signal
+    would reach the main thread only."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
+    limit = int(statm.read_text().split()[0]) * resource.getpagesize() + BYTES if statm.exists() else soft
+    within = min((bound for bound in (limit, soft, hard) if bound != resource.RLIM_INFINITY), default=soft)
+    resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for, as transformers has it."""
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"])
+    environment.filters |= {"tojson": _to_json, "round": _rounded}
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+class _Marked(Extension):
+    """`{% generation %}` and `{% endgeneration %}` around a response, as transformers has them."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which numbers stay small: no signal stops Python while it computes one."""
+
+    intercepted_binops = frozenset({"*", "**", "/", "//", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            _check_size(left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length())
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_size(bits: int) -> None:
+    if bits > _LARGEST:
+        raise SecurityError("it computes with numbers that are too large")
+
+
+def _rounded(value: Any, precision: int = 0, method: str = "common") -> Any:
+    """Jinja's filter, which raises 10 to that power."""
+    _check_size(4 * abs(precision) + (value.bit_length() if isinstance(value, int) else 0))
+    return FILTERS["round"](value, precision, method)
+
+
+def _refuse(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Without the escapes of Jinja's own filter, which are for web pages."""
+    allowed = {name: option for name, option in options.items() if name in ("indent", "separators", "sort_keys")}
+    return json.dumps(value, ensure_ascii=False, **allowed)
