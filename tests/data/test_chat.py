@@ -223,7 +223,8 @@ CALLED = [
 BY_QWEN3 = [
     (
         "<|im_start|>system\nBe brief.\n\n# Tools\n\n"
-        "You may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        "You may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
         '{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}\n</tools>\n\n'
         "For each function call, return a json object with function name and arguments within <tool_call></tool_call>"
         ' XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
