@@ -124,6 +124,7 @@ def preprocess(options: argparse.Namespace) -> None:
         holdout=options.holdout,
         exact_duplicates=options.remove_duplicates,
         near_duplicates=options.remove_near_duplicates,
+        whole_files=options.whole_files,
     )
     started = time.perf_counter()
     with writing(Path(options.output)), Preprocessing(options.output, recipe, options.overwrite) as work:

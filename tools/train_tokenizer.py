@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     with writing(path), ProgressBar(True) as progress:
         path.parent.mkdir(parents=True, exist_ok=True)
-        documents = _counted(read_documents(files, options.text_key), progress)
+        documents = _counted(read_documents(files, options.text_key, whole_files=options.whole_files), progress)
         model = train_sentencepiece(
             documents,
             options.vocab_size,

@@ -123,6 +123,8 @@ class StreamData:
     """Turns text into ids; null: for a dry run."""
     packing: PackingConfig
     """Documents, masks and padding. `eod` ends each document; null: the tokenizer's own, without masks."""
+    whole_files: bool = False
+    """Each .txt file is one document, of at most 64 MiB; false: blank lines end documents."""
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ class BadLine(NamedTuple):
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
-def read_documents(inputs: Sequence[str], text_key: str) -> Iterator[str]:
+def read_documents(inputs: Sequence[str], text_key: str, *, whole_files: bool = False) -> Iterator[str]:
     """The documents of inputs, without blank ones. Raises UserError, naming the input, if one cannot be read or has a
     line that is none."""
-    for chunk in read_chunks(inputs, text_key):
+    for chunk in read_chunks(inputs, text_key, whole_files=whole_files):
         for document in documents(chunk, text_key):
             if isinstance(document, BadLine):
                 raise UserError(str(document))
@@ -55,7 +55,7 @@ def leave_out(line: BadLine, count: int, most: int, limit: str, warn: Callable[[
 
 def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
     """What a chunk holds, without blank documents."""
-    read = {"text": _between_blank_lines, "lines": _in_lines, "records": _in_records, "bad": _in_lines}[chunk.kind]
+    read = {"lines": _in_lines, "records": _in_records, "bad": _in_lines}.get(chunk.kind, _in_text)
     for line, text in read(chunk, text_key):
         if isinstance(text, BadLine):
             yield text
@@ -66,10 +66,10 @@ def documents(chunk: Chunk, text_key: str) -> Iterator[Document | BadLine]:
                 yield BadLine(chunk.source, line, "its text holds half of a surrogate pair, which is no character")
 
 
-def _between_blank_lines(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
+def _in_text(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadLine]]:
     content: bytes = chunk.content
     try:
-        texts = _paragraphs(content.decode("utf-8-sig" if chunk.first == 1 else "utf-8"))
+        texts = _paragraphs(content.decode("utf-8-sig" if chunk.first == 1 else "utf-8"), chunk.kind)
     except UnicodeDecodeError:
         yield from _one_by_one(chunk)
         return
@@ -77,21 +77,22 @@ def _between_blank_lines(chunk: Chunk, _: str) -> Iterator[tuple[int, str | BadL
         yield chunk.first, text
 
 
-def _paragraphs(text: str) -> list[str]:
+def _paragraphs(text: str, kind: str) -> list[str]:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return [part.strip("\n") for part in _BLANK_LINES.split(f"\n{text}\n")]
+    parts = [text] if kind == "file" else _BLANK_LINES.split(f"\n{text}\n")
+    return [part.strip("\n") for part in parts]
 
 
 def _one_by_one(chunk: Chunk) -> Iterator[tuple[int, str | BadLine]]:
     """The documents of a text that is not UTF-8 throughout."""
     content: bytes = chunk.content
     begin, line = 0, chunk.first
-    stops = [match.end() for match in re.finditer(rb"\n\s*\n", content)]
+    stops = [match.end() for match in re.finditer(rb"\n\s*\n", content) if chunk.kind == "text"]
     for stop in (*stops, len(content)):
         part = content[begin:stop]
         try:
-            for text in _paragraphs(part.decode("utf-8-sig" if line == 1 else "utf-8")):
+            for text in _paragraphs(part.decode("utf-8-sig" if line == 1 else "utf-8"), chunk.kind):
                 yield line, text
         except UnicodeDecodeError as error:
             place = line + part.count(b"\n", 0, error.start)

@@ -22,9 +22,17 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from pangu.config.errors import UserError, reading
 from pangu.data.remote import find_urls, is_url, open_url, size_of
+from pangu.data.saved_datasets import saved_dataset
+from pangu.data.tables import (
+    CHUNK,
+    DATASET,
+    MOST_ROWS,
+    arrow_columns,
+    is_dataset,
+    parquet_columns,
+    streamed_records,
+)
 
-DATASET = "hf:"
-"""Begins the name of what the `datasets` library streams: hf:NAME[:CONFIGURATION[:SPLIT]]."""
 LONGEST = 64 << 20
 """Bytes of a line, or of a document of a text file, at most: a chunk holds at least one."""
 
@@ -32,11 +40,9 @@ _TEXT = (".txt", ".jsonl", ".json")
 _KNOWN = (*_TEXT, ".parquet", ".arrow", ".csv")
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}"
-_CHUNK = 1 << 20
-"""Bytes of text of a chunk, unless one document has more."""
-_MOST_ROWS = 4096
 _ARRAY_BEGIN, _AFTER_VALUE = re.compile(r"\s*\[\s*(?P<end>\]\s*)?"), re.compile(r"\s*(,|(?P<end>\]\s*))\s*")
-_LINE_END, _DOCUMENT_END = re.compile(rb"\n"), re.compile(rb"\n[^\S\n]*\n")
+_ENDS = {"lines": re.compile(rb"\n"), "text": re.compile(rb"\n[^\S\n]*\n"), "file": re.compile(rb"(?!)")}
+"""What ends a line or a document; nothing ends a file's."""
 
 
 class Place(NamedTuple):
@@ -57,21 +63,27 @@ class Chunk:
     source: str
     content: Any
     """bytes of whole lines, or a sequence of records' texts: strings, or what stands there instead."""
-    kind: Literal["text", "lines", "records", "bad"]
-    """Documents between blank lines; a JSON object in each line; records; no document, for the reason in `content`."""
+    kind: Literal["text", "file", "lines", "records", "bad"]
+    """Documents between blank lines; one document; a JSON object in each line; records; no document, for the reason in
+    `content`."""
     first: int
     """Number of the first line or record, from 1."""
     after: Place
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --input and --text-key, the arguments of `find_inputs` and `read_chunks`."""
+    """Add --input, --text-key and --whole-files, the arguments of `find_inputs` and `read_chunks`."""
     kinds = (
         f"files, folders or globs, or URLs of them: {_KINDS}; or {DATASET}NAME[:CONFIGURATION[:SPLIT]], which"
         " `datasets` streams"
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field of a record with its text (text)")
+    parser.add_argument(
+        "--whole-files",
+        action="store_true",
+        help="take each .txt file for one document, not what is between blank lines",
+    )
 
 
 def find_inputs(patterns: Sequence[str], key: str = "--input") -> list[str]:
@@ -126,13 +138,9 @@ def _files_below(folder: Path) -> list[str]:
             continue
         seen.add((facts.st_dev, facts.st_ino))
         folders.sort()
-        files += [Path(place, name) for name in names]
+        saved = saved_dataset(Path(place), folders) if {"state.json", "dataset_dict.json"} & {*names} else None
+        files += [Path(place, name) for name in names] if saved is None else saved
     return [str(file) for file in sorted(files)]
-
-
-def is_dataset(source: str) -> bool:
-    """Whether the `datasets` library streams it; hf://PATH is a URL."""
-    return source.startswith(DATASET) and not is_url(source)
 
 
 def input_record(source: str) -> tuple[str, int, int]:
@@ -158,19 +166,26 @@ def _suffixes(name: str) -> tuple[str, str]:
     return PurePosixPath(path.name.removesuffix(packed)).suffix, packed
 
 
-def read_chunks(inputs: Sequence[str], text_key: str, start: Place = Place(0, 0, 0)) -> Iterator[Chunk]:  # noqa: B008
-    """The chunks of the inputs from a place on. Raises UserError, naming the input, if one cannot be read."""
+def read_chunks(
+    inputs: Sequence[str],
+    text_key: str,
+    start: Place = Place(0, 0, 0),  # noqa: B008
+    *,
+    whole_files: bool = False,
+) -> Iterator[Chunk]:
+    """Read the chunks of the inputs from a place on; with `whole_files` a text file is one document. Raises UserError,
+    naming the input, if one cannot be read."""
     for number, source in enumerate(inputs[start.source :], start.source):
         place = start if number == start.source else Place(number, 0, 0)
         # the libraries' readers raise many kinds of errors
         with reading(source, Exception, rule="cannot be read"):
-            yield from _chunks(source, text_key, place)
+            yield from _chunks(source, text_key, place, "file" if whole_files else "text")
 
 
-def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
+def _chunks(source: str, text_key: str, place: Place, of_text: Literal["file", "text"]) -> Iterator[Chunk]:
     suffix, packed = ("", "") if is_dataset(source) else _suffixes(source)
     if suffix in (".parquet", ".arrow"):
-        columns = _parquet if suffix == ".parquet" else _arrow
+        columns = parquet_columns if suffix == ".parquet" else arrow_columns
         yield from _record_chunks(source, columns(source, text_key, place.offset), place)
     elif suffix == ".json" and _is_array(source, packed):
         with _open(source, packed) as file:
@@ -182,9 +197,9 @@ def _chunks(source: str, text_key: str, place: Place) -> Iterator[Chunk]:
                 file.seek(place.offset)
             else:
                 _skip(file, place.offset)
-            yield from _text_chunks(source, file, "text" if suffix == ".txt" else "lines", place)
+            yield from _text_chunks(source, file, of_text if suffix == ".txt" else "lines", place)
     else:
-        yield from _record_chunks(source, _parts(_streamed(source, text_key, place.offset)), place)
+        yield from _record_chunks(source, _parts(streamed_records(source, text_key, place.offset)), place)
 
 
 def _open(source: str, packed: str) -> BinaryIO:
@@ -221,31 +236,34 @@ def _array(file: BinaryIO) -> Iterator[object]:
             if end == len(text):
                 raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # or the rest of a number
         except json.JSONDecodeError as error:
-            more = "" if len(text) - place > LONGEST else stream.read(max(_CHUNK, len(text) - place))
+            more = "" if len(text) - place > LONGEST else stream.read(max(CHUNK, len(text) - place))
             if not more:
                 raise ValueError(f"value {number + 1} of its array is not JSON: {error.msg}") from error
             text, place = text[place:] + more, 0
             continue
         yield value
         place, number = end, number + 1
-    if (text[before.end() :] + stream.read(_CHUNK)).strip():
+    if (text[before.end() :] + stream.read(CHUNK)).strip():
         raise ValueError(f"more text follows the {number:,} values of its array")
 
 
-def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "lines"], place: Place) -> Iterator[Chunk]:
+def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: Place) -> Iterator[Chunk]:
     """Chunks that end with a line, or with a document. One that is too long is a chunk without a document."""
     _, offset, line = place
     held = b""
-    while block := file.read(_CHUNK):
+    while block := file.read(CHUNK):
         known, held = len(held), held + block
         if len(held) > LONGEST and _first_size(held, kind) > LONGEST:
             size, lines, held = _pass_over(file, held, kind)
             what = "no blank line ends its document" if kind == "text" else "it does not end"
+            if kind == "file":
+                what = "the file does not end"
             reason = f"{what} within {LONGEST >> 20} MiB; cut it into documents"
             offset, first, line = offset + size, line + 1, line + lines
             yield Chunk(source, reason, "bad", first, Place(place.source, offset, line))
             known = 0
-        stop = _end_of_lines(held) if kind == "lines" else _end_of_documents(held, known)
+        ends = {"file": lambda *_: 0, "lines": _end_of_lines, "text": _end_of_documents}
+        stop = ends[kind](held, known)
         if stop:
             content, held = held[:stop], held[stop:]
             offset, first, line = offset + stop, line + 1, line + content.count(b"\n")
@@ -255,20 +273,20 @@ def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "lines"], pl
         yield Chunk(source, held, kind, line + 1, after)
 
 
-def _first_size(text: bytes, kind: Literal["text", "lines"]) -> int:
+def _first_size(text: bytes, kind: str) -> int:
     """Bytes of the first line, or document, with its end."""
-    end = (_LINE_END if kind == "lines" else _DOCUMENT_END).search(text)
+    end = _ENDS[kind].search(text)
     return len(text) if end is None else end.end()
 
 
-def _pass_over(file: BinaryIO, held: bytes, kind: Literal["text", "lines"]) -> tuple[int, int, bytes]:
+def _pass_over(file: BinaryIO, held: bytes, kind: str) -> tuple[int, int, bytes]:
     """Bytes and lines of the first line, or document, of which `held` has been read, and what was read after it."""
     size = lines = overlap = 0
     while True:
-        end = (_LINE_END if kind == "lines" else _DOCUMENT_END).search(held)
+        end = _ENDS[kind].search(held)
         stop = len(held) if end is None else end.end()
         size, lines = size + stop - overlap, lines + held.count(b"\n", overlap, stop)
-        block = b"" if end else file.read(_CHUNK)
+        block = b"" if end else file.read(CHUNK)
         if not block:
             return size, lines, held[stop:]
         # a line that is blank so far may end the document
@@ -279,11 +297,11 @@ def _pass_over(file: BinaryIO, held: bytes, kind: Literal["text", "lines"]) -> t
 
 def _skip(file: BinaryIO, size: int) -> None:
     """Go on by so many bytes, of what is unpacked or a pipe."""
-    while size and (block := file.read(min(size, _CHUNK))):
+    while size and (block := file.read(min(size, CHUNK))):
         size -= len(block)
 
 
-def _end_of_lines(text: bytes) -> int:
+def _end_of_lines(text: bytes, _: int) -> int:
     return text.rfind(b"\n") + 1
 
 
@@ -307,90 +325,14 @@ def _record_chunks(source: str, columns: Iterable[Sequence[object]], place: Plac
         yield Chunk(source, column, "records", offset - len(column) + 1, after)
 
 
-def _parquet(source: str, key: str, skipped: int) -> Iterator[Any]:
-    """Parts of a column, after so many rows. Only pages of it are in memory, not whole groups of rows."""
-    import pyarrow
-    from pyarrow import parquet
-
-    content: Any = open_url(source) if is_url(source) else source
-    with parquet.ParquetFile(content, pre_buffer=False, buffer_size=_CHUNK) as file:
-        _require(source, key, file.schema_arrow.names)
-        for group in range(file.num_row_groups):
-            facts = file.metadata.row_group(group)
-            if skipped >= facts.num_rows:
-                skipped -= facts.num_rows
-                continue
-            rows = _rows(facts.total_byte_size, facts.num_rows)
-            for batch in file.iter_batches(rows, [group], [key], use_threads=False):
-                part = batch.column(key)[skipped:]
-                skipped -= len(batch) - len(part)
-                if len(part):
-                    yield pyarrow.concat_arrays([part])  # a slice would be sent with all that it is a slice of
-
-
-def _arrow(source: str, key: str, skipped: int) -> Iterator[Any]:
-    """Parts of a column of a file of Arrow's, streamed or not, after so many rows."""
-    import pyarrow
-
-    remote = is_url(source)
-    with pyarrow.PythonFile(open_url(source), mode="r") if remote else pyarrow.memory_map(source) as file:
-        begin = file.read(6)
-        file.seek(0)
-        if begin == b"ARROW1":
-            whole = pyarrow.ipc.open_file(file)
-            batches: Iterable[Any] = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            names = whole.schema.names
-        else:
-            batches = stream = pyarrow.ipc.open_stream(file)
-            names = stream.schema.names
-        _require(source, key, names)
-        for batch in batches:
-            column = batch.column(key)
-            column.validate(full=True)  # offsets of a damaged file would lead anywhere
-            rows = _rows(column.nbytes, len(column))
-            for begin in range(min(skipped, len(column)), len(column), rows):
-                part = column[begin : begin + rows]
-                yield pyarrow.concat_arrays([part])
-            skipped -= min(skipped, len(column))
-
-
-def _rows(size: int, rows: int) -> int:
-    """As many rows as make a chunk."""
-    return min(max(_CHUNK * rows // max(size, 1), 1), _MOST_ROWS)
-
-
-def _streamed(source: str, key: str, skipped: int) -> Iterator[object]:
-    """The text of records that the `datasets` library streams, of its own or of a table, after so many."""
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if is_dataset(source):
-        name, configuration, split, *_ = [*source.removeprefix(DATASET).split(":"), "", ""]
-        records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
-    else:
-        # what stands in a table of text is text: 007, NA and nothing at all
-        options: dict[str, Any] = {"keep_default_na": False, "converters": {key: str}}
-        path = glob.escape(source)
-        records = datasets.load_dataset("csv", data_files=path, split="train", streaming=True, **options)
-    for record in records.skip(skipped) if skipped else records:
-        _require(source, key, record)
-        yield record[key]
-
-
 def _parts(texts: Iterable[object]) -> Iterator[list[object]]:
     """The texts of records, as many at once as make a chunk."""
     size, chunk = 0, []
     for text in texts:
         chunk.append(text)
         size += len(text) if isinstance(text, str) else 1
-        if size >= _CHUNK // 2 or len(chunk) == _MOST_ROWS:
+        if size >= CHUNK // 2 or len(chunk) == MOST_ROWS:
             yield chunk
             size, chunk = 0, []
     if chunk:
         yield chunk
-
-
-def _require(source: object, key: str, names: Iterable[str]) -> None:
-    if key not in names:
-        rule = f"a record has no text under {key!r}; it has {sorted(names)}"
-        raise UserError(f"{source}: {rule}; see --text-key, or data.text_key")

@@ -241,10 +241,10 @@ def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, group: _Texts) -> 
 
 
 def _texts(recipe: Recipe, start: _Start) -> Iterator[_Texts]:
-    key, most = recipe.data.text_key, recipe.data.max_bad
+    key, most, whole = recipe.data.text_key, recipe.data.max_bad, recipe.data.whole_files
     while True:
         epoch, place, bad = start
-        for chunk in read_chunks(_in_order(recipe, epoch), key, place):
+        for chunk in read_chunks(_in_order(recipe, epoch), key, place, whole_files=whole):
             texts: list[str] = []
             size = 0
             for document in documents(chunk, key):

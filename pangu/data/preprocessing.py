@@ -49,6 +49,8 @@ class Recipe:
     """Documents whose text came before are left out."""
     near_duplicates: float | None
     """So are those that share about that much with one before."""
+    whole_files: bool = False
+    """Each text file is one document."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,9 @@ class Preprocessing:
         if self.progress.finished:
             return
         sources = [source for source, *_ in self.recipe.inputs]
-        chunks = read_chunks(sources, self.recipe.text_key, Place(*self.progress.place))
+        chunks = read_chunks(
+            sources, self.recipe.text_key, Place(*self.progress.place), whole_files=self.recipe.whole_files
+        )
         committed = time.monotonic()
         for encoded in parallel_map(partial(encode_chunk, self.recipe), chunks, workers):
             self._count_bad(encoded.bad, max_bad, warn)

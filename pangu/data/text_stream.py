@@ -22,12 +22,13 @@ from pangu.config.data import StreamData
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.model import ModelConfig
 from pangu.data.encoding import tokenizer_digest
-from pangu.data.inputs import find_inputs, input_record, is_dataset
+from pangu.data.inputs import find_inputs, input_record
 from pangu.data.order import Blend
 from pangu.data.packed_source import PackedSource, Recipe
 from pangu.data.progress import noted
 from pangu.data.remote import is_url
 from pangu.data.stream import RAREST, Stream
+from pangu.data.tables import is_dataset
 
 
 class TextStream(Stream):
@@ -170,6 +171,7 @@ def open_text(
         "shuffle": data.shuffle,
         "tokenizer": [data.tokenizer.kind, tokenizer_digest(data.tokenizer.path)],
         "packing.eod": eod,
+        **({"whole_files": True} if data.whole_files else {}),  # checkpoints before this key lack it
     }
     return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
 
@@ -218,9 +220,9 @@ def _of_checkpoint() -> AbstractContextManager[None]:
 def _require_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise UserError unless a checkpoint was written with the same text and options."""
     wrong = [
-        f"  data.{key} = {shown(value)}: the checkpoint has {shown(saved[key])}"
-        for key, value in current.items()
-        if key != "train" and saved[key] != value
+        f"  data.{key} = {shown(current.get(key))}: the checkpoint has {shown(saved.get(key))}"
+        for key in {**saved, **current}
+        if key != "train" and saved.get(key) != current.get(key)
     ]
     pairs = zip_longest(chain(*current["train"]), chain(*saved["train"]), fillvalue=("none", 0))
     wrong += [

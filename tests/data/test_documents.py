@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
-from pangu.data import inputs
+from pangu.data import inputs, tables
 from pangu.data.documents import BadLine, Document, documents, read_documents
 from pangu.data.inputs import find_inputs, read_chunks
 
@@ -74,7 +75,8 @@ def test_kinds(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """In parts, from any place on, and whatever stands in them."""
-    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    monkeypatch.setattr(tables, "CHUNK", chunk)
     path, begin = tmp_path / "a.json.zst", '\ufeff \n[ {"text": "你 [1]"},\n {"id": 7, "text": "]"} , 123'
     for whole, says in (
         ("\ufeff [\n]\n", []),
@@ -122,7 +124,8 @@ def test_a_dataset_is_streamed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv"])
 def test_reading_goes_on_at_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(inputs, "_CHUNK", 40)
+    monkeypatch.setattr(inputs, "CHUNK", 40)
+    monkeypatch.setattr(tables, "CHUNK", 40)
     _, suffix, packing = f"{kind}.".split(".")[:3]
     write(tmp_path / f"a.{suffix}")
     files = [str(pack(tmp_path / f"a.{suffix}", packing and f".{packing}"))] * 2
@@ -162,7 +165,8 @@ def test_documents_are_what_is_between_blank_lines(
                 expected.append("".join(document).rstrip("\n"))
                 document = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(inputs, "_CHUNK", chunk)
+        patched.setattr(inputs, "CHUNK", chunk)
+        patched.setattr(tables, "CHUNK", chunk)
         assert list(read_documents([str(path)], "text")) == expected
 
 
@@ -326,7 +330,8 @@ def test_folders_behind_links_are_searched_once(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("chunk", [7, 40])
 def test_a_line_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Exactly those of more bytes than the limit, with their end, wherever parts of the file begin."""
-    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    monkeypatch.setattr(tables, "CHUNK", chunk)
     monkeypatch.setattr(inputs, "LONGEST", 50)
 
     def line(size: int) -> str:
@@ -349,7 +354,8 @@ def test_a_line_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("chunk", [3, 40])
 def test_a_document_that_is_too_long_is_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    monkeypatch.setattr(tables, "CHUNK", chunk)
     monkeypatch.setattr(inputs, "LONGEST", 50)
     path = tmp_path / "a.txt"
     parts = ["a", "b\n" * 30, "c", "d" * 48, "e" * 47, "\nf" * 40, "g", "h" * 200]
@@ -379,3 +385,33 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pyte
     tracemalloc.stop()
     assert [getattr(item, "text", "bad") for item in whole] == ["a", "bad", "b"]
     assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("content", ["one\n\nstill one\r\n", "\ufeffone\n\n\n\nstill one"])
+def test_a_text_file_may_be_one_document(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two\n\nof them\n" * 200_000))
+    paths = find_inputs([str(tmp_path)])
+    one, two = read_documents(paths, "text", whole_files=True)
+    assert re.sub(r"\n+", "|", one) == "one|still one"
+    assert two == ("two\n\nof them\n" * 200_000).strip("\n")
+    (tmp_path / "a.txt").write_bytes(b"one\n\n\xff")
+    with pytest.raises(UserError, match=r"a\.txt, line 3: is not UTF-8"):
+        list(read_documents(paths, "text", whole_files=True))
+
+
+def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
+    """In order, without what the library keeps beside them; of several splits one has to be named."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"document {n}" for n in range(20)], "more": [*range(20)]})
+    expected = [f"document {n}" for n in range(1, 20, 2)]
+    selected = rows.select(range(1, 20, 2))
+    selected.save_to_disk(str(tmp_path / "one"), num_shards=3)
+    cache = datasets.load_from_disk(str(tmp_path / "one")).map(lambda row: {"text": "x"}, load_from_cache_file=False)
+    assert any(Path(file["filename"]).parent == tmp_path / "one" for file in cache.cache_files)
+    datasets.DatasetDict({"train": selected}).save_to_disk(str(tmp_path / "single"))
+    datasets.DatasetDict({"train": selected, "test": rows}).save_to_disk(str(tmp_path / "several"))
+    for name in ("one", "single", "several/train"):
+        assert list(read_documents(find_inputs([str(tmp_path / name)]), "text")) == expected
+    with pytest.raises(UserError, match=r"several: holds the splits test, train; name one of them, .*several/test"):
+        find_inputs([str(tmp_path / "several")])

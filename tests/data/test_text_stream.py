@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
 from pangu.config.errors import UserError
 from pangu.config.model import ModelConfig
-from pangu.data import inputs, packed_source
+from pangu.data import inputs, packed_source, tables
 from pangu.data import loader as loader_module
 from pangu.data.encoding import held_out
 from pangu.data.loader import Loader
@@ -96,7 +96,8 @@ def write(path: Path, texts: Sequence[str] = WORDS) -> Path:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks, and several parts of each."""
-    monkeypatch.setattr(inputs, "_CHUNK", 200)
+    monkeypatch.setattr(inputs, "CHUNK", 200)
+    monkeypatch.setattr(tables, "CHUNK", 200)
     monkeypatch.setattr(packed_source, "_AT_ONCE", 60)
 
 

@@ -34,7 +34,8 @@ SMALL_CHUNK = 1 << 15
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what is interrupted between two of them."""
-    monkeypatch.setattr(inputs, "_CHUNK", SMALL_CHUNK)
+    monkeypatch.setattr(inputs, "CHUNK", SMALL_CHUNK)
+    monkeypatch.setattr(tables, "CHUNK", SMALL_CHUNK)
 
 
 def tool(*arguments: object, name: str = "preprocess_data") -> subprocess.CompletedProcess[str]:
@@ -262,7 +263,8 @@ def test_another_command_with_overwrite_begins_anew(folder: Path, tmp_path: Path
 def test_a_line_that_is_too_long_counts_as_a_bad_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "_CHUNK", 100)
+    monkeypatch.setattr(inputs, "CHUNK", 100)
+    monkeypatch.setattr(tables, "CHUNK", 100)
     monkeypatch.setattr(inputs, "LONGEST", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("one", "a" * 5000, "two")))

@@ -1,0 +1,29 @@
+"""Folders that the library datasets has saved (`save_to_disk`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pangu.config.errors import UserError, shown
+from pangu.config.files import read_json_object
+
+
+def saved_dataset(folder: Path, folders: Sequence[str]) -> list[Path] | None:
+    """The data files of a saved dataset, in order; none for one that has its splits in `folders`; None for any other
+    folder. Files that the library keeps beside them, e.g. results of `map`, are not part of it. Raises UserError for
+    several splits, or for a selection of rows that is stored apart from them."""
+    if (folder / "dataset_dict.json").is_file():
+        if len(folders) > 1:
+            raise UserError(f"{folder}: holds the splits {', '.join(folders)}; name one of them, {folder / folders[0]}")
+        return []
+    state = read_json_object(folder / "state.json")
+    files = state.get("_data_files")
+    if not isinstance(files, list):
+        return None
+    if any(state.get(key) for key in ("_indices_files", "_indices_data_files")):
+        raise UserError(f"{folder}: stores its order of rows apart from them; save it anew after flatten_indices()")
+    names = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise UserError(f"{folder / 'state.json'}: {shown(wrong[0])} is no name of a data file")
+    return [folder / name for name in names if isinstance(name, str)]
