@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pangu.config.data import TokenizerConfig
-from pangu.data import inputs, preprocessing
+from pangu.data import inputs, preprocessing, tables
 from pangu.data.indexed import open_indexed
 from pangu.data.journal import Journal
 from pangu.data.manifest import find_damage, read_manifest
