@@ -168,7 +168,7 @@ def _data(source: Translation) -> None:
     if text is None:
         source.needs("data.train", "prefixes of indexed files, e.g. [/data/web]")
     else:
-        source.set("data.train", [text], "training.dataset", "training.dataset_path")
+        source.set("data.train", [text], "training.dataset_path", "training.dataset")
         source.set("data.shuffle", 0, "training.dataset")
         source.differs("in_order")
         _tokenizer(source)
@@ -179,7 +179,7 @@ def _data(source: Translation) -> None:
         if held_out is None:
             source.needs("data.validation", "held-out data, as data.train")
         else:
-            source.set("data.validation", [held_out], "validation.dataset", "validation.dataset_path")
+            source.set("data.validation", [held_out], "validation.dataset_path", "validation.dataset")
 
 
 def _stream(source: Translation, group: str) -> str | None:

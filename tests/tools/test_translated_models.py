@@ -268,6 +268,9 @@ def test_other_versions_and_models_of_torchtitan_are_refused(tmp_path: Path) -> 
     (tmp_path / "dump.json").write_text(json.dumps({"training": {"steps": 10}}))
     (tmp_path / "train.toml").write_text('[model]\nname = "deepseek_v3"\nflavor = "16B"\n')
     (tmp_path / "qwen3.toml").write_text('[model]\nname = "qwen3"\nflavor = "1.7B"\n')
+    text = '[model]\nflavor = "8B"\n[training]\ndataset = "c4"\ndataset_path = "/path/to/c4"\n'
+    (tmp_path / "llama3.toml").write_text(text)
+    assert "data.train=???" in overrides(translate("torchtitan", tmp_path / "llama3.toml"))
     for name in ("config_registry.py", "dump.json"):
         assert "torchtitan is read up to v0.2.2, whose" in translate("torchtitan", tmp_path / name).stderr
     assert "model.flavor 16B: this value has no counterpart" in translate("torchtitan", tmp_path / "train.toml").stderr
