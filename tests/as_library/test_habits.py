@@ -133,6 +133,37 @@ def test_an_unused_head_does_not_shrink_by_the_rate_per_step(ranks: Ranks) -> No
         torch.testing.assert_close(after, before * (1 - 0.05 * 0.1) ** 4, rtol=1e-14, atol=0)
 
 
+class Shifted(nn.Module):
+    """Adds one number to all scores of a row, which in exact arithmetic has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.shift = nn.Linear(8, 5), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.shift(x)
+
+
+def shifted(rank: int, world: int, layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, mesh = Shifted().double(), mesh_of(layout)
+    sharded = pangu.shard(model, mesh)
+    optimizer = sharded.lamb(lr=0.05, weight_decay=0.0)
+    for step in range(5):
+        x = batch(step, 8).chunk(layout.replicas)[mesh.replica]
+        nn.functional.cross_entropy(model(x), x[:, :5].argmax(-1)).backward()
+        sharded.step(optimizer)
+    return weights_of(sharded)
+
+
+def test_rounding_does_not_move_weights_without_a_gradient(ranks: Ranks) -> None:
+    """Steps of lr * |w| along rounding errors differ by 10 % of the weights between layouts."""
+    (expected,) = ranks.run(1, shifted, Layout())
+    for weights in ranks.run(2, shifted, Layout(data=2, zero=3)):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10, msg=name)
+
+
 def copied(rank: int, world: int, layout: Layout) -> list[Tensor]:
     """Outputs of the model and of a copy; after another step of the copy, of the model and of its average."""
     sharded = sharded_of(layout)
