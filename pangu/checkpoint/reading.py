@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pangu.checkpoint.files import Slice, list_checkpoints
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
+from pangu.checkpoint.standing import continuation_order, read_standing
 from pangu.collectives.agreement import agree
 from pangu.collectives.reduce import gather_objects
 from pangu.config.build import build
@@ -128,9 +129,9 @@ def load_weights(path: Path, mesh: Mesh, weights: Iterable[tuple[str, Slice]]) -
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The newest checkpoint if `path` is a run folder; otherwise `path`."""
-    checkpoints = list_checkpoints(path / "checkpoints")
-    return checkpoints[-1] if checkpoints else path
+    """Return the newest checkpoint that is not condemned if `path` is a run folder; otherwise `path`."""
+    checkpoints = [(checkpoint, read_standing(checkpoint)) for checkpoint in list_checkpoints(path / "checkpoints")]
+    return next(iter(continuation_order(checkpoints)), checkpoints[-1][0] if checkpoints else path)
 
 
 def trained_model(checkpoint: Path, index: Mapping[str, Any]) -> Trained:

@@ -72,7 +72,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainer: Trainer) -> dict[str
     index = read_index(path)
     require_facts(path, index, "step", "skipped", "samples", "loss_scale", "identity")
     _compare(path, index, config)
-    index = in_sequences_of(index, config)
+    index = in_sequences_of(path, index, config)
     _compare_order(path, index, config.data)
     unfrozen = {f"{kind}/{name}" for name in _unfrozen(index, config) for kind in MOMENTS}
     trainer.restart_optimizer(index["step"], index["skipped"], _first_updates(index, config))
@@ -117,22 +117,26 @@ def _first_updates(index: Mapping[str, Any], config: RunConfig) -> dict[str, int
     return known | dict.fromkeys(unfrozen, index["step"] - index["skipped"])
 
 
-def in_sequences_of(index: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+def in_sequences_of(path: Path, index: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     """Return the index of a checkpoint with the place in the data counted in samples of `model.sequence` tokens, which
-    may be others than those of the run that wrote it."""
+    may be others than those of the run that wrote it. Raises UserError if it is damaged."""
     before, now = index.get("identity", {}).get("model.sequence", config.model.sequence), config.model.sequence
     if before == now:
         return dict(index)
+    if type(before) is not int or not 0 < before < 2**31:
+        raise UserError(f"{path / 'index.json'}: damaged: identity: model.sequence = {before!r:.200}")
 
     def converted(samples: int) -> int:
         return -(-samples * before // now)
 
     watch, position = index.get("watch", {}), index.get("position")
+    if isinstance(position, dict) and type(position.get("samples")) is int:
+        position = {**position, "samples": converted(position["samples"])}
     return {
         **index,
         "samples": converted(index["samples"]),
         "watch": {**watch, "left_out": converted(watch.get("left_out", 0))},
-        "position": position and {**position, "samples": converted(position["samples"])},
+        "position": position,
         "identity": {**index["identity"], "model.sequence": now},
     }
 

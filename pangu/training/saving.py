@@ -192,7 +192,7 @@ class Saver:
             self._trainer.start_over()
             index = begin(self._config, self._trainer)
         else:
-            index = in_sequences_of(read_index(path), self._config)
+            index = in_sequences_of(path, read_index(path), self._config)
             agree(mesh, lambda: amend(path, {**index, **change(index)}), runs_here=mesh.is_first)
             index = load_checkpoint(path, self._config, self._trainer)
         self.standings.load()

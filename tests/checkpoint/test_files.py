@@ -27,7 +27,7 @@ from pangu.checkpoint.files import (
     write_slices,
 )
 from pangu.checkpoint.index import NewerFormatError, find_damage, read_index
-from pangu.checkpoint.reading import load
+from pangu.checkpoint.reading import load, newest_checkpoint
 from pangu.checkpoint.standing import Standing, continuation_order, read_standing, write_standing
 from pangu.config.errors import UserError
 
@@ -130,6 +130,16 @@ def test_where_a_run_continues() -> None:
     assert new.blamed("x").condemned
     assert not proven.blamed("x").condemned
     assert proven.blamed("x").blamed("y").condemned
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint_that_is_not_condemned(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) == tmp_path
+    paths = [write(tmp_path / "checkpoints", step) for step in (1, 2)]
+    assert newest_checkpoint(tmp_path) == paths[1]
+    write_standing(paths[1], Standing(condemned=True))
+    assert newest_checkpoint(tmp_path) == paths[0]
+    write_standing(paths[0], Standing(condemned=True))
+    assert newest_checkpoint(tmp_path) == paths[1]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"proven": 1}', '{"faults": [3], "condemned": true}', "\0"])

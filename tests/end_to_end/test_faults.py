@@ -77,6 +77,7 @@ def test_replicas_go_back_together(tmp_path: Path) -> None:
         "faults.action=rollback",
         "faults.spike=1e9",
         "faults.skip_after=1",
+        "faults.proven_after=1",
         "train.steps=7",
         "faults.slow_every=1",
     )
@@ -86,4 +87,5 @@ def test_replicas_go_back_together(tmp_path: Path) -> None:
     first = (0, 4, 8, 12, 16, 20, 28, 32, 36)
     assert sorted(map(int, re.findall(r"batch (\d+)", done.stdout))) == sorted([*first, *(n + 2 for n in first)])
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 8))
-    assert done.stderr.count("going back to the newest checkpoint") == 1
+    assert done.stderr.count("step-00000004, 2 steps before, is proven") == 1
+    assert done.stderr.count("step-00000004: continuing after step 4 with sample 28") == 1

@@ -17,7 +17,7 @@ from pangu.zero.flat_parameter import FlatParameter
 from tests.configs import tiny
 from tests.parallel import harness
 from tests.parallel.cases import FROZEN
-from tests.parallel.harness import OVERRIDES, train_layout
+from tests.parallel.harness import OVERRIDES, small_trainer, train_layout
 from tests.parallel.test_zero import MODEL, same_bits
 from tests.threads import Ranks, replaced_here
 
@@ -168,3 +168,30 @@ def test_masters_on_the_host_lie_beside_the_device() -> None:
     unit = FlatParameter(model, names, table, 1, torch.bfloat16, torch.device("cpu"), sharding)
     tensors = [unit.weights, unit.local, unit.main, unit.grad, unit.host_grad]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}) == 5
+
+
+def started_over(rank: int, world: int, layout: Layout, words: tuple[str, ...]) -> None:
+    """Compare two steps from the seed with two after a trainer has made others and started over."""
+    trainer, batches = small_trainer(layout, *OVERRIDES, *words)
+    weights = [shard.main.clone() for shard in trainer.shards]
+    first = [trainer.train_step(batches) for _ in range(2)]
+    trainer.start_over()
+    assert all(torch.equal(shard.main, old) for shard, old in zip(trainer.shards, weights, strict=True))
+    assert [trainer.train_step(batches) for _ in range(2)] == first
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(), ("precision=fp16", "optimizer=lamb")),
+        (Layout(data=2, zero=1), ("precision=bf16", "memory.offload=[optimizer]")),
+        (Layout(data=2, zero=3), ("precision=fp8",)),
+        (Layout(tensor=2), ("train.frozen=['layers.0.*']",)),
+        (Layout(data=2, expert=2), ("model.experts=4", "model.router.balance=bias")),
+    ],
+    ids=str,
+)
+def test_a_trainer_that_starts_over_makes_the_first_steps_again(
+    ranks: Ranks, layout: Layout, words: tuple[str, ...]
+) -> None:
+    ranks.run(layout.world, started_over, layout, words)
