@@ -117,6 +117,8 @@ def _end(action: Callable[[], None]) -> None:
     first = is_first_process()
     status = exit_status(action, "\nerror", first)
     if status == INTERRUPTED:
+        if sys.stdout is not None:
+            sys.stdout.flush()
         if first:
             print(ENDED, file=sys.stderr, flush=True)
         os._exit(status)  # Python's own end would wait for threads, and abort if one is in the store
