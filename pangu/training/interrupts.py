@@ -15,8 +15,9 @@ from pangu.config.exit_status import INTERRUPTED
 
 SAME_SECONDS = 0.3
 """Interrupts within this time are one: a terminal and a launcher may both pass it on."""
-GRACE_SECONDS = 5.0
-"""Time to end by KeyboardInterrupt where no training step can be saved, before the process is ended by force."""
+GRACE_SECONDS = 15.0
+"""Time to end by KeyboardInterrupt where there is no step to save, before the process is ended by force: what prepares
+data waits for its workers, and removes what is half-written."""
 ENDED = "\ninterrupted; the same command continues from the newest checkpoint"
 
 
