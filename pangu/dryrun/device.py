@@ -70,7 +70,7 @@ def load_device() -> FakeDevice | str:
     library = cache / f"device-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         if compiler is None:
-            return "no C++ compiler is found (CXX names one)"
+            return "no C++ compiler is found (install g++, or name one in CXX)"
         problem = _compile(compiler, home, library)
         if problem:
             return problem
@@ -91,7 +91,8 @@ def _compile(compiler: str, home: Path, library: Path) -> str | None:
             command += ["-o", str(made), f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                return f"{compiler} cannot compile {_SOURCE.name}: {next(iter(done.stderr.splitlines()), '')}"
+                said = next(iter(done.stderr.splitlines()), f"status {done.returncode}")
+                return f"{compiler} cannot compile {_SOURCE.name} ({said}); CXX names another compiler"
             made.replace(library)  # atomically: several processes may compile at once
     except OSError as error:
         return f"{library.parent} cannot be written ({error}); XDG_CACHE_HOME names another folder"

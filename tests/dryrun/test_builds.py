@@ -20,6 +20,7 @@ from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
 
 BUILDS = [script for script in os.environ.get("PANGU_TORCH_BUILDS", "").split(os.pathsep) if script]
+GROUPED_QUERIES = "parallel.context=2 batch.global_size=2 precision=bf16 model.positions=rope model.kv_heads=2"
 SERVE = """
 import runpy
 import sys
@@ -59,7 +60,7 @@ def test_a_dry_run_counts_the_same_in_every_build_of_torch(
 ) -> None:
     worker, found = worker_in(script, tmp_path, monkeypatch), {}
     try:
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, GROUPED_QUERIES):
             reports = [one.report(values(layout), 0) for one in (process, worker)]
             assert reports[1]["device"] is None
             if different := differences(*reports):

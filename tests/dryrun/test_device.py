@@ -26,7 +26,7 @@ def test_the_reason_is_told(tmp_path: Path) -> None:
     done = command("-c", SCRIPT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     missing, broken, unwritable = done.stdout.splitlines()
-    assert missing == "no C++ compiler is found (CXX names one)"
+    assert missing == "no C++ compiler is found (install g++, or name one in CXX)"
     assert broken.startswith(f"{tmp_path}/pangu/device-")
     assert "cannot be loaded" in broken
     assert f"{compiler}/pangu cannot be written" in unwritable
