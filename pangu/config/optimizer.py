@@ -85,8 +85,8 @@ class LambConfig:
     exclude_vectors: bool
     """true: biases and norms get neither decay nor a layer-wise ratio."""
     max_ratio: Positive | None
-    """Largest layer-wise trust ratio (MindSpore clips at 10); null does not clip, as the algorithm says. Where weights are
-    10,000 times as long as the direction before decay, its gradients are missing or only rounding, and the ratio is 1."""
+    """Largest layer-wise trust ratio (MindSpore clips at 10); null does not clip, as the algorithm says. The ratio is 1
+    where the norm of the weights is 10,000 times that of the direction before decay, which is then only rounding."""
     moments: Literal["fp32", "bf16"]
     """Format in which both moments are kept between steps. fp32: that of the master weights (fp64 in fp64). bf16: 4
     bytes a parameter less; a moment then follows its gradients to within 0.4 % / (1 - beta), e.g. 8 % with 0.95."""

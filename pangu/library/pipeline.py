@@ -115,8 +115,7 @@ class Pipeline:
             self.schedule = make_schedule(schedule, stages, virtual, micro_batches, each)
         except NumbersError as error:
             raise UserError(str(error)) from error
-        if unknown := sorted(set(regions or {}) - set(range(len(chunks)))):
-            raise UserError(f"regions: there is no chunk {unknown[0]}; chunks have numbers from 0 to {len(chunks) - 1}")
+        _require_chunks(regions or {}, len(chunks))
         local = [chunk for chunk, at in enumerate(self.schedule.stage_of) if at == stage]
         self.modules = nn.ModuleDict({str(chunk): chunks[chunk]() for chunk in local})
         """This rank's chunks by their number."""
@@ -233,6 +232,11 @@ def _look(chunk: int, module: nn.Module, given: Any) -> Made:
     if len(formats := {str(x.dtype) for x in tensors}) > 1:
         raise UserError(f"chunk {chunk} returns {', '.join(sorted(formats))}: one format is needed")
     return [tuple(x.shape) for x in tensors], tensors[0].dtype
+
+
+def _require_chunks(regions: Mapping[int, Sequence[str]], count: int) -> None:
+    if unknown := sorted(set(regions) - set(range(count))):
+        raise UserError(f"regions: there is no chunk {unknown[0]}; chunks have numbers from 0 to {count - 1}")
 
 
 def _described(value: Any) -> Any:
