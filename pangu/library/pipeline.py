@@ -98,8 +98,7 @@ class Pipeline:
                 All tensors between chunks have one format. Chunks share no parameters.
             micro_batches: of a replica in a step.
             schedule: one of the names above.
-            regions: number of a chunk -> names of its submodules that are regions, as `regions` of `shard`; other
-                chunks have the default ones.
+            regions: number of a chunk -> its `regions`, as those of `shard`; other chunks have the default ones.
             storage: `dtype`, `bucket_mib`, `offload`, `overlap` and `message` of `shard`.
 
         Raises UserError if the schedule does not allow these numbers, and as `shard` does.
