@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pangu.checkpoint.formats.convert import FORMATS, TORCH_DIST, convert, settle_model, settle_packing
+from pangu.checkpoint.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
 from pangu.checkpoint.formats.stored import Source
 from pangu.config.build import build
 from pangu.config.checks import check
@@ -49,15 +49,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a Megatron output (1)")
     parser.add_argument(
         "--megatron-format",
-        choices=("torch", "torch_dist"),
+        choices=MEGATRON,
         default="torch",
-        help="Megatron's --ckpt-format of a Megatron output: files of ranks, or torch_dist for any layout (torch)",
+        help="Megatron's --ckpt-format of a Megatron output: torch: files of ranks; torch_grouped: the same for "
+        "--moe-grouped-gemm; torch_dist: for any layout and either kind of experts (torch)",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. model=pangu_2_6b or model.heads=32")
     options = parser.parse_intermixed_args(arguments)
     dist = options.megatron_format == "torch_dist"
-    if dist and options.target != "megatron":
-        parser.error(f"--megatron-format torch_dist: needs --to megatron, not {options.target}")
+    if options.megatron_format != "torch" and options.target != "megatron":
+        parser.error(f"--megatron-format {options.megatron_format}: needs --to megatron, not {options.target}")
     if options.tensor < 1 or (options.tensor > 1 and (dist or not FORMATS[options.target].ranks)):
         parser.error(f"--tensor {options.tensor}: must be 1, or more with --to megatron --megatron-format torch")
     return options
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         task = progress.add_task("Converting tensors", total=None)
         convert(
             source,
-            TORCH_DIST if options.megatron_format == "torch_dist" else FORMATS[options.target],
+            MEGATRON[options.megatron_format] if options.target == "megatron" else FORMATS[options.target],
             config,
             tokenizer,
             options.output,

@@ -21,10 +21,7 @@ class RotaryEmbedding:
         """`positions`: int64 [batch, sequence], of each token in its document. Pair i of a head of width `size` turns
         by position x base^(-2i / size), in at least fp32, in which positions stay whole numbers."""
         self.dtype = torch.promote_types(dtype, torch.float32)
-        exponents = torch.arange(0, size, 2, dtype=self.dtype, device=positions.device) / size
-        frequencies = base**-exponents
-        if scaling is not None:
-            frequencies = slowed(frequencies, scaling)
+        frequencies = rotary_frequencies(size, base, scaling, self.dtype, positions.device)
         angles = positions[:, None, :, None] * frequencies
         self.cos, self.sin = angles.cos(), angles.sin()
 
@@ -33,6 +30,18 @@ class RotaryEmbedding:
         first, second = x.to(self.dtype).chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+def rotary_frequencies(
+    size: int,
+    base: float,
+    scaling: RopeScaling | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the radians per token of each pair of a head of width `size`: [size / 2]."""
+    frequencies = base ** -(torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+    return frequencies if scaling is None else slowed(frequencies, scaling)
 
 
 def slowed(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from pangu.checkpoint.formats.convert import fitting_tensors
 from pangu.checkpoint.formats.huggingface import HuggingFaceSource
 from pangu.checkpoint.formats.huggingface_config import read_model
 from pangu.config.checks import find_model_problems
@@ -362,3 +363,54 @@ def test_links_that_lead_out_of_a_folder_are_not_copied(exported: Path, tmp_path
     (folder / "tokenizer.json").symlink_to(Path("../../blobs/abc"))
     run = convert("huggingface", "pangu", folder, tmp_path / "run")
     assert (run / "tokenizer" / "tokenizer.json").read_text() == "{}"
+
+
+def with_tensors(**more: torch.Tensor) -> Callable[[Path], None]:
+    """Add tensors to the weights, or change some."""
+
+    def change(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        save_file(state | more, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+EMBED = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+CAUSAL = torch.ones(1, 1, 16, 16).tril()
+LEFT_OUT: list[tuple[str, dict[str, torch.Tensor], str]] = [
+    ("Llama", {"lm_head.weight": EMBED + 1e-3}, "lm_head.weight: differs from model.embed_tokens.weight"),
+    ("Llama", {"lm_head.weight": EMBED}, ""),
+    ("GPT2", {"lm_head.weight": EMBED * 2}, "lm_head.weight: differs from transformer.wte.weight"),
+    ("Llama", {INV_FREQ: 500.0 ** -(torch.arange(4) / 4)}, f"{INV_FREQ}: is not what config.json implies"),
+    ("Llama", {INV_FREQ: 10000.0 ** -(torch.arange(4) / 4)}, ""),
+    ("Llama", {INV_FREQ: (10000.0 ** -(torch.arange(4) / 4)).half()}, ""),
+    ("GPT2", {"transformer.h.0.attn.bias": CAUSAL.triu(-3)}, "transformer.h.0.attn.bias: is not what"),
+    ("GPT2", {"transformer.h.0.attn.bias": CAUSAL.byte(), "h.1.attn.masked_bias": torch.tensor(-1e9)}, ""),
+    ("GPT2", {"h.1.attn.masked_bias": torch.tensor(-1.0)}, "h.1.attn.masked_bias: is not what"),
+    (
+        "Llama",
+        {"model.embed_tokens.weight": torch.ones(70, 32)},
+        "model.embed_tokens.weight: [70, 32] in the files, [64, 32] in the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "words"), LEFT_OUT, ids=range(len(LEFT_OUT)))
+def test_a_tensor_is_left_out_only_if_the_configuration_implies_it(
+    kind: str, more: dict[str, torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, vocab_size=64, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(EMBED)
+    model.save_pretrained(tmp_path)
+    with_tensors(**more)(tmp_path)
+    source = HuggingFaceSource(tmp_path)
+    table = source.table(ModelConfig(**{**UNTOLD, **source.model_keys}))
+    if not words:
+        assert not more.keys() & fitting_tensors(source, table).keys()
+        return
+    with pytest.raises(UserError) as error:
+        fitting_tensors(source, table)
+    assert words in str(error.value)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats import huggingface, megatron_dist, megatron_names, megatron_ranks, mindspore, native
-from pangu.checkpoint.formats.stored import Job, Source, Stored, join, take
+from pangu.checkpoint.formats.stored import UNTOLD, Job, Source, Stored, join, take
 from pangu.checkpoint.safetensors_file import CODES
 from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import ConfigError, Problem, UserError, shown, writing
@@ -43,6 +43,9 @@ FORMATS = {
 }
 TORCH_DIST = Format(megatron_dist.open_folder, megatron_dist.dist_table, megatron_dist.write)
 """Megatron's other format, which is read like the first."""
+TORCH_GROUPED = Format(megatron_dist.open_folder, megatron_names.grouped_table, megatron_ranks.write, ranks=True)
+"""The first one, for experts that Megatron computes together (`--moe-grouped-gemm`)."""
+MEGATRON = {"torch": FORMATS["megatron"], "torch_grouped": TORCH_GROUPED, "torch_dist": TORCH_DIST}
 _SHAPING = (
     *("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "sequence", "window", "positions"),
     *("sparse", "rope_scaling", "norm", "qk_norm", "biases", "tied_head"),
@@ -61,8 +64,10 @@ MOST_LINES = 100
 def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) -> ModelConfig:
     """The model of some files: `known` keys of `ModelConfig` from the files, over those `given` by the user and the
     presets, except the keys that the user `named`. Raises ConfigError with all keys in which files and user contradict
-    each other, or if nobody tells the number of heads."""
+    each other, or that neither tells: the number of heads, and what is `UNTOLD`."""
     known = _dotted(known)
+    untold = [key for key, value in known.items() if value is UNTOLD]
+    known = {key: value(given.heads) if callable(value) else value for key, value in known.items() if key not in untold}
     from_files = {key for key in known if not {key, key.partition(".")[0]} & named}
     model = _with(given, {key: known[key] for key in from_files})
     if model.kv_heads == model.heads:
@@ -79,6 +84,10 @@ def settle_model(known: Mapping[str, Any], given: ModelConfig, named: set[str]) 
     if "heads" not in named | known.keys():
         rule = "the files do not tell, and a wrong number would load without an error"
         problems.append(Problem("model.heads", "(missing)", rule, "give a model (model=pangu_2_6b) or model.heads=32"))
+    for key in untold:
+        if not {key, key.partition(".")[0]} & named:
+            rule = "the files do not tell, and a wrong value would load without an error"
+            problems.append(Problem(f"model.{key}", "(missing)", rule, f"give model.{key}=VALUE"))
     if problems:
         raise ConfigError(problems)
     return model

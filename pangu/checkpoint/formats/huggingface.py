@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from pangu.checkpoint.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.checkpoint.formats.pickles import load_pickle
-from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table
+from pangu.checkpoint.formats.stored import PANGU_PADDING, Job, Source, Stored, make_table
 from pangu.checkpoint.run_folder import require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
+from pangu.layers.rotary import rotary_frequencies
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of weights, unless one tensor is larger."""
@@ -30,7 +31,8 @@ SHARD_BYTES = 5 * 10**9
 
 def table(model: ModelConfig, tensor: int) -> list[Stored]:
     """The tensors of a model. Raises ConfigError if transformers has no such model."""
-    return make_table(model, kind_of(model).names)
+    # PanGu-α's files keep their padding; transformers would not load any other file with more rows than words
+    return make_table(model, kind_of(model).names, spare=PANGU_PADDING if model.kind == "pangu" else 0)
 
 
 class HuggingFaceSource(Source):
@@ -52,10 +54,10 @@ class HuggingFaceSource(Source):
                 if (full := self._full(name)) in self._places:
                     raise UserError(f"{file}: {shown(name)} is in {self._places[full][0]} as well")
                 self._places[full] = (file, name, tensor)
-        # causal masks that older versions stored, and the copy of a tied head
+        # the copy of a tied head, and what transformers computes and older versions stored all the same
         tied = r"|lm_head\.weight" if self.model_keys["tied_head"] else ""
-        buffers = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
-        self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not buffers.fullmatch(name)}
+        implied = re.compile(r".*\.attn\.(bias|masked_bias)|.*rotary_emb\.inv_freq" + tied)
+        self.tensors = {name: tensor for name, (_, _, tensor) in self._places.items() if not implied.fullmatch(name)}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
         if (path / "vocab.model").is_file():
             require_inside(path, path / "vocab.model")
@@ -74,8 +76,29 @@ class HuggingFaceSource(Source):
         # how experts will be balanced in training is not the files' matter
         return table(replace(model, router=replace(model.router, balance="none")), 1)
 
+    def inspect(self, table: Sequence[Stored], problems: list[str]) -> Mapping[str, Tensor]:
+        """Return the tensors. One that is left out, because the configuration implies it, must be what it implies."""
+        words = next(stored.name for stored in table if stored.parts == ("embedding.word.weight",))
+        for name in sorted(self._places.keys() - self.tensors.keys()):
+            found = self._read(name)
+            if name == "lm_head.weight":
+                if words in self._places and not torch.equal(found, self._read(words)):
+                    problems.append(
+                        f"{name}: differs from {words}, and config.json says that they are one tensor; "
+                        f'"tie_word_embeddings": false keeps both, and without {name} the second is the head'
+                    )
+            elif not _is_implied(name.rpartition(".")[2], found, self.model_keys):
+                problems.append(
+                    f"{shown(name)}: is not what config.json implies, so that the model computes something else; "
+                    "correct config.json, or take the tensor out of the file if nothing uses it"
+                )
+        return self.tensors
+
     def read(self, stored: Stored) -> Tensor:
-        file, name, _ = self._places[stored.name]
+        return self._read(stored.name)
+
+    def _read(self, full: str) -> Tensor:
+        file, name, _ = self._places[full]
         if file.suffix != ".safetensors":
             if file not in self._pickles:
                 self._pickles[file] = load_pickle(file)
@@ -83,6 +106,23 @@ class HuggingFaceSource(Source):
             return tensor
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
+
+
+def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
+    """Whether a stored buffer is the one that transformers computes from the configuration."""
+    if kind == "bias":
+        mask = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+        return found.dim() == 4 and found.shape[-1] == found.shape[-2] and bool((found.bool() == mask).all())
+    if kind == "masked_bias":
+        # -1e4 in the first versions, and all of them far below any score
+        return found.numel() == 1 and float(found) <= -1e4
+    size = keys["head_dim"] or keys["hidden"] // keys["heads"]
+    scaling, base = keys.get("rope_scaling"), keys.get("rope_base") or 1e4
+    choices = [rotary_frequencies(size, base, each, torch.float64) for each in {None, scaling}]
+    # rounded to the format of the file after a power in fp32; small ones lose their last bits in fp16
+    numbers = torch.finfo(found.dtype if found.is_floating_point() else torch.float32)
+    error = {"rtol": max(4 * numbers.eps, 1e-6), "atol": 2 * numbers.smallest_normal * numbers.eps}
+    return found.shape == choices[0].shape and any(torch.allclose(found.double(), each, **error) for each in choices)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -219,7 +219,7 @@ def write_model(model: ModelConfig) -> dict[str, Any]:
     kind = kind_of(model)
     keys = {
         **vars(model),
-        "ffn": model.expert_size if len(model.expert_layers) == model.layers else model.ffn_size,
+        "ffn": model.expert_size if model.experts and "expert_ffn" not in kind.keys else model.ffn_size,
         "expert_ffn": model.expert_size,
         "experts_per_token": model.num_chosen,
         "activation": next(name for name, activation in kind.activations.items() if activation == model.activation),

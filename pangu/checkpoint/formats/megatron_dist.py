@@ -11,9 +11,11 @@ layers in front, or stand one by one with the layer's number in the name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ _EXTRA = (
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 """Modules of which Megatron insists on reading Transformer Engine's state, which may be empty."""
+MOST_PARTS = 2**17
+"""Matrices in one stacked tensor: experts of all layers."""
 _TRAINING = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 """Beginnings of the names of tensors that are no weights."""
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
@@ -57,18 +61,26 @@ class DistSource(Source):
             check_fields(read_json_object(facts), facts, (), (), {key: [value] for key, value in _FACTS.items()})
         options = options_of(load_pickle(common), common) if common.is_file() else {}
         self._folder = Folder(path, lambda name: not _TRAINING.match(name))
-        self._where: dict[str, list[tuple[str, int | None]]] = {}
-        """Names in the other format -> the stored tensors, and the index of each along dimension 0."""
+        self._where: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        """Names in the other format -> the stored tensors, and the index of each along its first dimensions."""
         for name, entry in sorted(self._folder.entries.items()):
             short = plain_name(re.sub(r"^(model|module)\.", "", name))
             # gate and up, one below the other, may be two tensors
             short = re.sub(r"(linear_fc1\.weight|linear_fc1\.bias)_[vw]$", r"\1", short)
-            stacked = _STACKED.fullmatch(short)
-            if stacked and entry.shape[0] > MOST_LAYERS:
+            if (stacked := _STACKED.fullmatch(short)) and entry.shape[0] > MOST_LAYERS:
                 raise UserError(f"{path}: {shown(name)} is of {entry.shape[0]} layers; at most {MOST_LAYERS} are read")
-            for layer in range(entry.shape[0]) if stacked else (None,):
-                full = short if stacked is None else f"{stacked[1]}{layer}.{stacked[2]}"
-                self._where.setdefault(full, []).append((name, layer))
+            pattern = f"{stacked[1]}{{}}.{stacked[2]}" if stacked else short
+            pattern, experts = re.subn(r"(mlp\.experts\.)experts\.(linear_fc)", r"\1local_experts.{}.\2", pattern)
+            # experts one by one, as newer versions store them
+            pattern = re.sub(r"(mlp\.experts\.)experts\.(\d+\.linear_fc)", r"\1local_experts.\2", pattern)
+            axes = entry.shape[: bool(stacked) + experts]
+            if prod(axes) > MOST_PARTS:
+                raise UserError(f"{path}: {shown(name)} is of {prod(axes)} matrices; at most {MOST_PARTS} are read")
+            for index in itertools.product(*map(range, axes)):
+                full = pattern
+                for number in index:
+                    full = full.replace("{}", str(number), 1)
+                self._where.setdefault(full, []).append((name, index))
         for full, places in self._where.items():
             # the gate, `_w`, comes first
             places.sort(key=lambda place: place[0], reverse=True)
@@ -79,11 +91,8 @@ class DistSource(Source):
         self.model_keys = read_model(options, {name: tuple(t.shape) for name, t in self.tensors.items()}, 1, {}, path)
 
     def _meta(self, name: str) -> Tensor:
-        entries = [(self._folder.entries[stored], layer) for stored, layer in self._where[name]]
-        whole = [
-            torch.empty(entry.shape if layer is None else entry.shape[1:], dtype=entry.dtype, device="meta")
-            for entry, layer in entries
-        ]
+        entries = [(self._folder.entries[stored], index) for stored, index in self._where[name]]
+        whole = [torch.empty(entry.shape[len(index) :], dtype=entry.dtype, device="meta") for entry, index in entries]
         if len({(part.shape[1:], part.dtype) for part in whole}) > 1:
             raise UserError(f"{shown(name)}: its two halves have other shapes or formats")
         return torch.cat(whole) if len(whole) > 1 else whole[0]
@@ -99,7 +108,7 @@ class DistSource(Source):
         ]
 
     def read(self, stored: Stored) -> Tensor:
-        parts = [self._folder.read(name, layer) for name, layer in self._where[stored.name]]
+        parts = [self._folder.read(name, index) for name, index in self._where[stored.name]]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -133,21 +142,45 @@ def dist_table(model: ModelConfig, tensor: int) -> list[Stored]:
 def write(path: Path, job: Job) -> None:
     """A folder for `--load`, with stacked layers: no optimizer, iteration 0."""
     path = begin_release(path)
+    model = job.config.model
+    # layers of one kind are stacked, of several kinds stand one by one
+    stacked = len(model.expert_layers) in (0, model.layers)
     blocks = []
     for stored, tensor in zip(job.table, job.described, strict=True):
-        name = fused_name(stored.name)
-        shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-        if layer := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
-            name = f"decoder.layers.{layer[2]}"
-            whole = (job.config.model.layers, *shape)
-            shape, offsets = (1, *shape), (int(layer[1]), *offsets)
-        else:
-            whole = shape
-        blocks.append(Block(name, whole, offsets, shape, tensor.dtype))
-    layers = job.config.model.layers
-    objects = [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for i in range(layers) for name in _EXTRA]
+        name, index, sizes = _place(stored.name, model, stacked)
+        shape = tuple(tensor.shape)
+        offsets = (*index, *(0 for _ in shape))
+        blocks.append(Block(name, (*sizes, *shape), offsets, (*(1 for _ in index), *shape), tensor.dtype))
+    objects = []
+    norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
+    for layer, name in itertools.product(range(model.layers), (*_EXTRA, *norms, "pre_mlp_layernorm")):
+        if name == "pre_mlp_layernorm" and not model.has_experts(layer):
+            continue
+        experts = model.has_experts(layer) and name.startswith("mlp.linear")
+        for expert in range(model.experts or 0) if experts else (None,):
+            part = name if expert is None else name.replace("mlp.", f"mlp.experts.local_experts.{expert}.")
+            full, index, sizes = _place(f"decoder.layers.{layer}.{part}._extra_state", model, stacked)
+            shards = "_".join(".".join(map(str, numbers)) for numbers in (index or (0,), sizes or (1,)))
+            objects.append(f"{full}/shard_{shards}")
     objects += [f"{name}._extra_state/shard_0_1" for name in ("decoder.final_layernorm", "output_layer")]
     write_folder(path, blocks, job.contents, objects)
     facts: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0}
-    torch.save({"args": write_options(job.config.model, job.table[0].shape[0], 1), **facts}, path / "common.pt")
+    torch.save({"args": write_options(model, job.table[0].shape[0], 1), **facts}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(_FACTS), encoding="utf-8")
+
+
+def _place(name: str, model: ModelConfig, stacked: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return the stored name of a tensor of one layer or expert, its index among all, and their numbers."""
+    index, sizes = [], []
+    if layer := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+        name = fused_name(name, model.has_experts(int(layer[1])))
+        if stacked:
+            name = name.replace(f"layers.{layer[1]}.", "layers.", 1)
+            index.append(int(layer[1]))
+            sizes.append(model.layers)
+    if expert := re.search(r"mlp\.experts\.local_experts\.(\d+)\.", name):
+        assert model.experts is not None
+        name = name.replace(expert[0], "mlp.experts.experts.")
+        index.append(int(expert[1]))
+        sizes.append(model.experts)
+    return name, tuple(index), tuple(sizes)

@@ -8,9 +8,9 @@ iter_0001000/mp_rank_00_003/model_optim_rng.pt    or one for each of them in eac
 from __future__ import annotations
 
 import argparse
-import mmap
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class RankSource(Source):
             "model_parallel_size": [len(files), None],
             "tensor_model_parallel_size": [len(files)],
             "pipeline_model_parallel_size": [len(files[0])],
+            "expert_model_parallel_size": [1, None],
+            "expert_tensor_parallel_size": [len(files), None],
         }
         self.model_keys = read_model(options, shapes, len(files), layout, self._paths[0])
 
@@ -69,6 +71,11 @@ class RankSource(Source):
                 f"{shown(name)}: {list(rank[name].shape)} in {file}, {list(first[name].shape)} in {self._paths[0]}"
                 for name in first.keys() & rank.keys()
                 if rank[name].shape != first[name].shape
+            ]
+            problems += [
+                f"{shown(name)}: differs between {self._paths[0]} and {file}, and every rank has all of it"
+                for name, cut in cuts.items()
+                if cut is None and name in first and name in rank and not torch.equal(first[name], rank[name])
             ]
         whole = {}
         for name, tensor in first.items():
@@ -124,9 +131,13 @@ def _join_stages(files: Sequence[Path], contents: Sequence[Mapping[str, Any]], t
     for virtual in range(len(chunks[0])):
         for file, stage in zip(files, chunks, strict=True):
             tensors = stage[virtual]
-            if tied and len(files) > 1:
-                # the last stage's copy of the word embedding
-                tensors.pop("output_layer.weight", None)
+            copy = tensors.pop("output_layer.weight", None) if tied and len(files) > 1 else None
+            words = tensors_of_rank.get("embedding.word_embeddings.weight")
+            if copy is not None and (words is None or not torch.equal(copy, words)):
+                raise UserError(
+                    f"{file}: output_layer.weight differs from embedding.word_embeddings.weight of the first stage, "
+                    "and the options say that they are one tensor (untie_embeddings_and_output_weights = false)"
+                )
             numbers = {name: int(number[1]) for name in tensors if (number := _LAYER.search(name))}
             for name, tensor in tensors.items():
                 full = _LAYER.sub(f"layers.{numbers[name] + layers}.", name, count=1) if name in numbers else name
@@ -147,20 +158,36 @@ def _models(content: Mapping[str, Any], where: Path) -> list[dict[str, Tensor]]:
     tensors: list[dict[str, Tensor]] = []
     for model in models or [content.get("model", content.get("module", content))]:
         tensors.append({})
+        tensors_of_model = {plain_name(name): tensor for name, tensor in tensors_of(model)}
         for name, tensor in tensors_of(model):
             if (plain := plain_name(name)) in tensors[-1]:
                 raise UserError(f"{where}: {shown(plain)} is in the file more than once")
             if not plain.endswith("_extra_state"):
-                tensors[-1][plain] = tensor
+                tensors[-1] |= dict(_one_by_one(plain, tensor, tensors_of_model, where))
     return tensors
 
 
+def _one_by_one(name: str, tensor: Tensor, model: Mapping[str, Tensor], where: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor, or each expert's of one that has all (`--moe-use-legacy-grouped-gemm`), [inputs, outputs]."""
+    if not (matrices := re.fullmatch(r"(.*mlp\.)experts\.weight([12])", name)):
+        yield name, tensor
+        return
+    router = model.get(f"{matrices[1]}router.weight")
+    if router is None or router.dim() != 2 or tensor.numel() % max(1, router.numel()):
+        raise UserError(f"{where}: {shown(name)} does not fit {shown(matrices[1])}router.weight")
+    experts, hidden = router.shape
+    shape = (experts, hidden, -1) if matrices[2] == "1" else (experts, -1, hidden)
+    for number, matrix in enumerate(tensor.reshape(shape)):
+        yield f"{matrices[1]}experts.local_experts.{number}.linear_fc{matrices[2]}.weight", matrix.t()
+
+
 def write(path: Path, job: Job) -> None:
-    """A folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
+    """Write a folder for `--load`, with a file for each tensor-parallel rank: no optimizer, iteration 0."""
     path = begin_release(path)
     pangu = job.config.model.kind == "pangu"
-    opened = []
+    grouped = any(stored.name != plain_name(stored.name) for stored in job.table)
     described = [_cut(stored, tensor, job.tensor) for stored, tensor in zip(job.table, job.described, strict=True)]
+    files = []
     for rank in range(job.tensor):
         file = path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         file.parent.mkdir(parents=True)
@@ -170,18 +197,51 @@ def write(path: Path, job: Job) -> None:
                 for stored, pieces in zip(job.table, described, strict=True)
             }
         facts = {
-            "args": write_options(job.config.model, job.table[0].shape[0], job.tensor),
+            "args": write_options(job.config.model, job.table[0].shape[0], job.tensor, grouped),
             "iteration": 0,
             "checkpoint_version": 0 if pangu else 3.0,
         }
-        # the file with room for the tensors, which are then written into it one by one
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save({"model": _nested(flat) if pangu else flat, **facts}, file)
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            opened.append(dict(tensors_of(load_pickle(file)["model"])))
+        files.append(_Storages(file, {"model": _nested(flat) if pangu else flat, **facts}, flat))
     for stored, tensor in zip(job.table, job.contents, strict=True):
-        for room, part in zip(opened, _cut(stored, tensor, job.tensor), strict=True):
-            room[stored.name].copy_(part)
+        for opened, part in zip(files, _cut(stored, tensor, job.tensor), strict=True):
+            opened.write(stored.name, part)
+    for opened in files:
+        opened.writer.write_end_of_file()
+
+
+class _Storages:
+    """A file of torch.save whose tensors are written one by one, each with its checksum."""
+
+    def __init__(self, file: Path, content: object, flat: Mapping[str, Tensor]) -> None:
+        # torch's own writer leaves room for the tensors, from which the rest of the file is taken
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, file)
+        with zipfile.ZipFile(file) as archive:
+            records = {entry.partition("/")[2]: entry for entry in archive.namelist()}
+            rest = {name: archive.read(entry) for name, entry in records.items() if name in _RECORDS}
+        self.writer = torch._C.PyTorchFileWriter(str(file))
+        for name, value in rest.items():
+            self.writer.write_record(name, value, len(value))
+        numbers = {id(tensor): number for number, (_, tensor) in enumerate(_in_order(content))}
+        self._numbers = {name: numbers[id(tensor)] for name, tensor in flat.items()}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the values of a tensor."""
+        storage = tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
+        self.writer.write_record(f"data/{self._numbers[name]}", storage, storage.nbytes())
+
+
+_RECORDS = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
+"""What a file of torch.save holds beside the tensors and what its writer adds by itself."""
+
+
+def _in_order(content: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dictionaries in the order in which they are pickled."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            yield from _in_order(value)
 
 
 def _cut(stored: Stored, tensor: Tensor, ranks: int) -> Sequence[Tensor]:

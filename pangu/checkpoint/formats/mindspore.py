@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pangu.checkpoint.formats.fields import load_table
-from pangu.checkpoint.formats.stored import Job, Source, Stored, make_table, require_expressible
+from pangu.checkpoint.formats.stored import PANGU_PADDING, Job, Source, Stored, make_table, require_expressible
 from pangu.checkpoint.safetensors_file import bytes_of
 from pangu.config.errors import UserError, reading
 from pangu.config.model import ModelConfig
@@ -49,7 +49,7 @@ def table(model: ModelConfig, tensor: int) -> list[Stored]:
     gelu = ["gelu_tanh", "gelu", "fast_gelu"]
     means = load_table("tensor_names")["mindspore"]["means"]
     require_expressible(model, "MindSpore's PanGu-α", means, final_norm=orders, activation=gelu)
-    return make_table(model, "mindspore")
+    return make_table(model, "mindspore", spare=PANGU_PADDING)
 
 
 @dataclass

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 PANGU_VOCAB = {40064: 40000}
 """Rows of PanGu-α's padded word embedding -> rows with words."""
+PANGU_PADDING = 64
+"""Rows of padding in PanGu-α's files at most."""
+UNTOLD = object()
+"""Value of a key of `Source.model_keys` that the files do not tell and that the user has to give."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Source(ABC):
     """Open files of one format."""
 
     model_keys: dict[str, Any]
-    """Keys of `ModelConfig` that the files tell."""
+    """Keys of `ModelConfig` that the files tell, or `UNTOLD`; a function computes a value from the number of heads."""
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     tokenizer: TokenizerConfig | None = None
@@ -100,14 +104,14 @@ class Job:
 
 
 def make_table(
-    model: ModelConfig, names: str, multiple: int = 1, ranks: int = 1, groups: Mapping[str, int] | None = None
+    model: ModelConfig, names: str, multiple: int = 1, spare: int = 0, groups: Mapping[str, int] | None = None
 ) -> list[Stored]:
     """The tensors of a model, which the format can express.
 
     Args:
         names: the format's entry in tensor_names.yaml.
         multiple: rows of the word embedding and the head are padded to a multiple of it.
-        ranks: tensor-parallel ranks, for each of which files may have padded these rows to a multiple of 128.
+        spare: rows of padding that files have at most.
         groups: number of blocks of the parts of a module, see `Stored.groups`.
     """
     shapes, naming = logical_shapes(model), load_table("tensor_names")[names]
@@ -118,23 +122,23 @@ def make_table(
             if part in ("embedding.word.weight", "head.weight"):
                 rows, width = shapes[part]
                 padded = (-(-rows // multiple) * multiple, width)
-                table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + 128 * ranks))
+                table[-1] = replace(table[-1], shape=padded, cut=0, rows=range(rows, rows + spare + 1))
     for layer in range(model.layers):
         prefix = naming["layer"].format(layer)
         if layer == model.query_layer:
             prefix = naming.get("query_layer", prefix)
-        for module, modules in _modules(naming["modules"], model.experts or 0):
+        for pattern, module, modules in _modules(naming["modules"], model.experts or 0):
             for kind in ("weight", "bias"):
                 parts = tuple(part for name in modules if (part := f"layers.{layer}.{name}.{kind}") in shapes)
                 if parts:
                     matrix = kind == "weight"
                     suffix = naming.get("norms", {}).get(kind, kind) if "norm" in parts[0] else kind
                     shape = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
-                    transposed = matrix and module in naming.get("transposed", ())
-                    cut = 0 if module in naming.get("columns", ()) else None
-                    if matrix and module in naming.get("rows", ()):
+                    transposed = matrix and pattern in naming.get("transposed", ())
+                    cut = 0 if pattern in naming.get("columns", ()) else None
+                    if matrix and pattern in naming.get("rows", ()):
                         cut = 1
-                    blocks = (groups or {}).get(module, 1)
+                    blocks = (groups or {}).get(pattern, 1)
                     shape = shape[::-1] if transposed else shape
                     table.append(Stored(f"{prefix}{module}.{suffix}", parts, shape, transposed, blocks, cut))
     left_out = shapes.keys() - {part for stored in table for part in stored.parts}
@@ -142,11 +146,11 @@ def make_table(
     return table
 
 
-def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, Sequence[str]]]:
-    """Modules of a layer and what stands in them, those of experts for each of them."""
-    for module, ours in naming.items():
-        for number in range(experts if "{}" in module else 1):
-            yield module.format(number), [name.format(number) for name in ours]
+def _modules(naming: Mapping[str, Sequence[str]], experts: int) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yield the modules of a layer, as patterns and as names, and what is stored in them; those of experts for each."""
+    for pattern, ours in naming.items():
+        for number in range(experts if "{}" in pattern else 1):
+            yield pattern, pattern.format(number), [name.format(number) for name in ours]
 
 
 def join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:

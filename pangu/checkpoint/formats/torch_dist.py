@@ -97,21 +97,19 @@ class Folder:
             raise UserError(f"{path}: is too short for {shown(name)}; {self._path} says how it should be")
         return Chunk(offsets, sizes, path, start, length)
 
-    def read(self, name: str, row: int | None) -> Tensor:
-        """A whole tensor, or its index `row` along dimension 0. Raises UserError if the file is damaged."""
+    def read(self, name: str, index: tuple[int, ...]) -> Tensor:
+        """Return the part of a tensor at an index of its first dimensions. Raises UserError if a file is damaged."""
         entry = self.entries[name]
-        first, last = (0, entry.shape[0]) if row is None else (row, row + 1)
-        whole = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
+        starts = (*index, *(0 for _ in entry.shape[len(index) :]))
+        ends = (*(i + 1 for i in index), *entry.shape[len(index) :])
+        whole = torch.empty([end - start for start, end in zip(starts, ends, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
-            begin, end = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
-            if begin >= end:
-                continue
-            target = whole[begin - first : end - first]
-            for dim in range(1, len(chunk.sizes)):
-                target = target.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
-            values = self._chunk(name, chunk, entry.dtype)
-            target.copy_(values[begin - chunk.offsets[0] : end - chunk.offsets[0]])
-        return whole if row is None else whole[0]
+            firsts = [max(start, offset) for start, offset in zip(starts, chunk.offsets, strict=True)]
+            lasts = [min(end, o + size) for end, o, size in zip(ends, chunk.offsets, chunk.sizes, strict=True)]
+            if all(first < last for first, last in zip(firsts, lasts, strict=True)):
+                values = self._chunk(name, chunk, entry.dtype)
+                _block(whole, firsts, lasts, starts).copy_(_block(values, firsts, lasts, chunk.offsets))
+        return whole[(0,) * len(index)]
 
     def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         where = f"{chunk.file}: {shown(name)}"
@@ -121,6 +119,11 @@ class Folder:
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
             raise UserError(f"{where}: is not the tensor {list(chunk.sizes)} of {dtype} that .metadata says")
         return tensor
+
+
+def _block(tensor: Tensor, firsts: Sequence[int], lasts: Sequence[int], origin: Sequence[int]) -> Tensor:
+    """Return a block of a tensor, by places that are counted from elsewhere."""
+    return tensor[tuple(slice(a - o, b - o) for a, b, o in zip(firsts, lasts, origin, strict=True))]
 
 
 def _place_of(chunk: Chunk) -> tuple[Path, int]:
