@@ -121,8 +121,9 @@ def _is_implied(kind: str, found: Tensor, keys: Mapping[str, Any]) -> bool:
     choices = [rotary_frequencies(size, base, each, torch.float64) for each in {None, scaling}]
     # rounded to the format of the file after a power in fp32; small ones lose their last bits in fp16
     numbers = torch.finfo(found.dtype if found.is_floating_point() else torch.float32)
-    error = {"rtol": max(4 * numbers.eps, 1e-6), "atol": 2 * numbers.smallest_normal * numbers.eps}
-    return found.shape == choices[0].shape and any(torch.allclose(found.double(), each, **error) for each in choices)
+    rtol, atol = max(4 * numbers.eps, 1e-6), 2 * numbers.smallest_normal * numbers.eps
+    near = (torch.allclose(found.double(), each, rtol, atol) for each in choices if each.shape == found.shape)
+    return any(near)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -106,8 +106,8 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
     experts = _experts(options, shapes, ranks, numbers)
     dense = [name for name in shapes if re.search(r"layers\.\d+\.mlp\.linear_fc2\.weight$", name)]
     ffn = shapes[dense[0]][1] * ranks if dense else numbers.get("ffn")
-    width, up = (ffn, dense[0]) if dense else (experts["expert_ffn"], _expert_of(shapes))
-    gated = shapes[up.replace("linear_fc2", "linear_fc1")][0] * ranks == 2 * width
+    down = dense[0] if dense else _expert_of(shapes)
+    gated = shapes[down.replace("linear_fc2", "linear_fc1")][0] == 2 * shapes[down][1]
     biases = True if f"{layer}linear_proj.bias" in shapes else "qkv" if f"{layer}linear_qkv.bias" in shapes else False
     # the fused kernel is the approximation by tanh; it needs biases
     tanh = biases is True and options.get("bias_gelu_fusion") is True
@@ -235,9 +235,7 @@ def _experts_agree(options: _Options, keys: Mapping[str, Any], shapes: _Shapes) 
     that no model here has."""
     has = _has_experts(shapes)
     if _pattern(has) is None:
-        rule = (
-            "is not computed here; some dense layers, then experts in every n-th layer counted from the n-th, is"
-        )
+        rule = "is not computed here; some dense layers, then experts in every n-th layer counted from the n-th, is"
         raise wrong_field("args", "moe_layer_freq", options.get("moe_layer_freq", has), rule)
     frequency = options.get("moe_layer_freq", 1)
     same = isinstance(frequency, int) and frequency > 0 and has == [int(i % frequency == 0) for i in range(len(has))]

@@ -227,8 +227,8 @@ class _Storages:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the values of a tensor."""
-        storage = tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
-        self.writer.write_record(f"data/{self._numbers[name]}", storage, storage.nbytes())
+        plain = tensor.contiguous()
+        self.writer.write_record(f"data/{self._numbers[name]}", plain.data_ptr(), plain.nbytes)
 
 
 _RECORDS = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
