@@ -19,8 +19,9 @@ from rich.progress import Progress
 
 from pangu.checkpoint.reading import newest_checkpoint
 from pangu.collectives.agreement import agree
-from pangu.config.errors import UserError, writing
+from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
+from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import find_inputs
 from pangu.data.progress import ProgressBar
@@ -130,6 +131,8 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         assert path is not None
         (file, *_) = agree(mesh, lambda: _answer_file(options, path), runs_here=mesh.is_first)
         model = load_model(path, mesh, options.precision, rows=options.rows)
+        if mesh.is_first:
+            print(printable(describe_ids(model.tokenizer, model.eod, model.bos)), file=sys.stderr)
         if (options.stride or 1) > model.config.sequence:
             window = model.config.sequence
             raise UserError(

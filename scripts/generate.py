@@ -11,9 +11,10 @@ from pathlib import Path
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import parse_json, write_atomically
+from pangu.data.boundaries import describe_ids
 from pangu.data.progress import ProgressBar
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
-from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
+from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts, text_ids
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.models.size import num_parameters
@@ -97,10 +98,11 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         model = load_model(options.model, mesh, options.precision, rows=options.rows)
         if model.tokenizer is None:
             raise UserError(f"{options.model}: was trained on data without a tokenizer")
-        prompts = encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence)
+        prompts = encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence, model.bos)
         if mesh.is_first:
             size = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
             print(f"{options.model}: {size}".replace("torch.", ""), file=sys.stderr)
+            print(printable(describe_ids(model.tokenizer, model.eod, model.bos)), file=sys.stderr)
         _continue(model, prompts, sampling, options.output)
 
 
@@ -122,7 +124,7 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
             progress.advance(task)
 
         if live and model.tokenizer is not None:
-            print(printable(model.tokenizer.decode(prompts[0])), end="", flush=True)
+            print(printable(model.tokenizer.decode(text_ids(prompts[0], model.bos))), end="", flush=True)
         texts = continue_prompts(model, prompts, sampling, on_text=show)
     if output is not None:
         lines = [json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in texts]

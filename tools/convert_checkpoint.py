@@ -10,19 +10,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from pangu.checkpoint.formats.convert import FORMATS, MEGATRON, convert, settle_model, settle_packing
+from pangu.checkpoint.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.checkpoint.formats.stored import Source
 from pangu.config.build import build
 from pangu.config.checks import check
 from pangu.config.data import IndexedData
-from pangu.config.errors import UserError
+from pangu.config.errors import UserError, printable
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
+from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.other_tokenizers import ENCODINGS
 from pangu.data.progress import ProgressBar
+from pangu.data.tokenizers import load_tokenizer
 from pangu.models.size import num_parameters
 from pangu.training.command import compose
 
@@ -83,8 +87,13 @@ def configure(source: Source, overrides: Sequence[str], output: Path) -> RunConf
     if recipe or "model" in names:
         named |= vars(config.model).keys()
     model = settle_model(source.model_keys, config.model, named)
-    packing = settle_packing(source.packing, config.data.packing, model.vocab)
-    data = replace(config.data, packing=packing, tokenizer=config.data.tokenizer or source.tokenizer)
+    tokenizer = config.data.tokenizer or source.tokenizer
+    known = source.packing
+    if tokenizer is not None and isinstance(source, HuggingFaceSource):
+        with suppress(UserError):  # one that cannot be loaded here is copied all the same
+            known = put_tokenizer_end_first(known, load_tokenizer(tokenizer))
+    packing = settle_packing(known, config.data.packing, model.vocab)
+    data = replace(config.data, packing=packing, tokenizer=tokenizer)
     config = replace(config, model=model, data=data)
     check(config, world=1)
     return replace(config, dry_run=False)
@@ -126,6 +135,10 @@ def run(options: argparse.Namespace) -> None:
         f"{options.output}: {model.kind}, {model.layers} layers, hidden {model.hidden}, {model.heads} heads, "
         f"vocabulary {model.vocab}: {num_parameters(model):,} parameters"
     )
+    if tokenizer is not None:
+        with suppress(UserError):
+            opened, packing = load_tokenizer(tokenizer), config.data.packing
+            print(printable(describe_ids(opened, packing.eod, begin_id(packing.bos, opened))))
 
 
 def main(arguments: list[str] | None = None) -> int:

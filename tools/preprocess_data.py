@@ -15,13 +15,14 @@ from pangu.config.cores import available_cores
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
+from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.encoding import tokenizer_digest
 from pangu.data.inputs import add_input_arguments, find_inputs, input_record
 from pangu.data.near_duplicates import bands_of
 from pangu.data.preprocessing import Preprocessing, Recipe
 from pangu.data.progress import ProgressBar
 from pangu.data.resumable_writer import ResumableWriter
-from pangu.data.tokenizers import load_tokenizer
+from pangu.data.tokenizers import Tokenizer, load_tokenizer
 
 _EXAMPLE = """example:
   printf 'A first document.\\n\\nA second one,\\nof two lines.\\n' > /tmp/text.txt
@@ -53,7 +54,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="end each document with the end-of-document id (default)",
     )
     parser.add_argument(
-        "--eod", type=int, metavar="ID", help="that id (the tokenizer's: <eot>, which is 9 for PanGu-α)"
+        "--eod", type=int, metavar="ID", help="that id (the tokenizer's own, e.g. <eot>, which is 9 for PanGu-α)"
+    )
+    parser.add_argument(
+        "--bos",
+        type=_id_or_word,
+        default="auto",
+        metavar="ID",
+        help="id before each document; auto: the one that the tokenizer puts there, if any; none (auto)",
     )
     parser.add_argument(
         "--holdout",
@@ -114,13 +122,17 @@ def preprocess(options: argparse.Namespace) -> None:
         bands_of("", options.remove_near_duplicates)  # which needs a library
     config = TokenizerConfig(options.tokenizer, options.tokenizer_path)
     tokenizer = load_tokenizer(config)
+    eod = _end_of_document(options, tokenizer.eod, tokenizer.vocab_size)
+    bos = _beginning_of_text(options, tokenizer)
+    print(describe_ids(tokenizer, eod, bos))
     recipe = Recipe(
         inputs=tuple(input_record(source) for source in inputs),
         text_key=options.text_key,
         tokenizer=config,
         tokenizer_digest=tokenizer_digest(options.tokenizer_path),
         vocab=tokenizer.vocab_size,
-        eod=_end_of_document(options, tokenizer.eod, tokenizer.vocab_size),
+        eod=eod,
+        bos=bos,
         holdout=options.holdout,
         exact_duplicates=options.remove_duplicates,
         near_duplicates=options.remove_near_duplicates,
@@ -173,6 +185,20 @@ def _end_of_document(options: argparse.Namespace, eod: int | None, vocab: int) -
     if not 0 <= eod < vocab:
         raise UserError(f"--eod {eod} is outside the tokenizer's vocabulary of {vocab} ids")
     return eod
+
+
+def _id_or_word(value: str) -> int | str:
+    """Parse --bos."""
+    if value in ("auto", "none") or value.isdecimal():
+        return int(value) if value.isdecimal() else value
+    raise argparse.ArgumentTypeError(f"{value}: must be an id, auto or none")
+
+
+def _beginning_of_text(options: argparse.Namespace, tokenizer: Tokenizer) -> int | None:
+    bos = begin_id(None if options.bos == "none" else options.bos, tokenizer)
+    if bos is not None and bos >= tokenizer.vocab_size:
+        raise UserError(f"--bos {bos} is outside the tokenizer's vocabulary of {tokenizer.vocab_size} ids")
+    return bos
 
 
 def _check_filled(options: argparse.Namespace, writers: list[ResumableWriter]) -> None:

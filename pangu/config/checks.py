@@ -207,9 +207,9 @@ def _decay(config: RunConfig) -> Iterator[Problem]:
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
     packing, vocab = config.data.packing, config.model.vocab
-    for key in ("eod", "pad"):
+    for key in ("eod", "pad", "bos"):
         value = getattr(packing, key)
-        if value is not None and value >= vocab:
+        if isinstance(value, int) and value >= vocab:
             rule = f"must be an id below model.vocab = {vocab}"
             yield Problem(f"data.packing.{key}", value, rule, "null: there is none")
     if any(token >= vocab for token in packing.stop):
@@ -225,7 +225,7 @@ def _packing(config: RunConfig) -> Iterator[Problem]:
         if not packed:
             rule = "cuts conversations apart"
             yield Problem("data.packing.method", "concat", rule, "best_fit or single works")
-    elif packed and packing.eod is None:
+    elif packed and packing.eod is None and not isinstance(packing.bos, int):
         rule = f"each document of data.packing.method = {packing.method} begins behind the end of one"
         yield Problem("data.packing.eod", None, rule, "data.packing.method=concat works without")
     elif packing.eod is None and (packing.reset_mask or packing.reset_positions):

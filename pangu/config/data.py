@@ -13,7 +13,7 @@ class PackingConfig:
     """How tokens become samples and masks. The rules are those of PanGu-α's data pipeline."""
 
     eod: Natural | None
-    """Id that ends a document; null where the data has none."""
+    """Id that ends a document. null: the tokenizer's own (data=stream, data=instructions), or the data has none."""
     pad: Natural | None
     """Id of padding. A position whose *input* is this id does not count in the loss; null where there is none."""
     reset_mask: bool
@@ -27,9 +27,13 @@ class PackingConfig:
     """`concat`: all documents in a row, cut every `model.sequence` tokens; `best_fit`: whole documents together in
     samples, so that they are nearly full (Ding et al. 2024), a document being cut only if it is longer than a sample;
     `single`: one document in a sample. What is left of a sample is padding, which neither counts nor is attended to.
-    The last two begin each document behind `eod`, which predicts its first token; data=stream has only `concat`."""
+    The last two begin each document behind `bos`, or behind `eod` without one, which predicts its first token;
+    data=stream has only `concat`."""
     index: Filename | None = None
     """Folder of the indexes that say which documents share a sample, which are made once; null: beside the tokens."""
+    bos: Natural | Literal["auto"] | None = None
+    """Id before each text: in streams, conversations, packed documents, prompts and what is evaluated. `auto`: the one
+    that the tokenizer puts there, if any; null: none. tools/preprocess_data.py has the same as `--bos`."""
 
 
 Encoding = Literal["r50k_base", "p50k_base", "cl100k_base", "o200k_base"]

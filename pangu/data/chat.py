@@ -24,12 +24,21 @@ class ChatTemplate:
     """A template, by the name of one of `TEMPLATES` or the path of a file: a tokenizer_config.json or a folder with
     one, or Jinja. Raises UserError for a file that is missing or holds no template."""
 
-    def __init__(self, name: str, special: Mapping[str, int], eod: int | None) -> None:
-        """`special`: pieces of the tokenizer that no text spells; `eod`: the id of the one that ends a document."""
+    def __init__(self, name: str, special: Mapping[str, int], eod: int | None, bos: int | None = None) -> None:
+        """Read a template.
+
+        Args:
+            name: one of `TEMPLATES`, or a path.
+            special: pieces that stand for an id and that no text spells.
+            eod: the id of the one that ends a document.
+            bos: the id of the one before a text.
+        """
         text, tokens = read_template(name)
         self._name, self._special = name, sorted(special, key=len, reverse=True)
-        end = next((piece for piece, token in special.items() if token == eod), None)
-        self._tokens = {"bos_token": ""} | ({} if end is None else {"eos_token": end}) | tokens
+        pieces = {token: piece for piece, token in special.items()}
+        end = None if eod is None else pieces.get(eod)
+        beginning = "" if bos is None else pieces.get(bos, "")
+        self._tokens = {"bos_token": beginning} | ({} if end is None else {"eos_token": end}) | tokens
         if name in ("plain", "alpaca") and end is None:
             raise UserError(
                 f"data.template = {name}: needs a tokenizer with an end of a document, which ends responses"

@@ -19,14 +19,16 @@ _LARGEST_VOCABULARY = 128 << 20
 
 
 def encode(
-    texts: Sequence[str], tokenizer: TokenizerConfig, vocab: int, eod: int | None
+    texts: Sequence[str], tokenizer: TokenizerConfig, vocab: int, eod: int | None, bos: int | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The ids of all texts, each followed by `eod` if there is one, and how many ids each text has. Raises UserError if
-    an id is outside of the vocabulary."""
-    encoder = _loaded(tokenizer)
+    """Return the ids of all texts, each between `bos` and `eod` as far as they are given, and how many ids each text
+    has. Raises UserError if an id is outside of the vocabulary."""
+    encoder = cached_tokenizer(tokenizer)
     ids: list[int] = []
     stops = [0]
     for text in texts:
+        if bos is not None:
+            ids.append(bos)
         ids += encoder.encode(text)
         if eod is not None:
             ids.append(eod)
@@ -37,7 +39,8 @@ def encode(
     return tokens, np.diff(np.array(stops, dtype=np.int64)).astype(np.int32)
 
 
-_loaded = cache(load_tokenizer)  # each process loads it once
+cached_tokenizer = cache(load_tokenizer)
+"""`load_tokenizer`, once in each process."""
 
 
 def held_out(text: str, share: float) -> bool:

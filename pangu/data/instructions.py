@@ -30,6 +30,7 @@ from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.progress import ProgressBar, noted
 from pangu.data.sandbox import Allowance
 from pangu.data.stream import SampleStream
+from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import encode_parts
 from pangu.data.tokenizers import Tokenizer, fitting_tokenizer, load_tokenizer
 from pangu.data.workers import parallel_map
@@ -57,6 +58,8 @@ class Recipe:
     response_key: str
     too_long: str
     sequence: int
+    eod: int | None
+    bos: int | None
     turns: str = "all"
 
 
@@ -108,7 +111,14 @@ class Encoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
-        self._template = ChatTemplate(recipe.template, self._tokenizer.special, self._tokenizer.eod)
+        special, own = self._tokenizer.special, self._tokenizer.eod
+        # An ordinary piece that ends documents is written as the tokenizer's own end
+        self._end: dict[int | None, int] = (
+            {} if recipe.eod is None or recipe.eod in special.values() else {own: recipe.eod}
+        )
+        self._template = ChatTemplate(recipe.template, special, own if self._end else recipe.eod, recipe.bos)
+        # A template of a file writes it where its model wants it
+        self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
 
     def encode(self, record: Any, allowance: Allowance | None = None) -> Conversation:
         """Raises ValueError, with the reason, if a record holds no conversation; TooLongError for one that is too
@@ -122,12 +132,15 @@ class Encoder:
         ids: list[int] = []
         counted: list[int] = []
         for (_, counts), some in zip(parts, encode_parts(self._tokenizer, [text for text, _ in parts]), strict=True):
-            ids += some
+            ids += [self._end.get(token, token) for token in some]
             counted += [int(counts)] * len(some)
+        if ids[:1] != self._before:
+            ids, counted = [*self._before, *ids], [0] * len(self._before) + counted
         if any(counted[:1]):  # nothing stands before the response
-            if self._tokenizer.eod is None:
+            first = recipe.eod if recipe.bos is None else recipe.bos
+            if first is None:
                 raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
-            ids, counted = [self._tokenizer.eod, *ids], [0, *counted]
+            ids, counted = [first, *ids], [0, *counted]
         if not any(counted):
             raise ValueError("its response has no tokens")
         most = recipe.sequence + 1
@@ -191,6 +204,7 @@ def prepare_instructions(
 
 def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
     assert data.tokenizer is not None
+    assert data.packing.bos != "auto"
     template = json.dumps(read_template(data.template))
     return Recipe(
         tokenizer=data.tokenizer,
@@ -203,6 +217,8 @@ def _recipe(data: InstructionsData, model: ModelConfig) -> Recipe:
         too_long=data.too_long,
         sequence=model.sequence,
         turns=data.turns,
+        eod=data.packing.eod,
+        bos=data.packing.bos,
     )
 
 

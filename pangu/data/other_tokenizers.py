@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pangu.config.errors import UserError, reading
+from pangu.data.boundaries import beginning_of_text, end_of_document, piece_of, tokenizer_facts
 from pangu.data.token_spans import TokenSpan, library_spans, text_spans
 
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eot>", "<eod>", "</s>", "<eos>")
-"""Pieces that end a document, the likeliest first."""
-
+_GPT2_END = "<|endoftext|>"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -50,15 +49,20 @@ class FastTokenizer:
                 self._tokenizer = library.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = library.ByteLevelBPETokenizer(*map(str, files))._tokenizer
-                # These files do not say which pieces are special
-                known = self._tokenizer.get_vocab()
-                self._tokenizer.add_special_tokens([piece for piece in _ENDS if piece in known])
+            facts = tokenizer_facts(path)
+            # special where the folder is loaded too; GPT-2's two files cannot say so of their only one
+            declared = [piece_of(facts.get(key)) for key in ("eos_token", "bos_token")]
+            declared += [_GPT2_END] if len(files) > 1 else []
+            self._tokenizer.add_special_tokens(
+                [piece for piece in declared if piece and self._tokenizer.token_to_id(piece) is not None]
+            )
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = True
             ids = self._tokenizer.get_vocab()
             self.vocab_size: int = max(ids.values()) + 1
-        self.eod: int | None = next((ids[piece] for piece in _ENDS if piece in ids), None)
+        self.eod = end_of_document(self.special, piece_of(facts.get("eos_token")))
+        self.bos = beginning_of_text(self.special, facts, self._tokenizer.post_processor)
 
     @property
     def special(self) -> dict[str, int]:
@@ -86,6 +90,7 @@ class TiktokenTokenizer:
 
     def __init__(self, encoding: str, path: str | Path) -> None:
         library = _library("tiktoken")
+        self.bos = None
         pattern, self.eod = ENCODINGS[encoding]
         with reading(path, ValueError, binascii.Error, rule="is no file of tiktoken"):
             ranks = _ranks(Path(path).read_bytes(), self.eod)
@@ -127,6 +132,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    bos = None
     special: ClassVar[dict[str, int]] = {"<|endoftext|>": 256}
 
     def encode(self, text: str) -> list[int]:

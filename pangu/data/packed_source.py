@@ -41,6 +41,8 @@ class Recipe:
     vocab: int
     eod: int
     """Id after each document."""
+    bos: int | None
+    """Id before each document."""
     sequence: int
     """Tokens of a sample; samples overlap by the one that is a label in one of them and an input in the next."""
     least: int
@@ -229,12 +231,12 @@ class PackedSource:
 
 def _read(recipe: Recipe, start: _Start) -> Generator[_Encoded]:
     """The documents from a place on, and nothing at the beginning of each later epoch."""
-    encoding = partial(_encode, recipe.tokenizer, recipe.vocab, recipe.eod)
+    encoding = partial(_encode, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
     yield from parallel_map(encoding, _texts(recipe, start), recipe.data.workers)
 
 
-def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, group: _Texts) -> _Encoded:
-    ids, lengths = encode(group.texts, tokenizer, vocab, eod)
+def _encode(tokenizer: TokenizerConfig, vocab: int, eod: int, bos: int | None, group: _Texts) -> _Encoded:
+    ids, lengths = encode(group.texts, tokenizer, vocab, eod, bos)
     begins = np.cumsum(lengths) - lengths
     parts = [ids[begin : begin + length].copy() for begin, length in zip(begins, lengths, strict=True)]
     return _Encoded(group.start, random_key(*group.texts[:1]), parts)

@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<8s8Q")
 _MAGIC = b"PGPACK\0\0"
 _PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 """Tokens of a document that a sample predicts. A negative length: the token before `start` is the first input, for the
-document goes on there; otherwise the end of a document is."""
+document goes on there, or begins with `Packing.bos`; otherwise the id that begins or ends a document is."""
 _AT_ONCE = 1 << 18
 """Documents that are packed together: enough to leave a part in a thousand of padding or less."""
 
@@ -55,6 +55,8 @@ class Packing:
     """Where the index is; None: beside the token files."""
     first_is_input: bool = False
     """The first token of each document is there for the others and not predicted itself."""
+    bos: int | None = None
+    """Id before each text. It is not predicted in documents that hold it, and comes before the others."""
 
     @property
     def path(self) -> Path:
@@ -69,7 +71,8 @@ class Packing:
         """Of the index of the files as they are now. Raises OSError."""
         data, idx = bin_path(self.prefix).stat(), idx_path(self.prefix).stat()
         facts = (data.st_size, idx.st_size, idx.st_mtime_ns, idx.st_ino)
-        return _HEADER.pack(_MAGIC, _VERSION * 2 + self.first_is_input, self.sequence, *facts, num_pieces, num_samples)
+        kind = _VERSION * 2 + self.first_is_input + (0 if self.bos is None else self.bos + 1 << 32)
+        return _HEADER.pack(_MAGIC, kind, self.sequence, *facts, num_pieces, num_samples)
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -184,13 +187,16 @@ def _pieces(reader: IndexedTokens, packing: Packing) -> Iterator[tuple[NDArray[n
             if (np.diff(stops) < 0).any() or stops[-1] > len(reader.tokens):
                 raise ValueError("documents that overlap or lie beyond the tokens")
         begin = int(stops[-1])
-        starts = stops[:-1] + packing.first_is_input
+        has_input = np.full(len(stops) - 1, packing.first_is_input)
+        if packing.bos is not None and len(reader.tokens):
+            has_input |= reader.tokens[np.minimum(stops[:-1], len(reader.tokens) - 1)] == packing.bos
+        starts = stops[:-1] + has_input
         predicted = np.maximum(stops[1:] - starts, 0)
         in_each = -(-predicted // size)
         document = np.repeat(np.arange(len(predicted)), in_each)
         number = np.arange(len(document)) - np.repeat(np.cumsum(in_each) - in_each, in_each)
         pieces = np.minimum(predicted[document] - number * size, size)
-        goes_on = (number > 0) | packing.first_is_input
+        goes_on = (number > 0) | has_input[document]
         if len(pieces):
             yield starts[document] + number * size, np.where(goes_on, -pieces, pieces)
 
@@ -229,8 +235,9 @@ class PackedDocuments:
         counts in the loss; None: all of them. Raises UserError."""
         self.reader = open_indexed(packing.prefix)
         self._packing, self._vocab, self._counted = packing, vocab, counted
-        self._eod = 0 if ids.eod is None else ids.eod
-        self._pad = self._eod if ids.pad is None else ids.pad
+        known = [token for token in (packing.bos, ids.eod, 0) if token is not None]
+        self._begin = known[0]
+        self._pad = next(token for token in (ids.pad, ids.eod, *known) if token is not None)
         path = packing.path
         with reading(path):
             with path.open("rb") as file:
@@ -248,7 +255,7 @@ class PackedDocuments:
         for start, length, goes_on in self.pieces(number):
             stop = place + length
             labels[place:stop] = self.reader.tokens[start : start + length]
-            tokens[place] = self.reader.tokens[start - 1] if goes_on else self._eod
+            tokens[place] = self.reader.tokens[start - 1] if goes_on else self._begin
             tokens[place + 1 : stop] = labels[place : stop - 1]
             counted[place:stop] = True if self._counted is None else self._counted[start : start + length]
             begins[place] = True
@@ -279,4 +286,5 @@ def packings(prefixes: Sequence[str], config: PackingConfig, sequence: int) -> l
     """How each of some prefixes is packed; none where samples are cut from all tokens in a row."""
     if config.method == "concat":
         return []
-    return [Packing(prefix, sequence, config.method, config.index) for prefix in prefixes]
+    assert config.bos != "auto"
+    return [Packing(prefix, sequence, config.method, config.index, bos=config.bos) for prefix in prefixes]

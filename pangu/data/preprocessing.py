@@ -51,6 +51,8 @@ class Recipe:
     """So are those that share about that much with one before."""
     whole_files: bool = False
     """Each text file is one document."""
+    bos: int | None = None
+    """Id before each document."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
             bad.append(document)
         else:
             texts.append(document)
-    tokens, lengths = encode([document.text for document in texts], recipe.tokenizer, recipe.vocab, recipe.eod)
+    strings = [document.text for document in texts]
+    tokens, lengths = encode(strings, recipe.tokenizer, recipe.vocab, recipe.eod, recipe.bos)
     return Encoded(
         ids=tokens,
         lengths=lengths,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ def prepare(
     """Make the files of a data source that needs it, and check those of the others. May write and take long; one
     process of each file system calls it, before `open_sources` of any. `note_progress` is called whenever it has got
     on, from the calling thread, and ends it by raising. Raises UserError."""
+    data = with_ids(data)
     if isinstance(data, StdlibData):
         from pangu.data.stdlib import prepare_stdlib
 
@@ -75,6 +76,7 @@ def open_sources(
     """Open a prepared data source on every process; writes nothing. Of text that is streamed, an epoch must have
     `global_size` samples, and `num_validation` are held out at most, which are read here: `note_progress` as in
     `prepare`. Raises UserError."""
+    data = with_ids(data)
     if isinstance(data, SyntheticData):
         avoid = {token for token in (data.packing.eod, data.packing.pad) if token is not None}
         return Sources(SyntheticStream(model.sequence, model.vocab, seed, avoid), validation=None, tokenizer=None)
@@ -123,8 +125,7 @@ def _open_stream(
 ) -> Sources:
     from pangu.data.text_stream import open_held_out, open_text
 
-    assert tokenizer is not None
-    train, recipes = open_text(data, model, seed, tokenizer.eod, global_size, note_progress)
+    train, recipes = open_text(data, model, seed, global_size, note_progress)
     if not num_validation or not (data.holdout or data.validation):
         return Sources(train, None, tokenizer)
     validation, parts = open_held_out(data, recipes, num_validation, note_progress)
@@ -138,6 +139,20 @@ def _short_names(prefixes: Sequence[str]) -> dict[str, str]:
     while len(names := {"/".join(path.parts[-depth:]): prefix for path, prefix in different.items()}) < len(different):
         depth += 1
     return names
+
+
+def with_ids(data: DataConfig) -> DataConfig:
+    """Return the data source with ids in place of `packing.eod: null` and `packing.bos: auto`, which follow its
+    tokenizer. Raises UserError if that cannot be loaded."""
+    config = None if isinstance(data, (StdlibData, SyntheticData)) else data.tokenizer
+    own_end = isinstance(data, (StreamData, InstructionsData))
+    if data.packing.bos != "auto" and (data.packing.eod is not None or not own_end):
+        return data
+    from pangu.data.boundaries import packing_with_ids
+    from pangu.data.encoding import cached_tokenizer
+
+    tokenizer = None if config is None else cached_tokenizer(config)
+    return replace(data, packing=packing_with_ids(data.packing, tokenizer, own_end=own_end))
 
 
 def tokenizer_of(data: DataConfig) -> TokenizerConfig | None:

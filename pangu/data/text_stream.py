@@ -133,15 +133,24 @@ def open_text(
     data: StreamData,
     model: ModelConfig,
     seed: int,
-    eod: int | None,
     global_size: int,
     note_progress: Callable[[], None],
 ) -> tuple[TextStream, list[Recipe]]:
-    """The training samples, and what its sources are read by. `eod`: the tokenizer's own; `global_size`: samples of a
-    batch, which an epoch must have; `note_progress` is called for each file. Raises UserError if a file is missing, no
-    id ends a document, or a weight is too small."""
+    """Return the training samples, and what its sources are read by.
+
+    Args:
+        data: the source, with ids as of `packing_with_ids`.
+        model: the model.
+        seed: of the order.
+        global_size: samples of a batch, which an epoch must have.
+        note_progress: is called for each file.
+
+    Raises:
+        UserError: if a file is missing, no id ends a document, or a weight is too small.
+    """
     assert data.tokenizer is not None
-    eod = eod if data.packing.eod is None else data.packing.eod
+    assert data.packing.bos != "auto"
+    eod, bos = data.packing.eod, data.packing.bos
     if eod is None:
         raise UserError("data.packing.eod = null: the tokenizer has no id that ends a document either; give one")
     entries = [data.train] if data.weights is None else [(entry,) for entry in data.train]
@@ -156,6 +165,7 @@ def open_text(
             tokenizer=data.tokenizer,
             vocab=model.vocab,
             eod=eod,
+            bos=bos,
             sequence=model.sequence,
             least=int(-(-global_size * weight // sum(weights))),
             shuffle=data.shuffle,
@@ -172,6 +182,7 @@ def open_text(
         "tokenizer": [data.tokenizer.kind, tokenizer_digest(data.tokenizer.path)],
         "packing.eod": eod,
         **({"whole_files": True} if data.whole_files else {}),  # checkpoints before this key lack it
+        **({} if bos is None else {"packing.bos": bos}),  # the same
     }
     return TextStream(recipes, weights, json.loads(json.dumps(facts))), recipes
 

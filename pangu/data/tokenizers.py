@@ -12,11 +12,13 @@ import sentencepiece
 
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading
+from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
 from pangu.data.token_spans import APART, TokenSpan, library_spans, split_special, without_apart
 
-_END_PIECES = ("<eot>", "<eod>", "</s>")
-"""Pieces that end a document, the likeliest first: PanGu-α has all three and ends documents with <eot>."""
+_PANGU_PIECES = {"<eod>": 8, "<eot>": 9}
+"""Pieces of PanGu-α's vocabulary and of those with its first ids. It ends documents with <eot> and begins them with
+nothing, whatever SentencePiece's own ids say."""
 
 
 class Tokenizer(Protocol):
@@ -29,6 +31,10 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int | None:
         """Id that ends a document, or None if the vocabulary has none."""
+
+    @property
+    def bos(self) -> int | None:
+        """Id that belongs before a text, or None."""
 
     @property
     def special(self) -> dict[str, int]:
@@ -54,8 +60,17 @@ class SentencePieceTokenizer:
         with reading(path, RuntimeError, ValueError, rule=rule):
             self.processor = _processor(Path(path).read_bytes())
         self.vocab_size: int = self.processor.vocab_size()
-        ids = [self.processor.piece_to_id(piece) for piece in _END_PIECES]
-        self.eod: int | None = next((i for i in ids if i != self.processor.unk_id()), None)
+        self.eod, self.bos = self._boundaries(path)
+
+    def _boundaries(self, path: str | Path) -> tuple[int | None, int | None]:
+        """Return the ids that end a document and begin a text. The file declares a piece before a text, but not whether
+        its model wants it: tokenizer_config.json beside it says so, and without that a declared piece is used, as the
+        models of this format do."""
+        if all(self.processor.piece_to_id(piece) == token for piece, token in _PANGU_PIECES.items()):
+            return _PANGU_PIECES["<eot>"], None
+        declared = self.processor.eos_id(), self.processor.bos_id()
+        eod, bos = (token if token >= 0 and self.processor.is_control(token) else None for token in declared)
+        return eod, None if tokenizer_facts(path).get("add_bos_token") is False else bos
 
     @property
     def special(self) -> dict[str, int]:
@@ -138,6 +153,7 @@ class PanguTokenizer(SentencePieceTokenizer):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self.bos = None
         self._segment = jieba_segmenter()
 
     def encode(self, text: str) -> list[int]:
@@ -170,7 +186,11 @@ class HuggingFaceTokenizer:
         with reading(path, Exception, rule="transformers cannot load a tokenizer from there"):
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         self.vocab_size: int = len(self._tokenizer)
-        self.eod: int | None = self._tokenizer.eos_token_id
+        facts, backend = tokenizer_facts(path), getattr(self._tokenizer, "backend_tokenizer", None)
+        self.eod = end_of_document(self.special, self._tokenizer.eos_token)
+        self.bos = beginning_of_text(self.special, facts, backend and backend.post_processor)
+        if backend is None and self._tokenizer.bos_token_id in self._tokenizer.build_inputs_with_special_tokens([])[:1]:
+            self.bos = self._tokenizer.bos_token_id
 
     @property
     def special(self) -> dict[str, int]:

@@ -208,13 +208,16 @@ class Continuation:
     """`stop`: the end of a document; `length`: as many tokens as asked for; `window`: the model has no more room."""
 
 
-def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, window: int) -> list[list[int]]:
-    """Ids of prompts; an empty one begins behind the end of a document. Raises UserError, naming the prompts that are
-    longer than the model's window, or are no text."""
+def encode_prompts(
+    texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, window: int, bos: int | None = None
+) -> list[list[int]]:
+    """Return the ids of prompts, each behind `bos` if there is one; without it an empty prompt begins behind the end of
+    a document. Raises UserError, naming the prompts that are longer than the model's window, or are no text."""
     # bytes of a command line that are not UTF-8 are lone surrogates to Python
     if wrong := [text for text in texts if any("\ud800" <= character <= "\udfff" for character in text)]:
         raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
-    prompts = [tokenizer.encode(text) or [eod or 0] for text in texts]
+    before = [] if bos is None else [bos]
+    prompts = [[*before, *tokenizer.encode(text)] or [eod or 0] for text in texts]
     problems = [
         f"prompt {text[:40]!r}: {len(ids)} tokens, and the model looks back at {window} (model.sequence); shorten it"
         for text, ids in zip(texts, prompts, strict=True)
@@ -223,6 +226,11 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, eod: int | None, 
     if problems:
         raise UserError("\n".join(problems))
     return prompts
+
+
+def text_ids(ids: Sequence[int], bos: int | None) -> Sequence[int]:
+    """Return the ids without the one that begins a text."""
+    return ids[1:] if bos is not None and ids[:1] == [bos] else ids
 
 
 def continue_prompts(
@@ -237,7 +245,11 @@ def continue_prompts(
     Raises UserError as `draw`.
     """
     assert model.tokenizer is not None
-    decode = model.tokenizer.decode
+    tokenizer = model.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(text_ids(ids, model.bos))
+
     ids = [list(prompt) for prompt in prompts]
     begins = [len(decode(prompt)) for prompt in prompts]
     shown = list(begins)

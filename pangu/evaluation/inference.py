@@ -40,6 +40,13 @@ class LoadedModel:
     """Texts computed at a time."""
     stop: tuple[int, ...] = ()
     """Ids that end a generated text beside `eod`."""
+    bos: int | None = None
+    """Id before each text, if there is one."""
+
+    @property
+    def first(self) -> int | None:
+        """Id that the first token of a text is predicted from: `bos`, or the end of another document."""
+        return self.eod if self.bos is None else self.bos
 
 
 def padded_length(longest: int, layout: Layout) -> int:

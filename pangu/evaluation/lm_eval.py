@@ -24,6 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
+from pangu.data.boundaries import describe_ids
 from pangu.evaluation.arguments import connected
 from pangu.evaluation.generation import Sampling, generate_shared
 from pangu.evaluation.inference import LoadedModel
@@ -62,16 +63,25 @@ class PanguLM(TemplateLM):
         if pretrained.tokenizer is None or pretrained.eod is None:
             raise UserError("the model needs a tokenizer and an id that ends a document (data.tokenizer, packing.eod)")
         self._model, self._tokens, self._eod = pretrained, pretrained.tokenizer, pretrained.eod
+        self._bos = pretrained.bos
+        self._first = self._eod if self._bos is None else self._bos
+        print(describe_ids(self._tokens, self._eod, self._bos), file=sys.stderr)
         self._window = pretrained.config.sequence
 
     @property
     def eot_token_id(self) -> int:
-        """Stands before what has no context."""
+        """Id that ends a document."""
         return self._eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """Id before what has no context."""
+        return self._first
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of the text alone."""
-        return self._tokens.encode(string)
+        """Return the ids of a text, behind the beginning of a text where the tokenizer puts one."""
+        before = [] if self._bos is None or add_special_tokens is False else [self._bos]
+        return [*before, *self._tokens.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -80,11 +90,12 @@ class PanguLM(TemplateLM):
         return [(-one.loss, one.greedy) for one in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts: windows that do not overlap but for the last one."""
+        """Score whole texts in windows that do not overlap but for the last one. As in lm_eval's class for
+        transformers, the beginning of a text is predicted too, from another one."""
         texts = []
         for request in requests:
             (text,) = request.args
-            windows = get_rolling_token_windows(self._tokens.encode(text), self._eod, self._window, context_len=1)
+            windows = get_rolling_token_windows(self.tok_encode(text), self._first, self._window, context_len=1)
             texts.append([self._span(*make_disjoint_window(window)) for window in windows])
         scores = iter(score(self._model, [span for spans in texts for span in spans]))
         return [-sum(next(scores).loss for _ in spans) for spans in texts]
@@ -112,7 +123,7 @@ class PanguLM(TemplateLM):
             float(options.get("top_p", 1.0)),
             stop=tuple(ids[0] for end in ends if len(ids := self._tokens.encode(end)) == 1),
         )
-        prompts = [self._tokens.encode(request.args[0])[most - self._window :] or [self._eod] for request in requests]
+        prompts = [self.tok_encode(request.args[0])[most - self._window :] or [self._eod] for request in requests]
         texts = [self._tokens.decode(ids) for ids in generate_shared(self._model, prompts, sampling)]
         return [min((text.split(end)[0] for end in ends if end), key=len, default=text) for text in texts]
 

@@ -13,7 +13,7 @@ import torch
 from pangu.checkpoint.files import Slice
 from pangu.checkpoint.formats.convert import fitting_tensors
 from pangu.checkpoint.formats.fields import refuse
-from pangu.checkpoint.formats.huggingface import HuggingFaceSource
+from pangu.checkpoint.formats.huggingface import HuggingFaceSource, put_tokenizer_end_first
 from pangu.checkpoint.formats.stored import take
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import load_weights, newest_checkpoint, trained_model
@@ -21,9 +21,11 @@ from pangu.checkpoint.run_folder import kept_tokenizer
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.config.checks import find_model_problems
+from pangu.config.data import InstructionsData, StreamData
 from pangu.config.errors import ConfigError, Problem, UserError
 from pangu.config.layout_checks import shared_matrices
 from pangu.config.model import ModelConfig
+from pangu.data.boundaries import begin_id, packing_with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.evaluation.inference import LoadedModel
 from pangu.layers.builder import DTYPES, Builder
@@ -47,7 +49,7 @@ class _Source:
     """Format that it is computed in unless another one is asked for."""
     tokenizer: Tokenizer | None
     packing: Mapping[str, Any]
-    """Keys of `PackingConfig`, as far as they are known."""
+    """Keys of `PackingConfig`, as far as they are known, with ids."""
     fill: Callable[[Iterable[tuple[str, Slice]]], object]
     """Fills slices of logical tensors with its weights."""
     experts: Any = None
@@ -83,9 +85,8 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
     if (balance := model.balance_on(mesh.device)) is not None and source.experts is not None:
         balance.restore(path, source.experts)
     runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
-    return LoadedModel(
-        runner, schedule, mesh, config, source.tokenizer, source.packing["eod"], rows, source.packing["stop"]
-    )
+    ids = (source.packing["eod"], rows, source.packing["stop"], source.packing["bos"])
+    return LoadedModel(runner, schedule, mesh, config, source.tokenizer, *ids)
 
 
 def _of_run(path: Path, mesh: Mesh) -> _Source:
@@ -93,13 +94,15 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
     index = read_index(checkpoint)
     trained = trained_model(checkpoint, index)
     tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
+    opened = load_tokenizer(tokenizer) if tokenizer else None
+    own_end = isinstance(trained.data, (StreamData, InstructionsData))
     # what is fast where probabilities are dropped says nothing of evaluation, which drops none
     kernel = None if trained.model.attention_dropout else (index.get("choices") or {}).get("attention")
     return _Source(
         trained.model,
         trained.precision.compute,
-        load_tokenizer(tokenizer) if tokenizer else None,
-        vars(trained.data.packing),
+        opened,
+        vars(packing_with_ids(trained.data.packing, opened, own_end=own_end)),
         lambda weights: load_weights(checkpoint, mesh, weights),
         index.get("experts"),
         kernel if isinstance(kernel, str) else None,
@@ -123,11 +126,13 @@ def _exported(path: Path) -> _Source:
                 whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.tensor.shape, strict=True))]
             )
 
+    tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
+    packing = source.packing if tokenizer is None else put_tokenizer_end_first(source.packing, tokenizer)
     return _Source(
         model,
         next(name for name, format_ in DTYPES.items() if format_ == dtype),
-        load_tokenizer(source.tokenizer) if source.tokenizer else None,
-        source.packing,
+        tokenizer,
+        {**packing, "bos": begin_id(packing["bos"], tokenizer)},
         fill,
     )
 

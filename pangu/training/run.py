@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -20,7 +21,8 @@ from pangu.collectives.reduce import gather_objects
 from pangu.config.console import outlive_console
 from pangu.config.errors import PrintableFormatter
 from pangu.config.schema import RunConfig
-from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of
+from pangu.data.boundaries import begin_id, describe_ids
+from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
 from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.text import size
 from pangu.models.parameters import count_frozen
@@ -179,6 +181,12 @@ def _train(
 ) -> int:
     output = Path(config.train.output)
     sources = _sources(config, mesh, launch, watchdog)
+    # from here on, and in config.yaml, ids stand in place of what follows the tokenizer
+    config = replace(config, data=with_ids(config.data))
+    packing = config.data.packing
+    if sources.tokenizer is not None:
+        bos = begin_id(packing.bos, sources.tokenizer)
+        log.info("%-12s %s", "tokenizer", describe_ids(sources.tokenizer, packing.eod, bos))
     prompts = _prompts(config, sources)
     validation, benchmarks = _measurements(config, sources, mesh)
     checkpoint = find_checkpoint(config, mesh)
@@ -309,7 +317,8 @@ def _prompts(config: RunConfig, sources: Sources) -> list[list[int]]:
     from pangu.evaluation.generation import encode_prompts
 
     assert sources.tokenizer is not None
-    return encode_prompts(config.sample.prompts, sources.tokenizer, config.data.packing.eod, config.model.sequence)
+    ids = (config.data.packing.eod, config.model.sequence, begin_id(config.data.packing.bos, sources.tokenizer))
+    return encode_prompts(config.sample.prompts, sources.tokenizer, *ids)
 
 
 def _stop(loop: Loop, signals: StopSignals) -> None:

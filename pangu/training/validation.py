@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pangu.collectives.reduce import gather_objects
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, Row, batch_of
+from pangu.data.boundaries import begin_id
 from pangu.data.sources import Sources
 from pangu.data.stream import Stream
 from pangu.evaluation.inference import LoadedModel, mean_loss, padded_length
@@ -119,4 +120,6 @@ def trust_ratios(trainer: Trainer) -> dict[str, float]:
 def in_training(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer | None) -> LoadedModel:
     """A model that is being trained, to be asked in between."""
     schedule, packing, rows = trainer.stages.schedule, config.data.packing, config.batch.micro_size
-    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, packing.eod, rows, packing.stop)
+    bos = begin_id(packing.bos, tokenizer)
+    ids = (packing.eod, rows, packing.stop, bos)
+    return LoadedModel(trainer.runner, schedule, trainer.mesh, config.model, tokenizer, *ids)

@@ -110,9 +110,10 @@ def settle_packing(known: Mapping[str, Any], given: PackingConfig, vocab: int) -
     """Ids of the files' tokenizer where they are known, otherwise the given ones; none beyond the vocabulary."""
     packing = replace(given, **known)
     eod, pad = (None if token is None or token >= vocab else token for token in (packing.eod, packing.pad))
+    bos = None if isinstance(packing.bos, int) and packing.bos >= vocab else packing.bos
     stop = tuple(token for token in packing.stop if token < vocab)
     resets = {} if eod is not None else {"reset_mask": False, "reset_positions": False}
-    return replace(packing, eod=eod, pad=pad, stop=stop, method="concat", index=None, **resets)
+    return replace(packing, eod=eod, pad=pad, bos=bos, stop=stop, method="concat", index=None, **resets)
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:
@@ -165,7 +166,9 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            job = Job(config, tokenizer, output, tensor, table, described, contents(), source.balance)
+            job = Job(
+                config, tokenizer, output, tensor, table, described, contents(), source.balance, source.generation
+            )
             target.write(partial, job)
 
 

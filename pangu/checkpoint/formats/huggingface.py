@@ -23,8 +23,11 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
+from pangu.data.boundaries import begin_id
+from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.layers.rotary import rotary_frequencies
 
+_GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9
 """Largest file of weights, unless one tensor is larger."""
 
@@ -41,7 +44,10 @@ class HuggingFaceSource(Source):
     def __init__(self, path: Path) -> None:
         config = read_json_object(path / "config.json")
         self.model_keys = read_model(config, path / "config.json")
-        self.packing = _read_ids(path, config)
+        generation = read_json_object(path / _GENERATION) if (path / _GENERATION).is_file() else {}
+        self.packing = _read_ids(path, config, generation)
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        self.generation = {"config.json": ids} | ({_GENERATION: generation} if generation else {})
         if (path / "adapter_config.json").exists():
             raise UserError(
                 f"{path / 'adapter_config.json'}: transformers would add this adapter to the weights; merge it"
@@ -67,6 +73,7 @@ class HuggingFaceSource(Source):
         elif any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
             tokenizer_files(path)
             self.tokenizer = TokenizerConfig("huggingface", str(path))
+        self.packing["bos"] = None if self.tokenizer is None else "auto"
 
     def _full(self, name: str) -> str:
         """Some files leave out the name of the model's trunk."""
@@ -163,12 +170,11 @@ def _tensors_in(file: Path) -> dict[str, Tensor]:
     return described
 
 
-def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `PackingConfig`. The end of a text stands in config.json and, for chat models more fully, in
-    generation_config.json; the first id is taken for the one between documents."""
-    file = path / "generation_config.json"
+def _read_ids(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys of `PackingConfig`. The end of a text stands in config.json and, for chat models more fully, in
+    generation_config.json; without a tokenizer, the first id is taken for the one between documents."""
     ends: list[int] = []
-    for source, values in ((path / "config.json", config), (file, read_json_object(file) if file.is_file() else {})):
+    for source, values in ((path / "config.json", config), (path / _GENERATION, generation)):
         end = values.get("eos_token_id")
         ids = end if isinstance(end, list) else [] if end is None else [end]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -180,21 +186,40 @@ def _read_ids(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"eod": eod, "stop": tuple(stop), "pad": pad if known else None}
 
 
-def _ids(job: Job) -> dict[str, Any]:
+def put_tokenizer_end_first(packing: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the packing with the tokenizer's end of a document as `eod` and the other ends, those of turns, as
+    `stop`."""
+    ends = [token for token in (packing["eod"], *packing["stop"]) if token is not None]
+    eod, *stop = dict.fromkeys([*([] if tokenizer.eod is None else [tokenizer.eod]), *ends]) or [None]
+    pad = None if packing["pad"] == eod else packing["pad"]
+    return {**packing, "eod": eod, "stop": tuple(stop), "pad": pad}
+
+
+def _ids(job: Job, file: str) -> dict[str, Any]:
+    """Return what a file says of ids and, in generation_config.json, of sampling: what its original said, unless the
+    ends of a text have changed since."""
     packing = job.config.data.packing
-    return {
-        "bos_token_id": packing.eod,
+    ids = {
+        "bos_token_id": begin_id(packing.bos, load_tokenizer(job.tokenizer) if job.tokenizer else None),
         "eos_token_id": [packing.eod, *packing.stop] if packing.stop else packing.eod,
         "pad_token_id": packing.eod if packing.pad is None else packing.pad,
     }
+    if "config.json" not in job.generation:
+        return ids
+    kept = dict(job.generation.get(file, job.generation["config.json"]))
+    end = kept.get("eos_token_id")
+    # the tokenizer's own end may have come to those of the file
+    if set(end if isinstance(end, list) else [end]) not in ({packing.eod, *packing.stop}, set(packing.stop)):
+        kept["eos_token_id"] = ids["eos_token_id"]
+    return kept
 
 
 def write(path: Path, job: Job) -> None:
     path.mkdir(parents=True)
     config = write_model(job.config.model)
     dtype = str(job.described[0].dtype).removeprefix("torch.")
-    _write_json(path / "config.json", {**config, "torch_dtype": dtype, **_ids(job)})
-    _write_json(path / "generation_config.json", _ids(job))
+    _write_json(path / "config.json", {**config, "torch_dtype": dtype, **_ids(job, "config.json")})
+    _write_json(path / _GENERATION, _ids(job, _GENERATION))
     if config["model_type"] == "gpt_pangu":
         shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:
@@ -224,13 +249,22 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
             shutil.copy(file, path / ("tokenizer.json" if whole.is_file() else file.name))
         if whole.is_file() or tokenizer.kind == "gpt2":
             kind = "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast"
-            _write_json(path / "tokenizer_config.json", {"tokenizer_class": kind})
+            _write_json(path / "tokenizer_config.json", {"tokenizer_class": kind, **_pieces(tokenizer)})
         return
     shutil.copy(tokenizer.path, path / "vocab.model")
     shutil.copy(Path(__file__).with_name("tokenization_pangu.py"), path)
     auto = {"AutoTokenizer": ["tokenization_pangu.PanguTokenizer", None]}
     facts = {"tokenizer_class": "PanguTokenizer", "auto_map": auto, "jieba": tokenizer.kind == "pangu"}
+    facts |= _pieces(tokenizer)
     _write_json(path / "tokenizer_config.json", facts)
+
+
+def _pieces(tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """Return what tokenizer_config.json says of the pieces around a text."""
+    opened = load_tokenizer(tokenizer)
+    names: dict[int | None, str] = {token: piece for piece, token in opened.special.items()}
+    known = {"eos_token": names.get(opened.eod), "bos_token": names.get(opened.bos)}
+    return {key: piece for key, piece in known.items() if piece} | {"add_bos_token": opened.bos is not None}
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_mod
 from pangu.checkpoint.run_folder import identity, keep_tokenizer, kept_tokenizer, save_config
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
+from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
+
+_GENERATION = "transformers.json"
+"""File of a run folder with what `Source.generation` says."""
 
 
 class PanguSource(Source):
@@ -33,6 +38,8 @@ class PanguSource(Source):
         config = trained_model(self._path, self._index)
         self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
+        kept = self._path.resolve().parent.parent / _GENERATION
+        self.generation = read_json_object(kept) if kept.is_file() else {}
         if config.model.experts is not None:
             from pangu.layers.expert_balance import ExpertBalance
 
@@ -88,4 +95,6 @@ def write(path: Path, job: Job) -> None:
 
         facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
+    if job.generation:
+        (path / _GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
     save_config(path, config)

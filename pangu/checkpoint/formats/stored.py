@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -60,6 +60,8 @@ class Source(ABC):
     """Keys of `ModelConfig` that the files tell, or `UNTOLD`; a function computes a value from the number of heads."""
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
+    generation: Mapping[str, Any] = MappingProxyType({})
+    """What files of transformers say of ids and sampling, by the name of the file: an export says the same."""
     tokenizer: TokenizerConfig | None = None
     balance: ExpertBalance | None = None
     """What the routers of a model with experts learned of their loads, where the files tell it."""
@@ -101,6 +103,8 @@ class Job:
     """Their values, one at a time."""
     balance: ExpertBalance | None = None
     """As `Source.balance`."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """As `Source.generation`."""
 
 
 def make_table(

@@ -19,18 +19,26 @@ SPACE, NEWLINE = "▂", "▃"
 
 
 class PanguTokenizer(PreTrainedTokenizer):
-    """Adds neither begin nor end; <eot> ends a document."""
+    """Adds no end, and a beginning only with `add_bos_token`; <eot> ends a document unless another `eos_token` does."""
 
     vocab_files_names = {"vocab_file": "vocab.model"}  # noqa: RUF012
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
-    def __init__(self, vocab_file: str, jieba: bool = True, **others: Any) -> None:
-        self.vocab_file, self.jieba = vocab_file, jieba
+    def __init__(self, vocab_file: str, jieba: bool = True, add_bos_token: bool = False, **others: Any) -> None:
+        self.vocab_file, self.jieba, self.puts_bos = vocab_file, jieba, add_bos_token
         self.processor = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
         names = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eot>"}
         known = {key: piece for key, piece in names.items() if self.processor.piece_to_id(piece) or key == "unk_token"}
+        known |= {key: str(others[key]) for key in ("eos_token", "bos_token") if others.get(key)}
         self._shown = {piece for piece in known.values() if self.processor.is_control(self._convert_token_to_id(piece))}
-        super().__init__(jieba=jieba, **{"clean_up_tokenization_spaces": False, **known, **others})
+        options = {"clean_up_tokenization_spaces": False, **known, **others}
+        super().__init__(jieba=jieba, add_bos_token=add_bos_token, **options)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """Put the beginning of a text before it."""
+        return [*([self.bos_token_id] if self.puts_bos else []), *token_ids_0, *(token_ids_1 or [])]
 
     @property
     def vocab_size(self) -> int:

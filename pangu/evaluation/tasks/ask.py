@@ -73,7 +73,7 @@ def ask(model: LoadedModel, questions: Questions, done: Collection[str] = ()) ->
     task, setup = questions.task, questions.setup
     if model.tokenizer is None:
         raise UserError(f"task {task.name}: the model has no tokenizer, which data.tokenizer of its run would name")
-    prompts = Prompts(task, setup, model.tokenizer, model.eod, model.config.sequence, questions.pool)
+    prompts = Prompts(task, setup, model.tokenizer, model.first, model.config.sequence, questions.pool, model.bos)
     items = [prompts.narrowed(item) if task.method == "rank" else item for item in questions.items]
     items = [item for item in items if item.id not in done]
     # what is asked together is of like length, so that little padding is computed

@@ -31,7 +31,7 @@ class Setup:
     """Tokens by which the window moves on over a long text; None: half of it."""
     recipe: Literal["own", "huggingface"] = "own"
     """Of the perplexity of texts. `own`: each token counts once, behind the end of another document; `huggingface`: as
-    transformers' documentation computes it (see `huggingface_windows`), of the text's own ids."""
+    transformers' documentation computes it (see `huggingface_windows`), of the ids that transformers gives a text."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,15 @@ class Prompts:
     task: Task
     setup: Setup
     tokenizer: Tokenizer
-    eod: int | None
-    """A text begins behind the end of another, as in training; without such an id its first token is not scored."""
+    first: int | None
+    """Id before each text, as in training: the beginning of a text or the end of another; without one the first token
+    of a text is not scored."""
     window: int
     """Longest input of the model."""
     pool: Sequence[Item] = ()
     """What examples are taken from."""
+    bos: int | None = None
+    """Id of the beginning of a text, if the tokenizer has one before each."""
 
     def narrowed(self, item: Item) -> Item:
         """The item with as many answers as the task ranks, the right one among them."""
@@ -61,7 +64,9 @@ class Prompts:
         if self.task.method == "text":
             stride = self.setup.stride or max(1, self.window // 2)
             if self.setup.recipe == "huggingface":
-                return list(huggingface_windows(self.tokenizer.encode(item.answers[0]), self.window, stride))
+                before = [] if self.bos is None else [self.bos]
+                ids = [*before, *self.tokenizer.encode(item.answers[0])]
+                return list(huggingface_windows(ids, self.window, stride))
             return list(windows(self._encode(item.answers[0]), self.window, stride))
         head, tail = (_filled(part, item.fields) for part in self.task.template.split(SLOT))
         longest = max(len(self._encode(head + answer + tail)) for answer in item.answers)
@@ -83,7 +88,7 @@ class Prompts:
             fields[self.task.shortened] = fields[self.task.shortened][:-excess]
 
     def _encode(self, text: str) -> list[int]:
-        return [*([] if self.eod is None else [self.eod]), *self.tokenizer.encode(text)]
+        return [*([] if self.first is None else [self.first]), *self.tokenizer.encode(text)]
 
     def _examples(self, item: Item, room: int) -> str:
         """Examples of other questions with their right answers, each followed by a line break, while they fit."""
