@@ -20,6 +20,7 @@ from pangu.config.data import PackingConfig, TokenizerConfig
 from pangu.config.errors import UserError, printable, reading, shown
 from pangu.config.exit_status import exit_status
 from pangu.data.batch import Batch, batch_of
+from pangu.data.boundaries import describe_ids
 from pangu.data.indexed import IndexedTokens, idx_path, open_indexed
 from pangu.data.instructions import open_dataset, read_prepared
 from pangu.data.manifest import find_damage, manifest_path, read_manifest
@@ -111,6 +112,10 @@ def _inspect_tokens(options: argparse.Namespace) -> None:
     readers = [open_indexed(prefix) for prefix in options.prefix]
     with _manifest(options.prefix[0]):
         tokenizer = _tokenizer(options, manifests[0])
+    if tokenizer is not None and manifests[0]:
+        with _manifest(options.prefix[0]):
+            recipe = manifests[0]["recipe"]
+            print(printable(describe_ids(tokenizer, recipe["eod"], recipe.get("bos"))))
     for reader, manifest in zip(readers, manifests, strict=True):
         _show_dataset(reader, manifest, options.documents, tokenizer)
     if options.samples:

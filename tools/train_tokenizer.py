@@ -13,9 +13,11 @@ from rich.progress import Progress
 from pangu.config.errors import UserError, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import write_atomically
+from pangu.data.boundaries import describe_ids
 from pangu.data.documents import read_documents
 from pangu.data.inputs import add_input_arguments, find_inputs
 from pangu.data.progress import ProgressBar
+from pangu.data.tokenizers import SentencePieceTokenizer
 from pangu.data.vocabulary import train_sentencepiece
 
 _EXAMPLE = """example:
@@ -84,6 +86,8 @@ def train(options: argparse.Namespace) -> None:
         )
         write_atomically(path, model)
     print(f"{path}: {options.vocab_size} pieces in {time.perf_counter() - started:.1f} s")
+    tokenizer = SentencePieceTokenizer(path)
+    print(describe_ids(tokenizer, tokenizer.eod, tokenizer.bos))
 
 
 def _counted(documents: Iterator[str], progress: Progress) -> Iterator[str]:
