@@ -32,6 +32,11 @@ ENCODINGS = {
     ),
 }
 """How each of tiktoken's encodings cuts text into words, and the id that ends a document."""
+_PIECES = {"r50k_base": 50256, "p50k_base": 50280, "cl100k_base": 100256, "o200k_base": 199998}
+"""Pieces of each encoding. Published files of other programs (Qwen, Llama 3, Kimi) have other numbers of them, and cut
+text by other patterns, so that their ids would be wrong without an error."""
+_OWN_PIECES = 50000
+"""Pieces up to which a file is taken for a vocabulary of the user's own."""
 
 
 class FastTokenizer:
@@ -94,6 +99,7 @@ class TiktokenTokenizer:
         pattern, self.eod = ENCODINGS[encoding]
         with reading(path, ValueError, binascii.Error, rule="is no file of tiktoken"):
             ranks = _ranks(Path(path).read_bytes(), self.eod)
+            require_encoding(encoding, len(ranks))
             self._encoding = library.Encoding(
                 encoding, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod}
             )
@@ -110,6 +116,15 @@ class TiktokenTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # ids need not be without gaps
         return b"".join(self._pieces.get(int(i), b"") for i in ids).decode(errors="replace")
+
+
+def require_encoding(encoding: str, pieces: int) -> None:
+    """Raise ValueError if a file of so many pieces belongs to another encoding."""
+    if pieces > _OWN_PIECES and pieces != _PIECES[encoding]:
+        raise ValueError(
+            f"it has {pieces:,} pieces, and {encoding} has {_PIECES[encoding]:,}: another program's file cuts text "
+            "into other words; use that program's tokenizer.json (kind: huggingface)"
+        )
 
 
 def _ranks(content: bytes, eod: int) -> dict[bytes, int]:

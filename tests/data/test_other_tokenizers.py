@@ -112,3 +112,13 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=f"needs {library}: pip install {library}"):
         load_tokenizer(TokenizerConfig(kind, str(tmp_path)))  # type: ignore[arg-type]
+
+
+def test_a_file_of_another_programs_encoding_is_refused(tmp_path: Path) -> None:
+    """Qwen's file of 151,643 pieces is not o200k_base, whose words end elsewhere."""
+    pytest.importorskip("tiktoken")
+    pieces = [bytes([byte]) for byte in range(256)] + [b"_" + str(i).encode() for i in range(151643 - 256)]
+    lines = [base64.b64encode(piece) + b" " + str(rank).encode() for rank, piece in enumerate(pieces)]
+    (tmp_path / "qwen.tiktoken").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match=r"it has 151,643 pieces, and o200k_base has 199,998"):
+        load_tokenizer(TokenizerConfig("o200k_base", str(tmp_path / "qwen.tiktoken")))
