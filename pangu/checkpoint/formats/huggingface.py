@@ -200,7 +200,7 @@ def _ids(job: Job, file: str) -> dict[str, Any]:
     ends of a text have changed since."""
     packing = job.config.data.packing
     ids = {
-        "bos_token_id": begin_id(packing.bos, load_tokenizer(job.tokenizer) if job.tokenizer else None),
+        "bos_token_id": begin_id(packing.bos, _opened(job.tokenizer)),
         "eos_token_id": [packing.eod, *packing.stop] if packing.stop else packing.eod,
         "pad_token_id": packing.eod if packing.pad is None else packing.pad,
     }
@@ -259,9 +259,19 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
     _write_json(path / "tokenizer_config.json", facts)
 
 
+def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:
+    """Return the tokenizer, or None for one that cannot be loaded here, whose files are copied all the same."""
+    try:
+        return load_tokenizer(tokenizer) if tokenizer else None
+    except UserError:
+        return None
+
+
 def _pieces(tokenizer: TokenizerConfig) -> dict[str, Any]:
     """Return what tokenizer_config.json says of the pieces around a text."""
-    opened = load_tokenizer(tokenizer)
+    opened = _opened(tokenizer)
+    if opened is None:
+        return {}
     names: dict[int | None, str] = {token: piece for piece, token in opened.special.items()}
     known = {"eos_token": names.get(opened.eod), "bos_token": names.get(opened.bos)}
     return {key: piece for key, piece in known.items() if piece} | {"add_bos_token": opened.bos is not None}
