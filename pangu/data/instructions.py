@@ -58,8 +58,9 @@ class Recipe:
     response_key: str
     too_long: str
     sequence: int
-    eod: int | None
-    bos: int | None
+    eod: int | None = None
+    """Id that ends a document; None: the tokenizer's."""
+    bos: int | None = None
     turns: str = "all"
 
 
@@ -112,11 +113,12 @@ class Encoder:
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
         special, own = self._tokenizer.special, self._tokenizer.eod
+        self._eod = own if recipe.eod is None else recipe.eod
         # An ordinary piece that ends documents is written as the tokenizer's own end
         self._end: dict[int | None, int] = (
-            {} if recipe.eod is None or recipe.eod in special.values() else {own: recipe.eod}
+            {} if self._eod is None or self._eod in special.values() else {own: self._eod}
         )
-        self._template = ChatTemplate(recipe.template, special, own if self._end else recipe.eod, recipe.bos)
+        self._template = ChatTemplate(recipe.template, special, own if self._end else self._eod, recipe.bos)
         # A template of a file writes it where its model wants it
         self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
 
@@ -137,7 +139,7 @@ class Encoder:
         if ids[:1] != self._before:
             ids, counted = [*self._before, *ids], [0] * len(self._before) + counted
         if any(counted[:1]):  # nothing stands before the response
-            first = recipe.eod if recipe.bos is None else recipe.bos
+            first = self._eod if recipe.bos is None else recipe.bos
             if first is None:
                 raise ValueError("has nothing before its response, and the tokenizer has no end of a document")
             ids, counted = [first, *ids], [0, *counted]

@@ -38,12 +38,12 @@ def sentencepiece_file(folder: Path, **options: object) -> str:
 
 def library_file(folder: Path, kind: str) -> str:
     """A tokenizer.json of bytes, or of words with a space before the first; or GPT-2's two files."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer, end = Tokenizer(models.BPE()), "<|endoftext|>" if kind == "gpt2" else "</s>"
     if kind == "words":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
         trainer = trainers.BpeTrainer(
-            vocab_size=90, show_progress=False, special_tokens=["</s>"], initial_alphabet=["é", "\n"]
+            vocab_size=90, show_progress=False, special_tokens=[end], initial_alphabet=["é", "\n"]
         )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def library_file(folder: Path, kind: str) -> str:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=320, show_progress=False, special_tokens=["</s>"], initial_alphabet=alphabet
+            vocab_size=320, show_progress=False, special_tokens=[end], initial_alphabet=alphabet
         )
     tokenizer.train_from_iterator(LINES, trainer)
     if kind == "gpt2":
@@ -108,4 +108,4 @@ def test_files_of_gpt2_work_with_every_template(tmp_path: Path, template: str) -
     found = Encoder(recipe).encode({"prompt": "hello", "response": "data </s>"})
     response = load_tokenizer(tokenizer).decode([int(i) for i in found.ids[found.counted > 0]])
     assert "data </s>" in response
-    assert json.loads((tmp_path / "vocab.json").read_text())["</s>"] == load_tokenizer(tokenizer).eod
+    assert json.loads((tmp_path / "vocab.json").read_text())["<|endoftext|>"] == load_tokenizer(tokenizer).eod
