@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from pangu.config.errors import UserError
 from pangu.config.optimizer import UPDATED_AT_ONCE
-from pangu.optim.moments import start_moments, updates_at_once
+from pangu.optim.moments import load_moments, start_moments, updates_at_once
 from pangu.optim.uncompiled import Uncompiled
 
 _IN_CACHE = 2**18
@@ -150,10 +150,10 @@ class Lamb(Uncompiled):
         betas = group["betas"]
         bounds = {"lr": group["lr"] >= 0, "eps": group["eps"] >= 0, "weight_decay": group["weight_decay"] >= 0}
         bounds["betas"] = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        for name, holds in bounds.items():
-            if not holds:
-                rule = "both must be at least 0 and below 1" if name == "betas" else "must be at least 0"
-                raise UserError(f"{name} = {group[name]}: {rule}")
+        bounds["max_ratio"] = group["max_ratio"] is None or group["max_ratio"] > 0
+        rules = {"betas": "both must be at least 0 and below 1", "max_ratio": "must be above 0; None is no bound"}
+        for name in (name for name, holds in bounds.items() if not holds):
+            raise UserError(f"{name} = {group[name]}: {rules.get(name, 'must be at least 0')}")
         for tensor in group["params"]:
             if not tensor.is_floating_point():
                 raise UserError(f"params: a tensor is {tensor.dtype}; LAMB updates floating tensors")
@@ -163,16 +163,17 @@ class Lamb(Uncompiled):
         return {**super().__getstate__(), "moments": self.moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded or copied state, the moments in their storage format."""
+        """Take a loaded or copied state."""
         super().__setstate__(state)
         self.ratios, self._applied = {}, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            for tensor in group["params"]:
-                for moment in ("exp_avg", "exp_avg_sq") if self.state.get(tensor) else ():
-                    self.state[tensor][moment] = self.state[tensor][moment].to(self.moments or tensor.dtype)
         self.share_steps()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        load_moments(self, state_dict, self.moments)
 
     def share_steps(self) -> None:
         """Make equal step counts, which were set one by one, one tensor again; the host waits for them."""
@@ -314,7 +315,7 @@ class Lamb(Uncompiled):
         else:
             factors = [self._applied_on(batch.device)] * len(batch.tensors)
         if isinstance(lr, Tensor):
-            factors, lr = list(torch._foreach_mul(factors, lr)), 1.0
+            factors, lr = list(torch._foreach_mul(factors, lr.reshape(()))), 1.0
         weights, updates = ([getattr(flat, name) for flat in batch.flats] for name in ("weights", "update"))
         torch._foreach_addcmul_(weights, updates, factors, value=-lr)
 

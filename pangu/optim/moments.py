@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,3 +31,16 @@ def start_moments(
             "exp_avg": torch.zeros_like(tensor, dtype=moments, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(tensor, dtype=moments, requires_grad=False),
         }
+
+
+def load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], moments: torch.dtype | None) -> None:
+    """Take the moments of a saved state as they are, in format `moments` (None: the tensor's).
+
+    torch has rounded them to the format of the tensors, which may be narrower.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for number, tensor in zip(numbers, tensors, strict=True):
+        for name in {"exp_avg", "exp_avg_sq"} & set(saved["state"].get(number, ())):
+            kept = saved["state"][number][name]
+            optimizer.state[tensor][name] = kept.to(tensor.device, moments or tensor.dtype)

@@ -159,12 +159,13 @@ def test_maximize_follows_the_gradient_upwards() -> None:
     assert torch.equal(up, down)
 
 
-def test_the_rate_may_be_a_tensor() -> None:
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_rate_may_be_a_tensor(shape: tuple[int, ...]) -> None:
     for excluded in (True, False):
         one, other = (nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))
         one.grad, other.grad = gradient(0, 0, (5,)), gradient(0, 0, (5,))
         Lamb([one], lr=0.05, exclude_vectors=excluded).step()
-        Lamb([other], lr=torch.tensor(0.05, dtype=torch.float64), exclude_vectors=excluded).step()
+        Lamb([other], lr=torch.full(shape, 0.05, dtype=torch.float64), exclude_vectors=excluded).step()
         torch.testing.assert_close(one, other, rtol=4 * EPS, atol=4 * EPS)
 
 
@@ -187,10 +188,15 @@ def of_old_version(optimizer: Lamb) -> Any:
 
 
 @pytest.mark.parametrize("kept", [saved, of_old_version])
-@pytest.mark.parametrize("moments", [None, torch.bfloat16])
-def test_a_loaded_state_goes_on_with_the_same_bits(kept: Callable[[Lamb], Any], moments: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("weights", "moments"),
+    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_a_loaded_state_goes_on_with_the_same_bits(
+    kept: Callable[[Lamb], Any], weights: torch.dtype, moments: torch.dtype | None
+) -> None:
     """In torch, `load_state_dict` converts moments to the format of the weights, and takes over step counts."""
-    ours = parameters(3, torch.float32)
+    ours = parameters(3, weights)
     optimizer = Lamb(ours, lr=0.05, moments=moments)
     twins, other = copy.deepcopy(ours), optimizer
     state: Any = None
@@ -202,13 +208,16 @@ def test_a_loaded_state_goes_on_with_the_same_bits(kept: Callable[[Lamb], Any], 
             other.load_state_dict(state)
         for number, tensors in enumerate(zip(ours, twins, strict=True)):
             for tensor in tensors:
-                tensor.grad = gradient(step, number).float() if step or number else None
+                tensor.grad = gradient(step, number).to(weights) if step or number else None
         optimizer.step()
         if other is not optimizer:
             other.step()
     assert all(map(torch.equal, ours, twins))
     assert len({id(each["step"]) for each in other.state.values()}) == 2, "equal counts cost one launch"
-    assert all(each["exp_avg"].dtype == (moments or torch.float32) for each in other.state.values())
+    assert all(each["exp_avg"].dtype == (moments or weights) for each in other.state.values())
+    assert all(
+        torch.equal(optimizer.state[a]["exp_avg"], other.state[b]["exp_avg"]) for a, b in zip(ours, twins, strict=True)
+    )
     assert float(state["state"][0]["step"]) == 2, "the state that was loaded changes"
 
 
@@ -271,9 +280,14 @@ def betas() -> None:
     Lamb(parameters(1), betas=(0.9, 1.0))
 
 
+def no_ratio() -> None:
+    Lamb(parameters(1), max_ratio=0.0)
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
+        (no_ratio, "max_ratio = 0.0: must be above 0"),
         (sparse, "a gradient is sparse, and LAMB needs dense ones"),
         (complex_numbers, "params: a tensor is torch.complex64"),
         (no_decay, "weight_decay = -1.0: must be at least 0"),
