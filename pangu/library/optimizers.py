@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pangu.config.build import build
 from pangu.config.errors import UserError, shown
@@ -26,23 +27,24 @@ class Owner(Protocol):
     is_stepping: bool
 
 
-_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
-"""id of a main parameter -> the sharded model that it belongs to and lives as long as."""
+_owners: MutableMapping[Tensor, ReferenceType[Owner]] = WeakTensorKeyDictionary()
+"""Main parameters of sharded models, and the parameters that the models had before."""
 
 
-def watch(main_parameters: Sequence[Tensor], owner: Owner) -> None:
+def watch(tensors: Iterable[Tensor], owner: Owner) -> None:
     """Let an optimizer of these tensors step within `owner.step` only."""
-    for tensor in main_parameters:
-        _owners[id(tensor)] = owner
+    for tensor in tensors:
+        _owners[tensor] = ref(owner)
 
 
 def _require_owner(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        owner = _owners.get(id(group["params"][0])) if group["params"] else None
+        known = _owners.get(group["params"][0]) if group["params"] else None
+        owner = None if known is None else known()
         if owner is not None and not owner.is_stepping:
             raise UserError(
-                "optimizer.step(): its tensors are main parameters of a sharded model, of which the weights would not "
-                "change; `sharded.step(optimizer)` on all ranks works"
+                "optimizer.step(): its tensors belong to a sharded model, of which the weights would not change; "
+                "`sharded.step(optimizer)` on all ranks works, with an optimizer that is made after `shard`"
             )
 
 

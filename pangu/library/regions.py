@@ -126,6 +126,12 @@ class _Ending(Function):
         return None, *grads
 
 
+COPIES = (
+    "a sharded model can neither be copied nor pickled; `pangu.save` saves it, and copy.deepcopy(sharded.model) in "
+    "`with sharded.whole():` is a plain module"
+)
+
+
 class Hook:
     """A hook of a sharded module. A deep copy of the module, which is no longer sharded, gets one that does nothing."""
 
@@ -137,6 +143,9 @@ class Hook:
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return nothing
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(COPIES)
 
 
 def nothing(*_: Any, **__: Any) -> None:

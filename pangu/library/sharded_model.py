@@ -15,7 +15,7 @@ from pangu.config.build import build
 from pangu.config.errors import UserError, shown
 from pangu.config.optimizer import AdamConfig, LambConfig
 from pangu.library.optimizers import Groups, options_of, require_alone, watch
-from pangu.library.regions import Hook, Names, RegionHooks, nothing, regions_of
+from pangu.library.regions import COPIES, Hook, Names, RegionHooks, nothing, regions_of
 from pangu.library.requirements import Offload, placed, require_agreement, require_no_tensor_hooks, storage_of
 from pangu.optim.build import make_optimizer
 from pangu.optim.lamb import Lamb
@@ -61,6 +61,7 @@ class ShardedModel:
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
+        watch(names, self)
         parts = regions_of(model, chunks, regions)
         each = mesh.layout.zero >= 2 and mesh.layout.shards > 1 if reduces is None else reduces
         self.parameters = ShardedParameters(model, table, parts, mesh, storage, each)
@@ -86,6 +87,9 @@ class ShardedModel:
         self.parameters.gradients.start_step()
         watch(self.main_parameters(), self)
         self._flats = {id(parameter): flat for flat in flats for parameter, _ in flat.parameters}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(COPIES)
 
     def lamb(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,22 @@ def plain_step_of_torch(sharded: ShardedModel) -> None:
     torch.optim.SGD([{"params": sharded.main_parameters()}], lr=0.1).step()
 
 
+def step_of_optimizer_before(sharded: ShardedModel) -> None:
+    model = prompted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pangu.shard(model, sharded.mesh)
+    optimizer.step()
+
+
+def save_by_torch(sharded: ShardedModel) -> None:
+    with sharded.whole():
+        torch.save(sharded.model, io.BytesIO())
+
+
+def copy_all(sharded: ShardedModel) -> None:
+    copy.deepcopy(sharded)
+
+
 def clip_weights(sharded: ShardedModel) -> None:
     backward(sharded, 0)
     nn.utils.clip_grad_norm_(sharded.model.parameters(), 1.0)
@@ -356,6 +373,9 @@ def said(rank: int, world: int, action: Callable[[ShardedModel], None], zero: in
         (plain_step, "`sharded.step(optimizer)` on all ranks works"),
         (plain_step_of_adam, "`sharded.step(optimizer)` on all ranks works"),
         (plain_step_of_torch, "`sharded.step(optimizer)` on all ranks works"),
+        (step_of_optimizer_before, "with an optimizer that is made after `shard`"),
+        (save_by_torch, "`pangu.save` saves it"),
+        (copy_all, "copy.deepcopy(sharded.model) in `with sharded.whole():` is a plain module"),
         (clip_weights, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
         (clip_shards, "until `sharded.step(optimizer, clip=...)`, which clips by the norm of all"),
     ],
