@@ -40,7 +40,7 @@ from pangu.planning.module_reports import (
     recomputed,
     without_neighbours,
 )
-from pangu.planning.roles import DryRunError, run_jobs
+from pangu.planning.roles import require_device, run_jobs
 from pangu.planning.states import BYTES
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
@@ -267,8 +267,7 @@ def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -
         bar.console.print(description)
     task, said = bar.add_task(description, total=total), time.monotonic()
     for count, report in enumerate(reports, 1):
-        if report["device"] is not None:
-            raise DryRunError(f"the dry run is unavailable: {report['device']}")
+        require_device(report)
         bar.note_progress()
         bar.advance(task)
         if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:

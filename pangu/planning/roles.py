@@ -62,6 +62,12 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> I
                 worker.end()
 
 
+def require_device(report: Mapping[str, Any]) -> None:
+    """Raise a DryRunError for the report of a CPU, whose counts and memory are not those of a device."""
+    if report["device"] is not None:
+        raise DryRunError(f"the dry run is unavailable: {report['device']}")
+
+
 def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: DeviceMemoryConfig) -> float:
     """Return the GiB that a device of a stage needs, by a dry run of a composed configuration.
 
@@ -69,6 +75,7 @@ def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: 
         DryRunError: if the rank cannot be carried out.
     """
     (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
+    require_device(report)
     return report["peak"] / 2**30 + device_overhead(memory, report["groups"])
 
 

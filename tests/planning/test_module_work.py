@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from pangu.planning import module_work
+from pangu.config.cluster import DeviceMemoryConfig
+from pangu.planning import module_work, roles
 from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
 from pangu.planning.roles import DryRunError
+from pangu.topology.layout import Layout
 from tests.configs import config
 
 
@@ -82,6 +84,14 @@ def test_counts_of_a_cpu_are_refused_and_not_kept(alone: Callable[..., None], tm
     with pytest.raises(DryRunError, match="the dry run is unavailable: no C\\+\\+ compiler is found"):
         ModuleCounts(config("+config=quickstart")).count([(Piece(1, False), 1)])
     assert not list(tmp_path.glob("modules-*.json"))
+
+
+def test_memory_of_a_cpu_is_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where counts are in the cache already, nothing else asks for a device."""
+    report = {"device": "no C++ compiler is found", "peak": 1, "groups": []}
+    monkeypatch.setattr(roles, "run_jobs", lambda jobs, **_: iter([report]))
+    with pytest.raises(DryRunError, match="the dry run is unavailable: no C\\+\\+ compiler is found"):
+        roles.measured_gib({}, Layout(), 0, DeviceMemoryConfig(80.0, 1.0, 1.0, 0.0, 0.0, 2000.0, 0.8))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
