@@ -32,7 +32,7 @@ class Standing:
     condemned: bool = False
     """Whether no run should continue from it."""
     faults: tuple[str, ...] = ()
-    """Faults of steps that followed it before the next checkpoint, newest last."""
+    """Faults of steps that followed it before the next proven one, newest last."""
 
     def blamed(self, fault: str, condemn: bool = False) -> Standing:
         """Return the standing after one more fault."""

@@ -303,8 +303,10 @@ class Loop:
         rollbacks = len(self.spikes.rollbacks)
         if faults.action == "rollback" and rollbacks >= faults.max_rollbacks:
             raise UserError(f"{message}; the run has gone back {rollbacks} times (faults.max_rollbacks)")
-        saver.settle()
-        blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault)
+        with _telling(message):
+            saver.settle()
+            goes_back = faults.action == "rollback"
+            blamed = saver.standings.blame(trainer.step, self.spikes.good_steps, fault, goes_back)
         if faults.action == "stop":
             works = "faults.action=rollback would continue from the newest proven checkpoint without the batches since"
             raise UserError(f"{message}; {works}; {blamed}")
@@ -335,13 +337,13 @@ class Loop:
         with self._interlude("comparing replicas"):
             difference = find_replica_difference(self.trainer)
         if difference:
-            saver.settle()
             last = (step - 1) // every * every
-            continues = saver.standings.condemn_after(last, f"step {step}: replicas differ, last compared in {last}")
-            raise UserError(
-                f"train.check_replicas: after step {step} copies differ: {difference}; look for a bad device; "
-                f"{continues}"
-            )
+            message = f"train.check_replicas: after step {step} copies differ: {difference}; look for a bad device"
+            fault = f"step {step}: replicas differ, last compared in {last}"
+            with _telling(message):
+                saver.settle()
+                continues = saver.standings.condemn_after(last, fault)
+            raise UserError(f"{message}; {continues}")
 
     def _due(self, every: int) -> bool:
         """True in every `every`-th step and in the last; never if `every` is 0."""
@@ -377,3 +379,13 @@ class Loop:
     def tokens(self) -> int:
         """Tokens trained on, without what was left out and what was taken back."""
         return (self.samples - self.spikes.left_out) * self.config.model.sequence
+
+
+@contextmanager
+def _telling(message: str) -> Iterator[None]:
+    """Log what led to the block if it fails, so that its error does not hide that."""
+    try:
+        yield
+    except UserError:
+        log.error(message)
+        raise

@@ -187,6 +187,12 @@ class Saver:
 
         mesh = self._trainer.mesh
         self.newest = path = place_to_continue(self._config, mesh)
+        resume = self._config.checkpoint.resume
+        if path is None and resume not in ("auto", "none"):
+            raise UserError(
+                f"{self._folder}: holds no checkpoint to go back to, and the run began with checkpoint.resume = "
+                f"{resume}; the same command begins there again, and checkpoint.resume=auto from the seed"
+            )
         if path is None:
             agree(mesh, lambda: write_start(self._folder, change(read_start(self._folder))), runs_here=mesh.is_first)
             self._trainer.start_over()

@@ -62,19 +62,23 @@ class Standings:
             except UserError as error:
                 log.warning("%s", error)  # the next one will be proven instead
 
-    def blame(self, step: int, good_steps: int, fault: str) -> str:
-        """Count a fault in a `step`, after so many good ones, against the newest checkpoint; no save is under way.
-        Returns what is known of that checkpoint, the same on all ranks. Raises UserError on all ranks if it cannot be
-        written."""
+    def blame(self, step: int, good_steps: int, fault: str, goes_back: bool) -> str:
+        """Count a fault in a `step`, after so many good ones, against the newest checkpoint and, if the run `goes_back`
+        behind that, against the proven one before it, which led to the fault as well; no save is under way. Returns
+        what is known of them, the same on all ranks. Raises UserError on all ranks if it cannot be written."""
 
         def count() -> str:
             self.note(good_steps, writing=False)
-            paths = list_checkpoints(self._folder)
-            if not paths:
-                return "there is no checkpoint yet"
-            standing = read_standing(paths[-1]).blamed(f"step {step}: {fault}")
-            write_standing(paths[-1], standing)
-            return f"{paths[-1]}, {step - step_of(paths[-1])} steps before, is {standing.word}"
+            texts = []
+            for path in reversed(list_checkpoints(self._folder)):
+                standing = read_standing(path)
+                if not texts or (standing.proven and not standing.condemned):
+                    standing = standing.blamed(f"step {step}: {fault}")
+                    write_standing(path, standing)
+                    texts.append(f"{path}, {step - step_of(path)} steps before, is {standing.word}")
+                    if standing.proven or not goes_back:
+                        break
+            return "; ".join(texts) or "there is no checkpoint yet"
 
         (text, *_) = agree(self._mesh, count, runs_here=self._mesh.is_first)
         assert text is not None

@@ -236,6 +236,40 @@ def test_a_wrong_update_condemns_one_checkpoint_after_the_other_until_one_is_goo
     assert event["back_to"] < event["step"] - 1
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_wrong_update_that_shows_after_it_was_proven_is_left_behind_at_the_second_fault(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps later, whether checkpoints that are not proven lie between or not."""
+    made: list[int] = []
+
+    def change(trainer: Trainer, flags: Any = ()) -> PendingResult:
+        pending = update(trainer, flags)
+        made.append(trainer.step)
+        if trainer.step == 9 and made.count(6) == 1:
+            pending.numbers[0] = math.nan
+        return pending
+
+    monkeypatch.setattr(Trainer, "update", change)
+    losses = train(tmp_path, 11, *ROLLBACK, f"checkpoint.every={every}", "faults.proven_after=2")
+    assert len(losses) == 11
+    events = read_index(tmp_path / "checkpoints/step-00000011")["watch"]["rollbacks"]
+    assert [(event["step"], event["back_to"]) for event in events] == [(9, 6), (9, 6 - every)]
+
+
+def test_a_run_that_continues_anothers_does_not_begin_again_from_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are worth more; nor is the other run's checkpoint amended."""
+    train(tmp_path / "one", 4)
+    poisoned([17], monkeypatch)
+    checkpoint = tmp_path / "one/checkpoints/step-00000004"
+    with pytest.raises(UserError, match=r"no checkpoint to go back to, .* checkpoint.resume = .*one/checkpoints"):
+        train(tmp_path / "two", 8, *ROLLBACK, f"checkpoint.resume={checkpoint}")
+    assert "step 5: the loss is nan" in capsys.readouterr().err
+    assert read_index(checkpoint)["watch"]["rollbacks"] == []
+
+
 @pytest.mark.parametrize("first", [1, 9])
 def test_before_a_good_checkpoint_a_run_begins_again_from_the_seed(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from pangu.training.resuming import _compare_order
 from pangu.training.step import Trainer
 from tests.configs import config
 from tests.end_to_end.commands import metrics
+from tests.training.test_faults import ROLLBACK, poisoned
 from tests.training.test_resume import train
 
 write_file = files._write_file
@@ -207,3 +208,17 @@ def test_a_blend_that_is_continued_in_another_order_is_told(caplog: pytest.LogCa
     assert "old: written when datasets were blended by another rule. Each goes on from its share of sample 12" in (
         caplog.text
     )
+
+
+@pytest.mark.parametrize("action", ["rollback", "stop"])
+def test_a_standing_that_cannot_be_written_hides_no_fault(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path, standing: Any) -> None:
+        raise UserError(f"{path}: the disk is full")
+
+    monkeypatch.setattr("pangu.training.standings.write_standing", write)
+    poisoned([9], monkeypatch)
+    with pytest.raises(UserError, match="step-00000002: the disk is full"):
+        train(tmp_path, 4, *ROLLBACK, f"faults.action={action}")
+    assert "step 3: the loss is nan" in capsys.readouterr().err
