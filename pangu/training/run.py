@@ -120,10 +120,10 @@ def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
 
 def _set_up_logging(is_first: bool) -> None:
     """Print the run's own log on the first process, and warnings of libraries."""
-    logging.basicConfig(level=logging.WARNING if is_first else logging.ERROR, force=True)
-    log.setLevel(logging.INFO if is_first else logging.ERROR)
+    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, force=True)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter("%(message)s"))
+        handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == log.name)
 
 
 @contextmanager
