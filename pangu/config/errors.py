@@ -13,6 +13,8 @@ from pathlib import Path
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
+MOST_DIGITS = 4300
+"""Digits of an integer that Python reads by default."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlong = _SHORT.maxother = 60
 
@@ -137,6 +139,8 @@ def reading(source: object, *errors: type[Exception], rule: str = "cannot be rea
         if isinstance(error, OSError) and error.strerror:
             other = error.filename is not None and str(error.filename) != str(source)
             cause = f"{error.filename}: {error.strerror}" if other else error.strerror
+        if "set_int_max_str_digits" in cause:
+            cause = f"an integer of more than {MOST_DIGITS:,} digits"
         text = f"{source}: {rule} ({shown(cause)})"
         raise UserError(f"{text}; {works}" if works else text) from error
 

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 from pangu.config.errors import UserError, reading
 
+MOST_VALUES = 100_000
+"""Values that references in a YAML file may stand for."""
 DEPTH = 100
 """Brackets within brackets that a file may have. Files of this field have fewer than ten; Python's own limit depends on
 what else is on the stack."""
@@ -38,6 +40,17 @@ def parse_json(text: str | bytes) -> Any:
         if not level:
             return value
     raise ValueError(f"more than {DEPTH} brackets within brackets")
+
+
+def refuse_expanding(values: Any) -> None:
+    """Raise ValueError where references inside YAML stand for more values than a file of settings has, or for endlessly
+    many: a file of a kilobyte may name a billion."""
+    left, count = [values], 0
+    while left and count <= MOST_VALUES:
+        value, count = left.pop(), count + 1
+        left += _children(value)
+    if left:
+        raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pangu.config.errors import UserError, reading
 from pangu.data.boundaries import beginning_of_text, end_of_document, piece_of, tokenizer_facts
 from pangu.data.token_spans import TokenSpan, library_spans, text_spans
+from pangu.data.tokenizer_checks import CANNOT_ENCODE, check_growth, largest_id, library_errors
 
 _GPT2_END = "<|endoftext|>"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?"
@@ -45,11 +46,14 @@ class FastTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         library = _library("tokenizers")
+        self._path = path
         files = [Path(path, name) for name in ("vocab.json", "merges.txt")] if Path(path).is_dir() else [Path(path)]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise UserError(f"the tokenizer's {', '.join(missing)} does not exist")
         # the library's readers raise any kind of error for a damaged file
-        with reading(path, Exception, rule="is no tokenizer that the library tokenizers reads"):
+        if len(files) == 1:
+            check_growth(files[0])
+        with library_errors(path, "is no tokenizer that the library tokenizers reads"):
             if len(files) == 1:
                 self._tokenizer = library.Tokenizer.from_file(str(path))
             else:
@@ -65,7 +69,7 @@ class FastTokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = True
             ids = self._tokenizer.get_vocab()
-            self.vocab_size: int = max(ids.values()) + 1
+            self.vocab_size: int = largest_id(ids.values()) + 1
         self.eod = end_of_document(self.special, piece_of(facts.get("eos_token")))
         self.bos = beginning_of_text(self.special, facts, self._tokenizer.post_processor)
 
@@ -75,18 +79,21 @@ class FastTokenizer:
         return {piece.content: token for token, piece in added if piece.special}
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_errors(self._path, CANNOT_ENCODE):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
         self._tokenizer.encode_special_tokens = False
         try:
-            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            with library_errors(self._path, CANNOT_ENCODE):
+                encoded = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         return library_spans(text, encoded.ids, encoded.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
+        with library_errors(self._path, "cannot decode ids"):
+            return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
 
 
 class TiktokenTokenizer:
@@ -132,7 +139,7 @@ def _ranks(content: bytes, eod: int) -> dict[bytes, int]:
     ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
         piece, _, rank = line.partition(b" ")
-        if not rank.isdigit() or int(rank) > 2**31:
+        if not rank.isdigit() or len(rank) > 10 or int(rank) >= 2**31 - 1:
             raise ValueError(f"line {number} is not a piece in base64 and its id")
         ranks[base64.b64decode(piece, validate=True)] = int(rank)
     if not all(bytes([byte]) in ranks for byte in range(256)):

@@ -15,6 +15,14 @@ from pangu.config.errors import UserError, reading
 from pangu.data.boundaries import beginning_of_text, end_of_document, tokenizer_facts
 from pangu.data.segmentation import NEWLINE, SPACE, Segmenter
 from pangu.data.token_spans import APART, TokenSpan, library_spans, split_special, without_apart
+from pangu.data.tokenizer_checks import (
+    CANNOT_ENCODE,
+    MOST_GROWTH,
+    charsmap_growth,
+    check_growth,
+    largest_id,
+    library_errors,
+)
 
 _PANGU_PIECES = {"<eod>": 8, "<eot>": 9}
 """Pieces of PanGu-α's vocabulary and of those with its first ids. It ends documents with <eot> and begins them with
@@ -108,6 +116,11 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     if not model:
         raise ValueError("an empty file, which the library takes for none")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    # Of several specifications of the normalization, field 3, protobuf merges the fields; field 2 is the map
+    specs = [value for key, value in _fields(model) if key == 3 and isinstance(value, bytes)]
+    for charsmap in (value for spec in specs for key, value in _fields(spec) if key == 2 and isinstance(value, bytes)):
+        if charsmap_growth(charsmap) > MOST_GROWTH:
+            raise ValueError(f"its normalization writes more than {MOST_GROWTH} bytes for a character")
     # damaged pieces are not UTF-8, which the library finds when it decodes the first of them
     processor.decode([[token] for token in range(processor.vocab_size())])
     return processor
@@ -123,7 +136,7 @@ def _pieces(message: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a protobuf message that has integers and strings only."""
+    """Yield number and value of each field of a protobuf message: an integer, or the bytes of anything else."""
     place = 0
 
     def integer() -> int:
@@ -139,8 +152,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
     while place < len(message):
         key = integer()
-        number = integer()
-        if key & 7 == 2:
+        fixed = {1: 8, 5: 4}.get(key & 7)
+        number = integer() if fixed is None else fixed
+        if key & 7:
             place += number
             yield key >> 3, message[place - number : place]
         else:
@@ -183,8 +197,11 @@ class HuggingFaceTokenizer:
         if not Path(path).is_dir():
             raise UserError(f"the tokenizer folder {path} does not exist; download it first and give the local folder")
         # the library's readers raise any kind of error for a damaged file
-        with reading(path, Exception, rule="transformers cannot load a tokenizer from there"):
+        self._path = path
+        check_growth(Path(path, "tokenizer.json"))
+        with library_errors(path, "transformers cannot load a tokenizer from there"):
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            largest_id(self._tokenizer.get_vocab().values())
         self.vocab_size: int = len(self._tokenizer)
         facts, backend = tokenizer_facts(path), getattr(self._tokenizer, "backend_tokenizer", None)
         self.eod = end_of_document(self.special, self._tokenizer.eos_token)
@@ -197,7 +214,8 @@ class HuggingFaceTokenizer:
         return {piece.content: token for token, piece in self._tokenizer.added_tokens_decoder.items() if piece.special}
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        with library_errors(self._path, CANNOT_ENCODE):
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
         if not self._tokenizer.is_fast:
@@ -205,7 +223,8 @@ class HuggingFaceTokenizer:
                 f"{self._tokenizer.name_or_path}: this tokenizer does not say which characters its tokens stand for;"
                 " save it as a tokenizer.json"
             )
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        with library_errors(self._path, CANNOT_ENCODE):
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return library_spans(text, encoded["input_ids"], encoded["offset_mapping"])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import yaml
 from pangu.config.build import read
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, UserError
+from pangu.config.files import refuse_expanding
 
 
 def load_cluster(path: Path) -> ClusterConfig:
@@ -20,7 +21,8 @@ def load_cluster(path: Path) -> ClusterConfig:
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        refuse_expanding(values)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a cluster: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: is no cluster")

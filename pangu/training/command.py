@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pangu.config.build import build, keys_of
-from pangu.config.errors import ConfigError, Problem, UserError, shown
+from pangu.config.errors import MOST_DIGITS, ConfigError, Problem, UserError, shown
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
@@ -67,6 +68,7 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
     def task(composed: DictConfig) -> None:
         _end(lambda: train(_plain(composed)))
 
+    _end(lambda: refuse_long_integers(overrides))
     if any(word.startswith("-") for word in overrides):
         # all other options are Hydra's: --info, --multirun
         _end(lambda: require_options(overrides, configs))
@@ -98,6 +100,13 @@ def _counterparts(name: str, value: str, configs: Path) -> list[str]:
         return [f"+config={value}"]
     options = [f"{path.parent.name}={name}" for path in configs.glob(f"*/{glob.escape(name)}.yaml")]
     return options or [f"{key}={value}" for key in close_names(name, keys_of(RunConfig))]
+
+
+def refuse_long_integers(words: Sequence[str]) -> None:
+    """Raise UserError for an integer that Python does not read, nor any key take."""
+    for word in words:
+        if re.search(rf"\d{{{MOST_DIGITS + 1}}}", word):
+            raise UserError(f"{shown(word)}: has an integer of more than {MOST_DIGITS:,} digits, which no key takes")
 
 
 def asks_for_layout(values: Mapping[str, Any]) -> bool:
@@ -151,7 +160,7 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
         said = str(error).partition("\n\n")[0].replace("++", "")
         reason = f" ({str(error.__cause__).splitlines()[0]})" if said.startswith("Error merging") else ""
         raise UserError(f"{said}{reason}") from error
-    except (YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{configs}: a file that is asked for is no YAML: {' '.join(str(error).split())}") from error
 
 

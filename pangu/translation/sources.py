@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from pangu.config.errors import UserError, reading, shown
-from pangu.config.files import parse_json
+from pangu.config.files import parse_json, refuse_expanding
 from pangu.config.flat import flatten
 from pangu.translation import deepspeed, huggingface, megatron, mindformers, torchtitan
 from pangu.translation.launch_script import Command, after_program, read_command, read_flags
 from pangu.translation.table import Translation, load_table
 
-MOST_BYTES, MOST_VALUES = 16 * 2**20, 100_000
+MOST_BYTES = 16 * 2**20
 """Of a file with settings."""
 
 
@@ -92,14 +92,8 @@ def _parsed(path: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any
 
 
 def _parse_yaml(text: str) -> Any:
-    """Raises ValueError where references stand for more values than a file of settings has, or for endlessly many."""
     values = yaml.safe_load(text)
-    left, count = [values], 0
-    while left and count <= MOST_VALUES:
-        value, count = left.pop(), count + 1
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if left:
-        raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
+    refuse_expanding(values)
     return values
 
 

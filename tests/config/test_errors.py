@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pangu.config.errors import LostError, UserError
+from pangu.config.errors import LostError, UserError, reading
 from pangu.config.exit_status import RETRYABLE, exit_status
+from pangu.planning.cluster import load_cluster
+from pangu.reporting.runs import open_run
+from pangu.training.command import refuse_long_integers
 from tests.end_to_end.commands import called
 
 LONG = "a" * 300
@@ -62,3 +66,29 @@ def test_a_path_that_cannot_be_is_one_message(
     last = done.stderr.splitlines()[-1]
     assert "a" * 60 in last
     assert last.endswith("File name too long")
+
+
+def test_long_integers_are_told_in_words(tmp_path: Path) -> None:
+    """Python reads 4,300 digits; what it says of more is for programmers."""
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text(f"name: {'9' * 5000}\n")
+    with pytest.raises(UserError, match=r"c\.yaml: cannot be read as a cluster"):
+        load_cluster(cluster)
+    with (
+        pytest.raises(UserError, match=r"is no TOML \(an integer of more than 4,300 digits\)"),
+        reading("x", ValueError, rule="is no TOML"),
+    ):
+        tomllib.loads(f"a = {'9' * 5000}")
+    with pytest.raises(UserError, match=r"train\.steps=9+\.\.\.: has an integer of more than 4,300 digits"):
+        refuse_long_integers(["train.lr=1", "train.steps=" + "9" * 4301])
+
+
+def test_references_in_yaml_stand_for_a_bounded_number_of_values(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1}", *[f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}, z: *a{n - 1}}}" for n in range(1, 30)]]
+    for name in ("config.yaml", "c.yaml"):
+        (tmp_path / name).write_text("\n".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"stand for more than 100,000 values"):
+        load_cluster(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match=r"stand for more than 100,000 values"):
+        open_run(tmp_path, "run")

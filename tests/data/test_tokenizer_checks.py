@@ -1,0 +1,72 @@
+"""Tokenizer files that strangers made: one message each, whatever the library does with them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from pangu.config.data import TokenizerConfig
+from pangu.config.errors import UserError
+from pangu.data.tokenizer_checks import charsmap_growth
+from pangu.data.tokenizers import SentencePieceTokenizer, load_tokenizer
+
+pytest.importorskip("transformers")
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"}
+PIECES = {"unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+LONGER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+BETWEEN = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def written(folder: Path, **parts: Any) -> Path:
+    none = dict.fromkeys(["truncation", "padding", "normalizer", "post_processor", "decoder"])
+    words = {"pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [], "model": WORDS}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **none, **words, **parts}))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({}, "cannot encode a text"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}, **PIECES}}, "cannot encode a text"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "cannot encode a text"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "u"}}, "cannot encode a text"),
+        ({"model": {**WORDS, "vocab": {"a": 2**31}}}, "it has the id 2147483648; ids are less than 2^31 - 1"),
+        ({"model": {**WORDS, "vocab": {"a": 2**32 - 1}}}, "it has the id 4294967295; ids are less than 2^31 - 1"),
+        ({"model": {**WORDS, "vocab": {}}}, "it has no pieces"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgICAgA=="}}, "Cannot parse"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [LONGER] * 3}}, "its normalizer writes up to 1e+09 char"),
+        ({"decoder": {"type": "Sequence", "decoders": [LONGER] * 2}}, "its decoder writes up to 1e+06 characters"),
+        ({"normalizer": BETWEEN}, "its normalizer writes up to 1e+03 characters for one; at most 100 are allowed"),
+        ({"pre_tokenizer": SLOW, "model": {**WORDS, "unk_token": "a"}}, "cannot encode a text"),
+    ],
+)
+def test_hostile_tokenizers_end_in_one_message(tmp_path: Path, parts: dict[str, Any], says: str) -> None:
+    file = written(tmp_path, **parts)
+    for path in (file, tmp_path):
+        with pytest.raises(UserError) as caught:
+            load_tokenizer(TokenizerConfig("huggingface", str(path))).encode("a" * 40 + "b other")
+        assert str(caught.value).startswith(str(path))
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_normalization_of_sentencepiece_is_bounded(tmp_path: Path) -> None:
+    """Its own writes 33 bytes for one character at most, and is taken."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some text"] * 9), model_writer=model, vocab_size=15, model_type="bpe", minloglevel=2
+    )
+    path = tmp_path / "t.model"
+    path.write_bytes(model.getvalue())
+    assert SentencePieceTokenizer(path).vocab_size == 15
+    # The size of a search tree, the tree, and a replacement
+    assert charsmap_growth((1024).to_bytes(4, "little") + bytes(1024) + b"x" * 5000 + b"\0") == 5000
