@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from pangu.config.errors import UserError, reading, shown
-from pangu.config.files import open_regular, read_json, refuse_expanding, refuse_links
+from pangu.config.files import open_regular, read_json, refuse_links
 from pangu.config.flat import flatten
 from pangu.metrics.plots import Series, columns_of, smooth
 from pangu.metrics.record import read_records
@@ -246,7 +246,6 @@ def _config(folder: Path) -> dict[str, Any]:
         if len(content) > MOST_CONFIG_BYTES:
             raise ValueError("more than 1 MiB")
         values = yaml.safe_load(content)
-        refuse_expanding(values)
         if not isinstance(values, dict):
             raise ValueError("no keys and values")
         return flatten(values)
