@@ -56,8 +56,8 @@ def test_a_run_records_loads_and_goes_on_as_if_it_had_not_stopped(balance: str, 
     states = [read_index(path / "checkpoints" / "step-00000004")["experts"] for path in (whole, parts)]
     assert states[0] == states[1]
     assert (max(map(max, states[0]["bias"])) > 0) == (balance == "bias")
-    with pytest.raises(UserError, match=r"\n  model\.router\.z_loss = 1\.0: the checkpoint has 0\.0$"):
-        go("whole", 5, "model.router.z_loss=1")
+    with pytest.raises(UserError, match=r"\n  model\.router\.score = sigmoid: the checkpoint has softmax$"):
+        go("whole", 5, "model.router.score=sigmoid")
     mesh = Mesh.connect(Layout(), torch.device("cpu"))
     loaded = load_model(whole, mesh).runner.model.balance_on(mesh.device)
     assert loaded is not None
