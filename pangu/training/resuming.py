@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,10 @@ MAY_CHANGE = (
 tensor, as `sequence` does with a table of positions, it is refused."""
 
 
+_NULLABLE = {field.name for field in fields(ModelConfig) if str(field.type).endswith("| None")}
+"""Keys of `model` that may be null; an index that is crafted may have it for others."""
+
+
 def _compare(path: Path, index: Mapping[str, Any], config: RunConfig) -> None:
     """Say what changes within the run of a checkpoint. Raises UserError, naming every key that must not."""
     tensors, wrong = index["tensors"], []
@@ -207,9 +211,9 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
 
 def _is_default(key: str, now: object, before: object, current: Mapping[str, Any]) -> bool:
     """Whether null, now or in a checkpoint, stands for the other value of a key of the model."""
-    if (now is None) == (before is None) or key not in current or not key.startswith("model."):
+    group, _, name = key.partition(".")
+    if (now is None) == (before is None) or group != "model" or name not in _NULLABLE:
         return False
-    fields = {name.partition(".")[2]: value for name, value in current.items() if name.startswith("model.")}
-    name = key.partition(".")[2]
-    model = ModelConfig(**{**fields, "attention": "auto", name: None})
+    values = {name.partition(".")[2]: value for name, value in current.items() if name.startswith("model.")}
+    model = ModelConfig(**{**values, "attention": "auto", name: None})
     return bool(getattr(model.explicit, name) == (before if now is None else now))

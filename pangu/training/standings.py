@@ -69,7 +69,7 @@ class Standings:
 
         def count() -> str:
             self.note(good_steps, writing=False)
-            texts = []
+            texts: list[str] = []
             for path in reversed(list_checkpoints(self._folder)):
                 standing = read_standing(path)
                 if not texts or (standing.proven and not standing.condemned):

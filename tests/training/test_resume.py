@@ -121,6 +121,16 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(three_steps: Path, t
     assert index.is_file()
 
 
+@pytest.mark.parametrize("key", ["hidden", "heads"])
+def test_null_that_somebody_wrote_into_an_index_is_a_difference(key: str, three_steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "step-00000003"
+    index = read_index(newest)
+    amend(newest, {**index, "identity": {**index["identity"], f"model.{key}": None}})
+    with pytest.raises(UserError, match=rf"model.{key} = \d+: the checkpoint has None"):
+        train(tmp_path, 4)
+
+
 def test_an_earlier_checkpoint_may_be_continued_and_becomes_the_newest(tmp_path: Path) -> None:
     losses = train(tmp_path, 3)
     first = tmp_path / "checkpoints" / "step-00000001"
