@@ -139,11 +139,10 @@ class _Reader:
                 rule = f"there is no such key with {_join(path, tag[0])} = {tag[1]}"
                 return rule, f"choose {_option(path, chosen)}, which has it"
         close = difflib.get_close_matches(key, hints_of(kind), n=1, cutoff=0.5)
-        if close:
-            return "there is no such key", f"did you mean {_join(path, close[0])}?"
-        elsewhere = close_names(_join(path, key), keys_of(self._root))
-        if elsewhere:
-            return "there is no such key", f"did you mean {' or '.join(elsewhere)}?"
+        is_near = bool(difflib.get_close_matches(key, close, cutoff=0.8))
+        elsewhere = [] if is_near else close_names(_join(path, key), keys_of(self._root))
+        if meant := elsewhere or [_join(path, one) for one in close]:
+            return "there is no such key", f"did you mean {' or '.join(meant)}?"
         return "there is no such key", f"known keys: {', '.join(hints_of(kind))}"
 
     def convert(self, hint: Any, value: Any, path: str) -> Any:

@@ -28,6 +28,9 @@ from pangu.config.suggest import close_names
 from pangu.topology.launch import Launch, choose_memory_settings, is_first_process, load_torch
 from pangu.training.interrupts import ENDED
 
+_OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "max-restarts")
+"""Options of torchrun that stand in front of pretrain.py."""
+
 
 def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
     """Compose the configuration from the command line and run it; ends the process with the status.
@@ -88,7 +91,10 @@ def require_options(words: Sequence[str], configs: Path) -> None:
         if option.startswith("-") and option not in known:
             value = value or ("VALUE" if following.startswith("-") or "=" in following else following)
             near = _counterparts(option.strip("-"), value, configs)
-            lines.append(f"  {shown(option)}: " + (f"did you mean {' or '.join(near)}?" if near else "unknown"))
+            said = f"did you mean {' or '.join(near)}?" if near else "unknown"
+            if option.strip("-").replace("_", "-") in _OF_LAUNCHER:
+                said = f"the launcher takes it: python scripts/launch.py {shown(option)}={shown(value)} pretrain.py ..."
+            lines.append(f"  {shown(option)}: {said}")
     if lines:
         rule = "values are given as KEY=VALUE (--help); tools/translate_config.py translates whole commands"
         raise UserError("\n".join([f"there is no such option: {rule}", *lines]))
@@ -150,8 +156,10 @@ def compose(configs: Path, overrides: Sequence[str]) -> dict[str, Any]:
             return _plain(hydra.compose("base", overrides=[_lenient(word, groups) for word in overrides]))
     except OverrideParseException as error:
         rule = "cannot be read: KEY=VALUE, GROUP=OPTION and +config=RECIPE can, with quotes around special characters"
-        works = f"; {shlex.quote(quoted)} works" if (quoted := _quoted(str(error.override))) else ""
-        raise UserError(f"{shown(error.override)}: {rule}{works}") from error
+        word = str(error.override)
+        meant = _quoted(word) or _joined(word, overrides, groups.get("config", ()))
+        works = f"; {shlex.quote(meant)} works" if meant else ""
+        raise UserError(f"{shown(word)}: {rule}{works}") from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         works = f"{', '.join(error.options)} work" if error.options else ""
@@ -173,6 +181,10 @@ def _lenient(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     key = override.key_or_group
     if not key:
         raise OverrideParseException(word, "names no key")
+    if override.is_sweep_override():
+        name, _, value = word.partition("=")
+        ways = [shlex.quote(f"{name}={one}") for one in (f"[{value}]", _text(value))]
+        raise UserError(f"{shown(word)}: several values; {ways[0]} is a list of them, {ways[1]} is one text")
     if key in groups or "/" in key or override.package:
         options = [override.value()] if not isinstance(override.value(), list) else override.value()
         if not override.is_delete() and not all(isinstance(option, (str, dict)) for option in options):
@@ -189,6 +201,16 @@ def _quoted(word: str) -> str | None:
     return quoted if equals and value and _is_override(quoted) else None
 
 
+def _joined(word: str, words: Sequence[str], recipes: Sequence[str]) -> str | None:
+    """Return what a word without `=` is meant for: a recipe, or a key with spaces before its value; None if neither."""
+    if word in recipes:
+        return f"+config={word}"
+    following = words[words.index(word) + 1 :] if word in words else []
+    value = next((one.removeprefix("=") for one in following if one != "="), "")
+    meant = f"{word}={value}"
+    return meant if "=" not in word and value and _is_override(meant) else None
+
+
 def _quoted_value(value: str) -> str:
     value = value.strip()
     if _is_override(f"key={value}"):
@@ -198,6 +220,10 @@ def _quoted_value(value: str) -> str:
     if value[:1] + value[-1:] == "{}":
         pairs = (pair.partition(":") for pair in value[1:-1].split(","))
         return f"{{{','.join(f'{key}:{_quoted_value(one)}' for key, _, one in pairs)}}}"
+    return _text(value)
+
+
+def _text(value: str) -> str:
     return '"' + value.replace('"', '\\"') + '"'
 
 

@@ -67,8 +67,24 @@ def test_what_cannot_be_read_is_told_with_the_word_that_works(word: str, works: 
 
 
 @pytest.mark.parametrize(
+    ("words", "works"),
+    [
+        ("+config pangu_13b", "+config=pangu_13b works"),
+        ("quickstart", "+config=quickstart works"),
+        ("train.steps = 3", "train.steps=3 works"),
+        ("train.steps =3", "train.steps=3 works"),
+        ("train.steps 3", "train.steps=3 works"),
+        ("train.output=a,b", "'train.output=[a,b]' is a list of them, 'train.output=\"a,b\"' is one text"),
+    ],
+)
+def test_words_without_a_value_and_values_without_brackets_are_told_with_what_works(words: str, works: str) -> None:
+    assert said(*words.split()).endswith(works)
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ("--nnodes 2", ["--nnodes: the launcher takes it: python scripts/launch.py --nnodes=2 pretrain.py ..."]),
         ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size: did you mean parallel.tensor=2?"]),
         (
             "--lr=1e-4 --bf16 --nonsense --micro-batch-size 4",
@@ -91,7 +107,15 @@ def test_options_of_other_programs_are_told_with_our_keys(words: str, expected: 
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("parallel.dp", "parallel.data"), ("parallel.tp", "parallel.tensor"), ("model.num_layers", "model.layers")],
+    [
+        ("parallel.dp", "parallel.data"),
+        ("parallel.tp", "parallel.tensor"),
+        ("parallel.zero_stage", "parallel.zero"),
+        ("model.num_layers", "model.layers"),
+        ("model.num_key_value_heads", "model.kv_heads"),
+        ("model.intermediate_size", "model.ffn"),
+        ("steps", "train.steps"),
+    ],
 )
 def test_short_names_of_the_field_are_told_with_our_keys(key: str, meant: str) -> None:
     assert f"{key} = 2: there is no such key; did you mean {meant}" in said(f"{key}=2")
