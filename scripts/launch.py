@@ -37,6 +37,7 @@ from pangu.collectives.agreement import answer_of_store
 from pangu.config.console import guard_console
 from pangu.config.errors import STORE_SECONDS
 from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
+from pangu.training.interrupts import SAME_SECONDS
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2
@@ -44,8 +45,8 @@ LAST_WORDS_SECONDS = 1.0
 """For processes to say that they end at a second Ctrl-C."""
 SILENCES = 2
 """Questions in a row that the launchers' store leaves without an answer when it counts as gone."""
-SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE)
-"""Exit statuses of a process that has said why."""
+SPEAKS_ITSELF = (USER_ERROR, INTERRUPTED, RETRYABLE, -signal.SIGINT)
+"""Exit statuses of a process that has said why, or that Ctrl-C ended after its last word."""
 _LOG = "torch.distributed.elastic.multiprocessing"
 
 
@@ -70,11 +71,13 @@ def is_running(child: int) -> bool:
 def pass_on(signals: SimpleQueue[int]) -> None:
     """Send every signal that arrives to all children, the last one also to children that are started in place of failed
     ones. Without children, a signal ends this process, and so does a second Ctrl-C, with what is left of them."""
-    number, interrupts, signalled = 0, 0, set[int]()
+    number, interrupts, interrupted_s, signalled = 0, 0, -SAME_SECONDS, set[int]()
     while True:
         try:
             number, signalled = signals.get(timeout=INTERVAL_SECONDS if number else None), set()
-            interrupts += number == signal.SIGINT
+            now_s = time.monotonic()
+            if number == signal.SIGINT and now_s - interrupted_s >= SAME_SECONDS:
+                interrupts, interrupted_s = interrupts + 1, now_s
             if not children():
                 os._exit(128 + number)
         except Empty:
@@ -142,7 +145,7 @@ def report(failed: ChildFailedError) -> int:
     """One line of the process that failed first, unless it has spoken itself; returns the status to end with."""
     rank, failure = failed.get_first_failure()
     if failure.exitcode in SPEAKS_ITSELF:
-        return failure.exitcode
+        return INTERRUPTED if failure.exitcode == -signal.SIGINT else failure.exitcode
     how = f"ended with status {failure.exitcode}; what it said stands above"
     if failure.exitcode < 0:
         how = f"was ended by {failure.signal_name()}"

@@ -61,6 +61,20 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
     wait_until(lambda: not any(map(is_running, workers)), 5)
 
 
+def test_ctrl_c_pressed_twice_at_once_is_one_for_the_launcher_too() -> None:
+    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=1", "--no-python"]
+    line += ["bash", "-c", "trap 'sleep 3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.1; done"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, cwd=repository(), stdout=pipe, text=True, preexec_fn=obey_signals) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "ready\n"
+        for _ in range(2):
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        said, _ = launcher.communicate(timeout=60)
+    assert (launcher.returncode, said) == (0, "saved\n")
+
+
 def test_a_users_error_is_the_one_message() -> None:
     worker = 'if [ $RANK = 0 ]; then echo "error: model.heads = 7" >&2; exit 2; fi; exec sleep 100'
     line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=2", "--no-python"]
@@ -87,6 +101,7 @@ def test_what_torchrun_cannot_start_is_one_message_with_its_cause(option: str, s
     ("exitcode", "status", "line"),
     [
         (USER_ERROR, USER_ERROR, ""),
+        (-2, INTERRUPTED, ""),
         (-9, 137, r"\nrank 3 on \S+ \(process 11\) was ended by SIGKILL, as the system does when its memory is full\n"),
         (-11, 139, r"\nrank 3 on \S+ \(process 11\) was ended by SIGSEGV\n"),
         (1, 1, r"\nrank 3 on \S+ \(process 11\) ended with status 1; what it said stands above\n"),
