@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pangu.config.help import show_help
+from pangu.training.interrupts import ending_at_once
 
 
 def find_configs() -> Path:
@@ -26,11 +26,14 @@ def dry_run(values: Mapping[str, Any]) -> None:
 def main() -> None:
     """Help, or the run that the command line asks for; ends the process with its status."""
     configs = find_configs()
-    if not show_help(sys.argv[1:], configs):
+    with ending_at_once():
+        from pangu.config.help import show_help
+
+        if show_help(sys.argv[1:], configs):
+            return
         # after help, which is there at once: this imports Hydra and, to train, torch
         from pangu.training.command import pretrain
-
-        pretrain(configs, dry_run)
+    pretrain(configs, dry_run)
 
 
 if __name__ == "__main__":

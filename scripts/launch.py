@@ -24,20 +24,22 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import config_from_args, parse_args
-from torch.distributed.run import main as torchrun
+from pangu.training.interrupts import SAME_SECONDS, ending_at_once
 
-from pangu.collectives.agreement import answer_of_store
-from pangu.config.console import guard_console
-from pangu.config.errors import STORE_SECONDS
-from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
-from pangu.training.interrupts import SAME_SECONDS
+with ending_at_once():
+    from torch.distributed import DistError, TCPStore
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import config_from_args, parse_args
+    from torch.distributed.run import main as torchrun
+
+    from pangu.collectives.agreement import answer_of_store
+    from pangu.config.console import guard_console
+    from pangu.config.errors import STORE_SECONDS
+    from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 INTERVAL_SECONDS = 0.2

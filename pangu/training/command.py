@@ -26,7 +26,7 @@ from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
 from pangu.topology.launch import Launch, choose_memory_settings, is_first_process, load_torch
-from pangu.training.interrupts import ENDED
+from pangu.training.interrupts import ENDED, ending_at_once
 
 _OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "max-restarts")
 """Options of torchrun that stand in front of pretrain.py."""
@@ -46,11 +46,12 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
     def train(values: Mapping[str, Any]) -> None:
         choose_memory_settings()
         group = values.get("train")
-        # all of the trainer, which those who only compose do without
-        load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
-        import torch
+        with ending_at_once():
+            # all of the trainer, which those who only compose do without
+            load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
+            import torch
 
-        from pangu.training.run import run
+            from pangu.training.run import run
 
         launch = Launch.from_environment()
         planned = asks_for_layout(values)
@@ -78,7 +79,12 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
         action = train if place is None else _show
-        _end(lambda: action(compose(configs, overrides)))
+
+        def composed() -> dict[str, Any]:
+            with ending_at_once():
+                return compose(configs, overrides)
+
+        _end(lambda: action(composed()))
 
 
 def require_options(words: Sequence[str], configs: Path) -> None:

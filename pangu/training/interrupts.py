@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from threading import Event, Thread, current_thread, main_thread
 from typing import Self
 
@@ -19,6 +20,26 @@ GRACE_SECONDS = 15.0
 """Time to end by KeyboardInterrupt where there is no step to save, before the process is ended by force: what prepares
 data waits for its workers, and removes what is half-written."""
 ENDED = "\ninterrupted; the same command continues from the newest checkpoint"
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End this process at Ctrl-C without an exception: torch aborts with a core dump if one is raised in its import."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler and current_thread() is main_thread()
+    if is_default:
+        signal.signal(signal.SIGINT, _end_now)
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_now(*_: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, f"{ENDED}\n".encode())  # a handler may interrupt Python's own print
+    os._exit(INTERRUPTED)
 
 
 class Interrupts:

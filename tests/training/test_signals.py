@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +23,7 @@ from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from tests.configs import composed, config
 from tests.end_to_end.commands import SMALL, call_and_exit, metrics
-from tests.spawn import run_ranks
+from tests.spawn import repository, run_ranks
 from tests.training.test_resume import QUIET, train
 
 forward_backward = Trainer.forward_backward
@@ -149,3 +151,27 @@ def test_a_time_limit_stops_the_run_in_time(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(("given", "seconds"), [("90", 90.0), ("1h30m", 5400.0), ("2m5s", 125.0), ("null", None)])
 def test_times_are_read(given: str, seconds: float | None) -> None:
     assert config(f"train.stop_after={given}").train.stop_after_s == seconds
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = [{script!r}, "+config=quickstart"]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("pretrain.py", "hydra"), ("pretrain.py", "torch"), ("pretrain.py", "torch.nn"), ("scripts/launch.py", "torch")],
+)
+def test_ctrl_c_while_modules_are_imported_is_one_message(script: str, name: str) -> None:
+    """Torch aborts with a core dump if its import ends with an exception of Python."""
+    code = INTERRUPTED_IMPORT.format(script=script, name=name)
+    done = subprocess.run([sys.executable, "-c", code], cwd=repository(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, f"{interrupts.ENDED}\n")
