@@ -190,9 +190,10 @@ def test_what_tensors_do_not_tell_is_asked_for_by_name(tmp_path: Path, capsys: p
     made = foreign.weights(True)
     without_options(tmp_path, foreign.whole_tensors(made, True))
     said = refused(tmp_path, capsys)
-    for key in ("heads", "rope_base", "norm_eps", "sequence"):
+    for key in ("heads", "rope_base", "rope_scaling", "norm_eps", "sequence"):
         assert f"model.{key} = (missing)" in said
     given = ["model.heads=4", "model.rope_base=500", "model.norm_eps=1e-6", "model.sequence=12"]
+    given.append("model.rope_scaling=null")
     require_equal(logical(convert("megatron", "pangu", tmp_path / "in", tmp_path / "out", *given)), made)
 
 

@@ -125,7 +125,7 @@ def _core(options: _Options, shapes: _Shapes, ranks: int, numbers: dict[str, Any
         "tied_head": "output_layer.weight" not in shapes,
         "positions": "learned" if table else "rope",
         "rope_base": None if table else numbers.get("rope_base", 10000.0 if options else UNTOLD),
-        "rope_scaling": None if table else _rope_scaling(options),
+        "rope_scaling": None if table else _rope_scaling(options) if options else UNTOLD,
         "qk_norm": f"{layer}q_layernorm.weight" in shapes,
     }
     if table:
