@@ -18,20 +18,24 @@ from pangu.config.errors import UserError, reading, shown
 
 MOST_CHARACTERS = 1_000_000
 """Of a script, and of a variable: one that holds itself twice doubles with each line."""
+MOST_WORDS = 20_000
+"""Of a command."""
 _OUTPUT = r"\$\((?:[^()]|\([^()]*+\))*+\)"
 _QUOTED = rf"""'[^']*+'|"(?:\\.|{_OUTPUT}|[^"\\])*+\""""
 _SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
-_EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]*+\}}"
+_EXPANDED = rf"\$\(\({_SUM}\)\)|{_OUTPUT}|`[^`]*+`|\$\{{[^}}\n]{{0,300}}+\}}"
 _TOKEN = re.compile(
     rf"(?P<space>(?:[ \t\r]|\\\n)++)|(?P<comment>#[^\n]*+)|(?P<mark>[;\n|&()]|\d*[<>])"
     rf"|(?P<word>(?:\\.|{_QUOTED}|{_EXPANDED}|[^\s'\"\\;|&<>()`]|(?<==)<[^<>\n]*+>)++)|(?P<wrong>.)",
     re.DOTALL,
 )
-_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)?[ \t]*\2[ \t]*(?=\n|\Z)", re.DOTALL)
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
+_DEFAULT = r"(?:\$\{(?:\$\{[^{}]*+\}|[^{}])*+\}|[^{}])*+"
+"""With defaults inside of it, two levels deep."""
 _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_SUM})\)\)"
-    r"|\$\{(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>[^}]*))?\}|\$(?P<bare>[A-Za-z_]\w*|\d)"
+    rf"|\$\{{(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>{_DEFAULT}))?\}}|\$(?P<bare>[A-Za-z_]\w*|\d)"
 )
 _ARRAY = re.compile(r"\$\{(\w+)\[@\]\}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -58,7 +62,17 @@ _SUMS = {
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 """Words that begin and end what is carried out under a condition, or several times."""
 
-Variables = dict[str, list[str]]
+
+class Variables(dict[str, list[str]]):
+    """The values of variables, which may not be written without end: one that grows with each line is quadratic."""
+
+    written = 0
+
+    def __setitem__(self, name: str, value: list[str]) -> None:
+        self.written += sum(map(len, value))
+        if self.written > 10 * MOST_CHARACTERS:
+            raise ValueError(f"its variables take more than {10 * MOST_CHARACTERS:,} characters together")
+        super().__setitem__(name, value)
 
 
 class Command(NamedTuple):
@@ -79,7 +93,7 @@ def read_command(text: str, where: object, given: Mapping[str, str]) -> Command:
     says. Raises UserError if there is no such command, quotes do not match, or a variable grows too large."""
     nodes = _SLURM_NODES.search(text)
     known = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1]) if nodes else {}
-    variables: Variables = {name: [value] for name, value in {**known, **given}.items()}
+    variables = Variables({name: [value] for name, value in {**known, **given}.items()})
     chosen: list[str] = []
     options: list[str] = []
     others: dict[str, None] = {}
@@ -151,13 +165,15 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
     between `(` and `)`."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
-    text = _HERE.sub(lambda match: match[3].rstrip("\n"), text)
+    text = _without_documents(text)
     words: list[str] = []
     inside, mark = False, "\n"
     for token in _TOKEN.finditer(text):
         if token.lastgroup == "wrong":
             line = text.count("\n", 0, token.start()) + 1
             raise ValueError(f"line {line}: the quotation mark {token[0]} does not end")
+        if len(words) > MOST_WORDS:
+            raise ValueError(f"a command has more than {MOST_WORDS:,} words")
         if token.lastgroup == "word":
             words.append(token[0])
         elif token[0] == "(" and words and words[-1].endswith("="):
@@ -172,6 +188,18 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
             words, mark = [], token[0]
     if words:
         yield words, mark
+
+
+def _without_documents(text: str) -> str:
+    """Empty the lines of here-documents."""
+    lines = text.split("\n")
+    last, end = {line.strip(): number for number, line in enumerate(lines)}, ""
+    for number, line in enumerate(lines):
+        if end:
+            lines[number], end = "", "" if line.strip() == end else end
+        elif (document := _HERE.search(line)) and last.get(document[2], -1) > number:
+            lines[number], end = line[: document.start()] + line[document.end() :], document[2]
+    return "\n".join(lines)
 
 
 def _assign(words: Sequence[str], assigned: re.Match[str], variables: Variables, given: Mapping[str, str]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from pangu.config.build import keys_of
 from pangu.config.data import StreamData, TokenizerConfig
+from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters
 from pangu.optim.lr_schedule import learning_rate
@@ -450,3 +453,31 @@ def test_every_setting_of_a_table_is_read_and_every_text_is_used(program: str) -
         *(table.notes or {}),
     ):
         assert table.keys(name) or table.why_absent(name), name
+
+
+LONG = {
+    "defaults": "A=" + "${B:-" * 100_000 + "x" + "}" * 100_000,
+    "open braces": "A=" + "${" * 200_000,
+    "a growing variable": "A+=x\n" * 100_000,
+    "assignments": "A=1 " * 200_000,
+    "conditions": "if " * 200_000,
+    "documents": "cat <<EOF\n" * 80_000,
+    "other documents": "\n".join(f"cat <<E{number}" for number in range(60_000)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_scripts_end_in_seconds(name: str) -> None:
+    """Processor time; where a step is quadratic, it is minutes."""
+    began = time.process_time()
+    with contextlib.suppress(UserError):
+        read_command(f"{LONG[name]}\ntorchrun pretrain_gpt.py --num-layers 4\n", "train.sh", {})
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("before", "value"), [("", "7"), ("Y=5", "5"), ("X=3", "3"), ("X=3; Y=5", "3"), ("cat <<EOF\nX=4\nEOF", "7")]
+)
+def test_defaults_stand_inside_of_defaults(before: str, value: str) -> None:
+    script = f"{before}\ntorchrun pretrain_gpt.py --seed ${{X:-${{Y:-${{Z:-7}}}}}}\n"
+    assert read_command(script, "train.sh", {}).words == ["--seed", value]
