@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pangu.config.errors import UserError, shown
 from pangu.config.files import parse_json
-from pangu.data.inputs import Chunk, read_chunks
+from pangu.data.inputs import MOST_VALUES, Chunk, has_too_many_values, read_chunks
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _NAMED = 100
@@ -112,6 +112,8 @@ def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
 
 
 def _parsed(content: bytes, source: str, line: int) -> Any:
+    if has_too_many_values(content):
+        return BadLine(source, line, f"holds more than {MOST_VALUES:,} values; cut it into several lines")
     try:
         return parse_json(content.decode("utf-8-sig" if line == 1 else "utf-8"))
     except UnicodeDecodeError:

@@ -36,6 +36,9 @@ from pangu.data.tables import (
 LONGEST = 64 << 20
 """Bytes of a line, or of a document of a text file, at most: a chunk holds at least one."""
 
+MOST_VALUES = 1_000_000
+"""Values of one JSON record: an empty list of three bytes takes over 60 in memory."""
+
 _TEXT = (".txt", ".jsonl", ".json")
 _KNOWN = (*_TEXT, ".parquet", ".arrow", ".csv")
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -236,6 +239,8 @@ def _array(file: BinaryIO) -> Iterator[object]:
             if end == len(text):
                 raise json.JSONDecodeError("no comma or bracket behind it", text, end)  # or the rest of a number
         except json.JSONDecodeError as error:
+            if has_too_many_values(text[place:].encode(errors="replace")):
+                raise ValueError(f"value {number + 1} of its array holds more than {MOST_VALUES:,} values") from error
             more = "" if len(text) - place > LONGEST else stream.read(max(CHUNK, len(text) - place))
             if not more:
                 raise ValueError(f"value {number + 1} of its array is not JSON: {error.msg}") from error
@@ -245,6 +250,13 @@ def _array(file: BinaryIO) -> Iterator[object]:
         place, number = end, number + 1
     if (text[before.end() :] + stream.read(CHUNK)).strip():
         raise ValueError(f"more text follows the {number:,} values of its array")
+
+
+def has_too_many_values(content: bytes) -> bool:
+    """Whether a JSON text has more than `MOST_VALUES` values, by its commas outside of strings."""
+    if content.count(b",") < MOST_VALUES:
+        return False
+    return re.sub(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', b"", content).count(b",") >= MOST_VALUES
 
 
 def _text_chunks(source: str, file: BinaryIO, kind: Literal["text", "file", "lines"], place: Place) -> Iterator[Chunk]:
