@@ -21,6 +21,8 @@ _TOKENIZER_NAMES = (
     "chat_template",
 )
 """Beginnings of the names of a tokenizer's files in a folder of Hugging Face."""
+GENERATION = "transformers.json"
+"""File with the ids and the sampling of a model that came from transformers, for its way back."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
 
 
@@ -91,6 +93,14 @@ def keep_tokenizer(run: Path, tokenizer: TokenizerConfig) -> str:
         for other in (_TOKENIZER_FILE, _TOKENIZER_FOLDER):
             remove(run / other)
     return name
+
+
+def keep_generation(run: Path, checkpoint: Path) -> None:
+    """Copy `GENERATION`, if there is one, from the run folder of the checkpoint whose weights a run begins with."""
+    file = checkpoint.resolve().parent.parent / GENERATION
+    if file.is_file():
+        with writing(run):
+            write_atomically(run / GENERATION, file.read_bytes())
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

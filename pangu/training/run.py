@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pangu.checkpoint.run_folder import keep_tokenizer, make_run_folder, save_config
+from pangu.checkpoint.run_folder import keep_generation, keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.config.console import outlive_console
@@ -252,6 +252,8 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
     save_nodes(output, ranks)
     if tokenizer := tokenizer_of(config.data):
         keep_tokenizer(output, tokenizer)
+    if config.checkpoint.init_from is not None:
+        keep_generation(output, Path(config.checkpoint.init_from))
 
 
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:

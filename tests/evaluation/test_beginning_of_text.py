@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts
@@ -19,7 +21,9 @@ from pangu.evaluation.tasks.prompts import Prompts, Setup
 from pangu.evaluation.tasks.task import Item
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from pangu.training.run import run as run_training
 from tests.checkpoint.test_formats import convert
+from tests.configs import composed
 from tests.data.test_boundaries import write_folder
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +126,39 @@ def test_a_round_trip_keeps_ids_and_sampling(folder: Path, run: Path, tmp_path: 
     for name, keys in (("config.json", []), ("generation_config.json", [*SAMPLING])):
         was, now = (json.loads((path / name).read_text(encoding="utf-8")) for path in (folder, back))
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", *keys):
+            assert now[key] == was[key], key
+
+
+@pytest.mark.parametrize(("own", "of_generation"), [([1, 3], [1, 3, 5]), (3, [1, 3]), (3, 3)])
+def test_a_round_trip_keeps_ends_that_differ_between_the_files(
+    folder: Path, tmp_path: Path, own: object, of_generation: object
+) -> None:
+    """Generation stops at all of them; each file says what it said."""
+    copy = Path(shutil.copytree(folder, tmp_path / "in"))
+    was = {"config.json": own, "generation_config.json": of_generation}
+    for name, ends in was.items():
+        facts = json.loads((copy / name).read_text(encoding="utf-8"))
+        (copy / name).write_text(json.dumps({**facts, "eos_token_id": ends}), encoding="utf-8")
+    back = convert("pangu", "huggingface", convert("huggingface", "pangu", copy, tmp_path / "run"), tmp_path / "back")
+    assert {name: json.loads((back / name).read_text(encoding="utf-8"))["eos_token_id"] for name in was} == was
+
+
+def test_continued_pretraining_keeps_ids_and_sampling(folder: Path, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words\n" * 400)
+    model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
+    words = [f"model.{key}={json.dumps(value)}" for key, value in model.items() if key != "router"]
+    data = ["data=stream", f"data.train=[{tmp_path}/a.txt]", f"data.tokenizer={{kind: huggingface, path: {folder}}}"]
+    begin = [
+        f"checkpoint.init_from={run}/checkpoints/step-00000000",
+        f"train.output={tmp_path}/out",
+        "lr_schedule.warmup_steps=0",
+    ]
+    small = ["batch.global_size=1", "batch.micro_size=1", "validation.every=0", "train.steps=1", "train.device=cpu"]
+    assert run_training(composed("model=gpt2_124m", *words, *data, *begin, *small)) == 0
+    back = convert("pangu", "huggingface", tmp_path / "out", tmp_path / "back")
+    for name, keys in (("config.json", []), ("generation_config.json", [*SAMPLING])):
+        was, now = (json.loads((path / name).read_text(encoding="utf-8")) for path in (folder, back))
+        for key in ("bos_token_id", "pad_token_id", *keys):
             assert now[key] == was[key], key
 
 

@@ -207,10 +207,13 @@ def _ids(job: Job, file: str) -> dict[str, Any]:
     if "config.json" not in job.generation:
         return ids
     kept = dict(job.generation.get(file, job.generation["config.json"]))
-    end = kept.get("eos_token_id")
-    # the tokenizer's own end may have come to those of the file
-    if set(end if isinstance(end, list) else [end]) not in ({packing.eod, *packing.stop}, set(packing.stop)):
+    ends = [each.get("eos_token_id") for each in job.generation.values()]
+    known = {token for end in ends for token in (end if isinstance(end, list) else [end])} - {None}
+    # the tokenizer's own end may have come to those of the files
+    if not known or {packing.eod, *packing.stop} not in (known, {packing.eod, *known}):
         kept["eos_token_id"] = ids["eos_token_id"]
+    if isinstance(packing.bos, int):
+        kept["bos_token_id"] = packing.bos
     return kept
 
 

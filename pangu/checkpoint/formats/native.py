@@ -14,7 +14,7 @@ from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_model
-from pangu.checkpoint.run_folder import identity, keep_tokenizer, kept_tokenizer, save_config
+from pangu.checkpoint.run_folder import GENERATION, identity, keep_tokenizer, kept_tokenizer, save_config
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.files import read_json_object
@@ -22,9 +22,6 @@ from pangu.config.model import ModelConfig
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
-
-_GENERATION = "transformers.json"
-"""File of a run folder with what `Source.generation` says."""
 
 
 class PanguSource(Source):
@@ -38,7 +35,7 @@ class PanguSource(Source):
         config = trained_model(self._path, self._index)
         self.model_keys = dict(vars(config.model))
         self.packing = dict(vars(config.data.packing))
-        kept = self._path.resolve().parent.parent / _GENERATION
+        kept = self._path.resolve().parent.parent / GENERATION
         self.generation = read_json_object(kept) if kept.is_file() else {}
         if config.model.experts is not None:
             from pangu.layers.expert_balance import ExpertBalance
@@ -96,5 +93,5 @@ def write(path: Path, job: Job) -> None:
         facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
     if job.generation:
-        (path / _GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
+        (path / GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
     save_config(path, config)
