@@ -119,16 +119,18 @@ def _inspect_tokens(options: argparse.Namespace) -> None:
     for reader, manifest in zip(readers, manifests, strict=True):
         _show_dataset(reader, manifest, options.documents, tokenizer)
     if options.samples:
-        eod = options.eod
-        if eod is None and manifests[0]:
+        eod, bos = options.eod, None
+        if manifests[0]:
             with _manifest(options.prefix[0]):
-                eod = manifests[0]["recipe"]["eod"]
-        _show_samples(options, readers, _ids(options, eod), tokenizer)
+                recipe = manifests[0]["recipe"]
+                eod = recipe["eod"] if eod is None else eod
+                bos = None if recipe.get("bos") is None else int(recipe["bos"])
+        _show_samples(options, readers, _ids(options, eod, bos), tokenizer)
 
 
-def _ids(options: argparse.Namespace, eod: int | None) -> PackingConfig:
+def _ids(options: argparse.Namespace, eod: int | None, bos: int | None = None) -> PackingConfig:
     method: Literal["concat", "best_fit", "single"] = options.packing or "concat"
-    return PackingConfig(eod, options.pad, options.reset_mask, options.reset_positions, method=method)
+    return PackingConfig(eod, options.pad, options.reset_mask, options.reset_positions, method=method, bos=bos)
 
 
 def _manifest(prefix: str) -> AbstractContextManager[None]:
@@ -192,10 +194,11 @@ def _show_samples(
     vocab = tokenizer.vocab_size if tokenizer else 2**31
     packed = []
     if ids.method != "concat":
-        if ids.eod is None and not conversations:
+        if ids.eod is None and ids.bos is None and not conversations:
             raise UserError("--eod: must be given, as each document of a packed sample begins behind the end of one")
+        bos = None if ids.bos is None else int(ids.bos)
         for reader in readers:
-            packing = Packing(reader.prefix, options.sequence, ids.method, options.indexes, conversations)
+            packing = Packing(reader.prefix, options.sequence, ids.method, options.indexes, conversations, bos)
             write_packing(packing)
             packed.append(open_dataset(packing, vocab, ids) if conversations else PackedDocuments(packing, vocab, ids))
     pairs = list(zip(readers, weights, strict=True))

@@ -124,7 +124,7 @@ def preprocess(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(config)
     eod = _end_of_document(options, tokenizer.eod, tokenizer.vocab_size)
     bos = _beginning_of_text(options, tokenizer)
-    print(describe_ids(tokenizer, eod, bos))
+    print(printable(describe_ids(tokenizer, eod, bos)))
     recipe = Recipe(
         inputs=tuple(input_record(source) for source in inputs),
         text_key=options.text_key,

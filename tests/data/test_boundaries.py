@@ -20,7 +20,7 @@ from pangu.data.packing import PackedDocuments, Packing, write_packing
 from pangu.data.sources import with_ids
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from tests.configs import tiny
-from tools import preprocess_data
+from tools import inspect_data, preprocess_data
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -199,6 +199,16 @@ def test_preprocessing_takes_and_prints_both(
     printed = capsys.readouterr().out
     assert f"(id {end})" in printed
     assert "<|begin_of_text|> (id 0)" in printed or more
+
+
+def test_packed_samples_are_shown_as_training_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The beginning of a text is the first input, with no end of another document before it."""
+    folder = write_folder(tmp_path / "folder", "llama 3")
+    (tmp_path / "a.txt").write_text("ab\n")
+    words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert preprocess_data.main([*words, "--tokenizer", "huggingface", "--tokenizer-path", str(folder)]) == 0
+    assert inspect_data.main([str(tmp_path / "out"), "--packing", "best_fit", "--samples", "1", "--sequence", "4"]) == 0
+    assert "loss at 3 of 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("documents", [[[0, 11, 12, 1], [0, 13, 1]], [[11, 12, 1], [13, 1]]])
