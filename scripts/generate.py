@@ -1,20 +1,24 @@
-"""Continues prompts with a trained model."""
+"""Continues prompts with a trained model, or answers them with one that was fine-tuned on conversations."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from pangu.config.errors import UserError, printable, writing
 from pangu.config.exit_status import exit_status
 from pangu.config.files import parse_json, write_atomically
 from pangu.data.boundaries import describe_ids
+from pangu.data.messages import read_prompt
 from pangu.data.progress import ProgressBar
+from pangu.data.prompts import ChatPrompts
 from pangu.evaluation.arguments import add_model_arguments, connected, require_positive
-from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts, text_ids
+from pangu.evaluation.generation import Sampling, continue_prompts, encode_prompts, require_fitting, text_ids
 from pangu.evaluation.inference import LoadedModel
 from pangu.evaluation.loading import load_model
 from pangu.models.size import num_parameters
@@ -39,7 +43,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one text a line or, in a file called *.jsonl, one {"prompt": TEXT} a line',
+        help='one text a line or, in a file called *.jsonl, one {"prompt": TEXT} or {"messages": [...]} a line',
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue texts as they are; without it a model that was fine-tuned on conversations takes each as a "
+        "message of the user in its chat template, and only its answer is printed",
     )
     parser.add_argument(
         "--output",
@@ -63,24 +73,58 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file. Raises UserError naming the first line that is none."""
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Return the prompts of a file, each with its text as `prompt`, or with `messages`. Raises UserError naming the
+    first line that is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {path}: cannot be read ({error})") from error
     if path.suffix != ".jsonl":
-        return lines
+        return [{"prompt": line} for line in lines]
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
-            prompt = parse_json(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str):
+            record = parse_json(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not ("messages" in record or isinstance(record.get("prompt"), str)):
             raise UserError(f'{path}, line {number}: must be a JSON object like {{"prompt": "some text"}}')
-        prompts.append(prompt)
+        prompts.append(record)
     return prompts
+
+
+def encode_chat(chat: ChatPrompts, records: Sequence[dict[str, Any]], window: int) -> list[list[int]]:
+    """Return the ids of conversations. Raises UserError, naming the first that is none, or those that are too long."""
+    dialogs = []
+    for number, record in enumerate(records, 1):
+        try:
+            dialogs.append(read_prompt(record))
+        except ValueError as error:
+            raise UserError(f"prompt {number}: {error}") from error
+    prompts = chat.encode(dialogs)
+    require_fitting([str(number) for number in range(1, len(prompts) + 1)], prompts, window)
+    return prompts
+
+
+def encode(
+    model: LoadedModel, records: Sequence[dict[str, Any]], sampling: Sampling, *, raw: bool
+) -> tuple[list[list[int]], Sampling, bool]:
+    """Return the ids of prompts, the sampling with what ends an answer, and whether a chat template was applied.
+    Raises UserError."""
+    assert model.tokenizer is not None
+    template = None if raw else model.read_template()
+    if template is not None:
+        chat = ChatPrompts(template, model.tokenizer, model.eod)
+        sampling = replace(sampling, stop=chat.stop, end=chat.end)
+        return encode_chat(chat, records, model.config.sequence), sampling, True
+    texts: list[str] = []
+    for number, record in enumerate(records, 1):
+        if "messages" in record:
+            why = "--raw takes texts" if raw else "the model was not fine-tuned on conversations"
+            raise UserError(f'prompt {number}: has messages, and {why}; {{"prompt": "some text"}} works')
+        texts.append(record["prompt"])
+    return encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence, model.bos), sampling, False
 
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
@@ -93,21 +137,25 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         options.repetition_penalty,
         options.seed,
     )
-    texts = options.prompt or read_prompts(options.prompts)
+    records = [{"prompt": text} for text in options.prompt or ()] or read_prompts(options.prompts)
     with connected(options.tensor, options.pipeline, options.device, launch, replicas=False) as mesh:
         model = load_model(options.model, mesh, options.precision, rows=options.rows)
         if model.tokenizer is None:
             raise UserError(f"{options.model}: was trained on data without a tokenizer")
-        prompts = encode_prompts(texts, model.tokenizer, model.eod, model.config.sequence, model.bos)
+        prompts, sampling, is_chat = encode(model, records, sampling, raw=options.raw)
         if mesh.is_first:
             size = f"{num_parameters(model.config):,} parameters in {model.runner.dtype} on {mesh.device}"
             print(f"{options.model}: {size}".replace("torch.", ""), file=sys.stderr)
             print(printable(describe_ids(model.tokenizer, model.eod, model.bos)), file=sys.stderr)
-        _continue(model, prompts, sampling, options.output)
+            if is_chat:
+                print("prompts are messages in the chat template of the fine-tuning; --raw: texts", file=sys.stderr)
+        _continue(model, prompts, sampling, options.output, is_chat=is_chat)
 
 
-def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, output: Path | None) -> None:
-    """Draw the texts; the first process prints or writes them."""
+def _continue(
+    model: LoadedModel, prompts: list[list[int]], sampling: Sampling, output: Path | None, *, is_chat: bool
+) -> None:
+    """Draw the texts; the first process prints or writes them. Prompts of a conversation are not printed."""
     if not model.mesh.is_first:
         continue_prompts(model, prompts, sampling)
         return
@@ -123,7 +171,7 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
                 print(printable(text), end="", flush=True)
             progress.advance(task)
 
-        if live and model.tokenizer is not None:
+        if live and not is_chat and model.tokenizer is not None:
             print(printable(model.tokenizer.decode(text_ids(prompts[0], model.bos))), end="", flush=True)
         texts = continue_prompts(model, prompts, sampling, on_text=show)
     if output is not None:
@@ -131,7 +179,9 @@ def _continue(model: LoadedModel, prompts: list[list[int]], sampling: Sampling, 
         with writing(output):
             write_atomically(output, "".join(lines).encode())
     else:
-        print("" if live else "\n\n".join(printable(text.prompt + text.text) for text in texts))
+        print(
+            "" if live else "\n\n".join(printable(text.text if is_chat else text.prompt + text.text) for text in texts)
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from pangu.config.data import DataConfig, TokenizerConfig
-from pangu.config.errors import UserError, writing
+from pangu.config.data import DataConfig, InstructionsData, TokenizerConfig
+from pangu.config.errors import UserError, reading, writing
 from pangu.config.files import new_path, refuse_links, remove, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.sources import tokenizer_of
@@ -23,6 +23,8 @@ _TOKENIZER_NAMES = (
 """Beginnings of the names of a tokenizer's files in a folder of Hugging Face."""
 GENERATION = "transformers.json"
 """File with the ids and the sampling of a model that came from transformers, for its way back."""
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a run folder, and of an export, with the template of the conversations that a model was fine-tuned on."""
 FOLDERS = ("checkpoints", "data", "plots", "tensorboard", "wandb")
 
 
@@ -101,6 +103,40 @@ def keep_generation(run: Path, checkpoint: Path) -> None:
     if file.is_file():
         with writing(run):
             write_atomically(run / GENERATION, file.read_bytes())
+
+
+def keep_template(run: Path, data: DataConfig) -> None:
+    """Write the chat template of the data into a run folder, or remove that of earlier data. Raises UserError."""
+    text = None
+    if isinstance(data, InstructionsData):
+        from pangu.data.prompts import portable_template
+
+        text = portable_template(data)
+    with writing(run):
+        remove(run / CHAT_TEMPLATE)
+        if text is not None:
+            write_atomically(run / CHAT_TEMPLATE, text.encode())
+
+
+def kept_template(run: Path, data: DataConfig) -> str | None:
+    """Return the chat template that a model was fine-tuned with: the copy in its run folder or, in one of an older
+    version, that of its data. None if it was not. Raises UserError if it cannot be read."""
+    if (run / CHAT_TEMPLATE).exists():
+        refuse_links([run / CHAT_TEMPLATE])
+        return read_text(run / CHAT_TEMPLATE)
+    if not isinstance(data, InstructionsData):
+        return None
+    from pangu.data.prompts import portable_template
+
+    try:
+        return portable_template(replace(data, tokenizer=kept_tokenizer(run, data)))
+    except UserError as error:
+        raise UserError(f"{error}; or put the template into {run / CHAT_TEMPLATE}") from error
+
+
+def read_text(path: Path) -> str:
+    with reading(path, UnicodeDecodeError, rule="is not UTF-8"):
+        return path.read_text(encoding="utf-8")
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

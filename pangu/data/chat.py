@@ -5,6 +5,7 @@ A template is written in Jinja, as transformers has it, and may come from strang
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,22 @@ from pangu.data.sandbox import Allowance, template_environment
 from pangu.data.templates import TEMPLATES
 from pangu.data.token_spans import APART
 
+FINE_TUNED = "{# Chat template of the conversations that this model was fine-tuned on #}\n"
+"""First line of `ChatTemplate.portable`. Jinja removes it with its end of line."""
+
 
 class ChatTemplate:
     """A template, by the name of one of `TEMPLATES` or the path of a file: a tokenizer_config.json or a folder with
     one, or Jinja. Raises UserError for a file that is missing or holds no template."""
 
-    def __init__(self, name: str, special: Mapping[str, int], eod: int | None, bos: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        special: Mapping[str, int],
+        eod: int | None,
+        bos: int | None = None,
+        text: str | None = None,
+    ) -> None:
         """Read a template.
 
         Args:
@@ -32,8 +43,9 @@ class ChatTemplate:
             special: pieces that stand for an id and that no text spells.
             eod: the id of the one that ends a document.
             bos: the id of the one before a text.
+            text: the template itself, of which `name` is only a name then.
         """
-        text, tokens = read_template(name)
+        text, tokens = read_template(name) if text is None else (text, {})
         self._name, self._special = name, sorted(special, key=len, reverse=True)
         pieces = {token: piece for piece, token in special.items()}
         end = None if eod is None else pieces.get(eod)
@@ -43,6 +55,8 @@ class ChatTemplate:
             raise UserError(
                 f"data.template = {name}: needs a tokenizer with an end of a document, which ends responses"
             )
+        self.portable = self._portable(text, beginning)
+        """The same template for any program: it spells the pieces of this tokenizer, and what begins a text."""
         environment = template_environment()
         try:
             with Allowance() as allowance, allowance.spend():
@@ -70,6 +84,39 @@ class ChatTemplate:
                 " template does"
             )
         return self._count(parts, dialog.counted)
+
+    def _portable(self, text: str, beginning: str) -> str:
+        # a built-in template leaves the beginning to the encoder; one of a file writes it where its model wants it
+        writes_beginning = text.startswith(f"{{{{ '{beginning}' }}}}") or self._name not in TEMPLATES
+        if beginning and not writes_beginning:
+            text = "{{ bos_token }}" + text
+        used = {name: piece for name, piece in self._tokens.items() if name.isidentifier() and name in text}
+        # json.dumps writes what Jinja reads as a text. A block at the end of its line leaves the template's first line
+        # as it is.
+        pieces = [f"{{% set {name} = {json.dumps(piece, ensure_ascii=False)} %}}\n" for name, piece in used.items()]
+        return "".join([FINE_TUNED, *pieces, text])
+
+    def prompt(self, dialog: Dialog, allowance: Allowance) -> str:
+        """Render a conversation up to where its next response begins. Raises ValueError, with the reason, if the
+        template fails."""
+        messages = [map_text(message, self._hold_apart) for message in dialog.messages]
+        try:
+            with allowance.spend():
+                text = self._render(messages, map_text(dialog.tools, self._hold_apart), more=True)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
+        return text.replace(BEGIN, "").replace(END, "")
+
+    def end_of_turn(self) -> str:
+        """Return what the template writes behind a response, without space after it; "" if it writes nothing."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{APART}"}]
+        try:
+            with Allowance() as allowance, allowance.spend():
+                text = self._render(messages, [], more=False)
+        except Exception as error:
+            raise UserError(f"the chat template {self._name} fails: {shown(_reason(error))}") from error
+        tail = text.rpartition(APART)[2].partition(END)[0]
+        return tail.rstrip() or tail
 
     def _by_turns(
         self, messages: Sequence[Message], tools: list[Any], whole: str, counted: Sequence[bool]

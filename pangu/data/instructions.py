@@ -20,6 +20,7 @@ from pangu.config.errors import UserError, reading, writing
 from pangu.config.files import new_path, read_json_object, remove
 from pangu.config.model import ModelConfig
 from pangu.data import sandbox
+from pangu.data.boundaries import spelled_end
 from pangu.data.chat import ChatTemplate, read_template
 from pangu.data.documents import BadLine, json_lines, leave_out
 from pangu.data.encoding import tokenizer_digest
@@ -112,13 +113,9 @@ class Encoder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tokenizer: Tokenizer = load_tokenizer(recipe.tokenizer)
-        special, own = self._tokenizer.special, self._tokenizer.eod
-        self._eod = own if recipe.eod is None else recipe.eod
-        # An ordinary piece that ends documents is written as the tokenizer's own end
-        self._end: dict[int | None, int] = (
-            {} if self._eod is None or self._eod in special.values() else {own: self._eod}
-        )
-        self._template = ChatTemplate(recipe.template, special, own if self._end else self._eod, recipe.bos)
+        self._eod = self._tokenizer.eod if recipe.eod is None else recipe.eod
+        spelled, self._end = spelled_end(self._tokenizer, self._eod)
+        self._template = ChatTemplate(recipe.template, self._tokenizer.special, spelled, recipe.bos)
         # A template of a file writes it where its model wants it
         self._before = [recipe.bos] if recipe.bos is not None and recipe.template in TEMPLATES else []
 

@@ -72,11 +72,29 @@ def messages_of(record: Any, messages_key: str, prompt_key: str, response_key: s
     else:
         keys = f"neither {messages_key!r} nor {prompt_key!r} and {response_key!r}"
         raise ValueError(f"has {keys}; it has {shown(sorted(record))}")
+    messages = _listed(record, key, messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("has no response: no message is of the role assistant")
+    return messages
+
+
+def read_prompt(record: Any) -> Dialog:
+    """Read the conversation that a response is asked for, or the text of `prompt` as a message of the user. Raises
+    ValueError, with the reason, if there is none."""
+    if not isinstance(record, dict):
+        raise ValueError("is no JSON object")
+    key = next((key for key in ("messages", "conversations") if key in record), "prompt")
+    if key not in record:
+        raise ValueError(f"has neither 'prompt' nor 'messages'; it has {shown(sorted(record))}")
+    messages = record[key] if key != "prompt" else [{"role": "user", "content": record[key]}]
+    return Dialog(_listed(record, key, messages), _tools(record.get("tools")), [])
+
+
+def _listed(record: Mapping[str, Any], key: str, messages: Any) -> list[dict[str, Any]]:
+    """Return the messages that a record has as `key`, behind a system prompt of its own."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"its {key!r} is no list of messages")
     messages = [_message(message, f"message {number}") for number, message in enumerate(messages)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("has no response: no message is of the role assistant")
     system = record.get("system")  # beside the messages, as ShareGPT has it
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": map_text(system, _check_text)}, *messages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,8 @@ class Sampling:
     """A draw is a function of this, the prompt's ids and the number of the token."""
     stop: tuple[int, ...] = ()
     """Ids that end a text, beside the model's end of document."""
+    end: str = ""
+    """Text that ends a text and is no part of it, where no id does."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -56,9 +58,11 @@ class Sampling:
             raise UserError("\n".join(broken))
 
 
-def draw(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, int]]:
+def draw(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, ended: Container[int] = ()
+) -> Iterator[tuple[int, int]]:
     """Continue each prompt; among others a prompt gets the text that it gets alone. All ranks of a replica call it
-    together, with the same prompts.
+    together, with the same prompts. The caller may put numbers of prompts that need no more tokens into `ended`.
 
     Yields the number of a prompt and an id of its text, as soon as it is drawn, without the one that ends the text.
     Raises UserError, naming the prompts that are empty, longer than the window or hold ids beyond the vocabulary.
@@ -75,11 +79,18 @@ def draw(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Samplin
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), model.rows):
         numbers = order[start : start + model.rows]
-        for row, token in _draw_rows(model, [prompts[number] for number in numbers], sampling):
+        rows = [prompts[number] for number in numbers]
+        for row, token in _draw_rows(model, rows, sampling, numbers, ended):
             yield numbers[row], token
 
 
-def _draw_rows(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, int]]:
+def _draw_rows(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    numbers: Sequence[int],
+    ended: Container[int],
+) -> Iterator[tuple[int, int]]:
     """Continue prompts side by side; yields the row and the id of what is drawn."""
     ends = {model.eod, *model.stop, *sampling.stop}
     # the last token that the window has room for asks for one more
@@ -106,6 +117,8 @@ def _draw_rows(model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: S
             elif room[row]:
                 room[row] -= 1
                 yield row, token
+                if numbers[row] in ended:
+                    room[row] = 0
         step += 1
 
 
@@ -218,14 +231,19 @@ def encode_prompts(
         raise UserError("\n".join(f"prompt {text[:40]!a}: holds bytes that are not UTF-8" for text in wrong))
     before = [] if bos is None else [bos]
     prompts = [[*before, *tokenizer.encode(text)] or [eod or 0] for text in texts]
+    require_fitting([repr(text[:40]) for text in texts], prompts, window)
+    return prompts
+
+
+def require_fitting(names: Sequence[str], prompts: Sequence[Sequence[int]], window: int) -> None:
+    """Raise UserError, naming the prompts that are longer than the model's window."""
     problems = [
-        f"prompt {text[:40]!r}: {len(ids)} tokens, and the model looks back at {window} (model.sequence); shorten it"
-        for text, ids in zip(texts, prompts, strict=True)
+        f"prompt {name}: {len(ids)} tokens, and the model looks back at {window} (model.sequence); shorten it"
+        for name, ids in zip(names, prompts, strict=True)
         if len(ids) > window
     ]
     if problems:
         raise UserError("\n".join(problems))
-    return prompts
 
 
 def text_ids(ids: Sequence[int], bos: int | None) -> Sequence[int]:
@@ -251,6 +269,7 @@ def continue_prompts(
         return tokenizer.decode(text_ids(ids, model.bos))
 
     ids = [list(prompt) for prompt in prompts]
+    ended: set[int] = set()
     begins = [len(decode(prompt)) for prompt in prompts]
     shown = list(begins)
 
@@ -259,16 +278,27 @@ def continue_prompts(
             on_text(number, text[shown[number] :])
             shown[number] = len(text)
 
-    for number, token in draw(model, prompts, sampling):
+    def read(number: int) -> str:
+        """Return the text, up to `sampling.end`."""
+        text = decode(ids[number])
+        place = text.find(sampling.end, begins[number]) if sampling.end else -1
+        if place >= 0:
+            ended.add(number)
+        return text if place < 0 else text[:place]
+
+    for number, token in draw(model, prompts, sampling, ended):
         ids[number].append(token)
-        if on_text is not None:
-            show(number, decode(ids[number]).rstrip(UNFINISHED))
+        if on_text is not None or sampling.end:
+            text = read(number).rstrip(UNFINISHED)
+            # the end of a text must not be shown before it is whole
+            held = max((n for n in range(len(sampling.end)) if text.endswith(sampling.end[:n])), default=0)
+            show(number, text[: len(text) - held])
     results = []
-    for number, text in enumerate(map(decode, ids)):
+    for number, text in enumerate(map(read, range(len(ids)))):
         show(number, text)
         length, room = len(ids[number]) - len(prompts[number]), model.config.sequence + 1 - len(prompts[number])
         end = "length" if sampling.max_tokens <= room else "window"
-        if length < min(sampling.max_tokens, room):
+        if length < min(sampling.max_tokens, room) or number in ended:
             end = "stop"
         results.append(Continuation(text[: begins[number]], text[begins[number] :], length, end))
     return results

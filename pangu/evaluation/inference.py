@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ class LoadedModel:
     """Ids that end a generated text beside `eod`."""
     bos: int | None = None
     """Id before each text, if there is one."""
+    read_template: Callable[[], str | None] = lambda: None
+    """Return the template of the conversations that it was fine-tuned on, as Jinja, if it was. Raises UserError."""
 
     @property
     def first(self) -> int | None:

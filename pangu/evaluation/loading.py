@@ -17,7 +17,7 @@ from pangu.checkpoint.formats.huggingface import HuggingFaceSource, put_tokenize
 from pangu.checkpoint.formats.stored import take
 from pangu.checkpoint.index import read_index
 from pangu.checkpoint.reading import load_weights, newest_checkpoint, trained_model
-from pangu.checkpoint.run_folder import kept_tokenizer
+from pangu.checkpoint.run_folder import kept_template, kept_tokenizer
 from pangu.collectives.reduce import gather_objects
 from pangu.collectives.regions import TensorRegion
 from pangu.config.checks import find_model_problems
@@ -56,6 +56,8 @@ class _Source:
     """State of `ExpertBalance`, of a model with experts."""
     kernel: str | None = None
     """Attention kernel that its run chose as the fastest, if it had a choice."""
+    read_template: Callable[[], str | None] = lambda: None
+    """See `LoadedModel.read_template`."""
 
 
 def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: int = 8) -> LoadedModel:
@@ -86,14 +88,15 @@ def load_model(path: Path, mesh: Mesh, precision: str | None = None, *, rows: in
         balance.restore(path, source.experts)
     runner = Runner.on(mesh, model, chunks, forward_only(schedule, 1), dtype=DTYPES[compute], region=region)
     ids = (source.packing["eod"], rows, source.packing["stop"], source.packing["bos"])
-    return LoadedModel(runner, schedule, mesh, config, source.tokenizer, *ids)
+    return LoadedModel(runner, schedule, mesh, config, source.tokenizer, *ids, source.read_template)
 
 
 def _of_run(path: Path, mesh: Mesh) -> _Source:
     checkpoint = gather_objects(_checkpoint(path), mesh.group("world"))[0]
     index = read_index(checkpoint)
     trained = trained_model(checkpoint, index)
-    tokenizer = kept_tokenizer(checkpoint.resolve().parent.parent, trained.data)
+    run = checkpoint.resolve().parent.parent
+    tokenizer = kept_tokenizer(run, trained.data)
     opened = load_tokenizer(tokenizer) if tokenizer else None
     own_end = isinstance(trained.data, (StreamData, InstructionsData))
     # what is fast where probabilities are dropped says nothing of evaluation, which drops none
@@ -106,6 +109,7 @@ def _of_run(path: Path, mesh: Mesh) -> _Source:
         lambda weights: load_weights(checkpoint, mesh, weights),
         index.get("experts"),
         kernel if isinstance(kernel, str) else None,
+        lambda: kept_template(run, trained.data),
     )
 
 
@@ -134,6 +138,7 @@ def _exported(path: Path) -> _Source:
         tokenizer,
         {**packing, "bos": begin_id(packing["bos"], tokenizer)},
         fill,
+        read_template=lambda: source.chat_template,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pangu.checkpoint.run_folder import keep_generation, keep_tokenizer, make_run_folder, save_config
+from pangu.checkpoint.run_folder import keep_generation, keep_template, keep_tokenizer, make_run_folder, save_config
 from pangu.collectives.agreement import agree, name_silent_ranks
 from pangu.collectives.reduce import gather_objects
 from pangu.config.console import outlive_console
@@ -245,8 +245,8 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
 
 
 def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Configuration and tokenizer, with which the folder can be used without what it was made from, choices, and where
-    which rank runs."""
+    """Write the configuration, tokenizer and chat template, with which the folder can be used without what it was made
+    from, the choices, and where which rank runs."""
     save_config(output, config)
     save_choices(output, choices)
     save_nodes(output, ranks)
@@ -254,6 +254,7 @@ def _describe_folder(output: Path, config: RunConfig, choices: Choices, ranks: S
         keep_tokenizer(output, tokenizer)
     if config.checkpoint.init_from is not None:
         keep_generation(output, Path(config.checkpoint.init_from))
+    keep_template(output, config.data)
 
 
 def _sources(config: RunConfig, mesh: Mesh, launch: Launch, watchdog: Watchdog | None) -> Sources:

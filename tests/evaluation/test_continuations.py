@@ -30,7 +30,7 @@ class Bytes:
 def model_that_says(text: str, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """A model whose draws are the bytes of a text, then the end of the document."""
 
-    def draw(model, prompts, sampling):
+    def draw(model, prompts, sampling, ended):
         said = [*text.encode()][: sampling.max_tokens]
         return ((number, token) for number in range(len(prompts)) for token in said)
 
@@ -48,6 +48,14 @@ def test_only_whole_characters_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert [new for number, new in told if number == 0] == list(text)
     assert [new for number, new in told if number == 1] == list(text)
     assert [(part.prompt, part.text, part.tokens) for part in found] == [("A", text, 15), ("BC", text, 15)]
+
+
+def test_a_text_ends_before_the_text_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of which is shown, while what only begins like it is."""
+    told: list[str] = []
+    model = model_that_says("a<b<|end|>c", monkeypatch)
+    (found,) = continue_prompts(model, [[65]], Sampling(30, end="<|end|>"), on_text=lambda _, new: told.append(new))
+    assert (found.text, found.end, told) == ("a<b", "stop", ["a", "<b"])
 
 
 def test_a_text_that_ends_inside_a_character_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

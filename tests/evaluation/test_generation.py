@@ -174,6 +174,15 @@ def test_tokens_are_told_as_they_are_drawn() -> None:
     assert [number for number, _ in told] == [1, 3] * 4 + [0, 4] * 4 + [2] * 4
 
 
+def test_a_prompt_that_has_ended_gets_no_more_tokens() -> None:
+    ended: set[int] = set()
+    drawn = []
+    for number, _ in draw(loaded(), [[1, 2], [3, 4]], Sampling(4), ended):
+        drawn.append(number)
+        ended.add(0)
+    assert (drawn.count(0), drawn.count(1)) == (1, 4)
+
+
 def test_prompts_that_do_not_fit_are_named() -> None:
     with pytest.raises(UserError) as error:
         generate(loaded(), [[1], [], [1] * 25, [TINY.vocab]], Sampling(1))

@@ -166,9 +166,8 @@ def convert(
     with writing(output), torch.no_grad():
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_path(output) as partial:
-            job = Job(
-                config, tokenizer, output, tensor, table, described, contents(), source.balance, source.generation
-            )
+            kept = (source.balance, source.generation, source.chat_template)
+            job = Job(config, tokenizer, output, tensor, table, described, contents(), *kept)
             target.write(partial, job)
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from pangu.checkpoint.formats.huggingface_config import kind_in, kind_of, read_model, write_model
 from pangu.checkpoint.formats.pickles import load_pickle
 from pangu.checkpoint.formats.stored import PANGU_PADDING, Job, Source, Stored, make_table
-from pangu.checkpoint.run_folder import require_inside, tokenizer_files
+from pangu.checkpoint.run_folder import CHAT_TEMPLATE, read_text, require_inside, tokenizer_files
 from pangu.checkpoint.safetensors_file import write_safetensors
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, reading, shown
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
 from pangu.data.boundaries import begin_id
+from pangu.data.chat import FINE_TUNED
 from pangu.data.tokenizers import Tokenizer, load_tokenizer
 from pangu.layers.rotary import rotary_frequencies
 
@@ -74,6 +75,10 @@ class HuggingFaceSource(Source):
             tokenizer_files(path)
             self.tokenizer = TokenizerConfig("huggingface", str(path))
         self.packing["bos"] = None if self.tokenizer is None else "auto"
+        if (path / CHAT_TEMPLATE).is_file():
+            require_inside(path, path / CHAT_TEMPLATE)
+            text = read_text(path / CHAT_TEMPLATE)
+            self.chat_template = text if text.startswith(FINE_TUNED) else None
 
     def _full(self, name: str) -> str:
         """Some files leave out the name of the model's trunk."""
@@ -227,6 +232,8 @@ def write(path: Path, job: Job) -> None:
         shutil.copy(Path(__file__).with_name("modeling_pangu.py"), path)
     if job.tokenizer is not None:
         _write_tokenizer(path, job.tokenizer)
+        if job.chat_template is not None:
+            _write_template(path, job.chat_template)
     shards: list[dict[str, Tensor]] = [{}]
     for stored, tensor in zip(job.table, job.described, strict=True):
         size = sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes
@@ -260,6 +267,15 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
     facts = {"tokenizer_class": "PanguTokenizer", "auto_map": auto, "jieba": tokenizer.kind == "pangu"}
     facts |= _pieces(tokenizer)
     _write_json(path / "tokenizer_config.json", facts)
+
+
+def _write_template(path: Path, template: str) -> None:
+    """Write the chat template in place of those that came with the tokenizer."""
+    (path / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    facts = path / "tokenizer_config.json"
+    if facts.is_file() and "chat_template" in (values := read_json_object(facts)):
+        del values["chat_template"]
+        _write_json(facts, values)
 
 
 def _opened(tokenizer: TokenizerConfig | None) -> Tokenizer | None:

@@ -14,11 +14,21 @@ from pangu.checkpoint.files import Slice, checkpoint_path, commit, start, write_
 from pangu.checkpoint.formats.stored import Job, Source, Stored
 from pangu.checkpoint.index import find_damage, read_index
 from pangu.checkpoint.reading import newest_checkpoint, read_tensor, trained_model
-from pangu.checkpoint.run_folder import GENERATION, identity, keep_tokenizer, kept_tokenizer, save_config
+from pangu.checkpoint.run_folder import (
+    CHAT_TEMPLATE,
+    GENERATION,
+    identity,
+    keep_tokenizer,
+    kept_template,
+    kept_tokenizer,
+    save_config,
+)
 from pangu.config.data import IndexedData
 from pangu.config.errors import UserError
 from pangu.config.files import read_json_object
 from pangu.config.model import ModelConfig
+from pangu.data.boundaries import packing_with_ids
+from pangu.data.tokenizers import load_tokenizer
 from pangu.models.parameters import logical_shapes
 from pangu.optim.loss_scale import LossScale
 from pangu.topology.layout import Layout
@@ -49,7 +59,17 @@ class PanguSource(Source):
             for name, entry in self._index["tensors"].items()
             if name.startswith("weight/")
         }
-        self.tokenizer = kept_tokenizer(self._path.resolve().parent.parent, config.data)
+        run = self._path.resolve().parent.parent
+        self.tokenizer = kept_tokenizer(run, config.data)
+        self.chat_template = kept_template(run, config.data)
+        if self.chat_template is not None and self.tokenizer is not None:
+            from pangu.data.prompts import ChatPrompts
+
+            opened = load_tokenizer(self.tokenizer)
+            ids = packing_with_ids(config.data.packing, opened, own_end=True)
+            chat = ChatPrompts(self.chat_template, opened, ids.eod)
+            ends = (token for token in (*ids.stop, *chat.stop) if token != ids.eod)
+            self.packing["stop"] = tuple(dict.fromkeys(ends))
 
     def table(self, model: ModelConfig) -> list[Stored]:
         return table(model, 1)
@@ -92,6 +112,8 @@ def write(path: Path, job: Job) -> None:
 
         facts["experts"] = (job.balance or ExpertBalance(config.model)).state()
     commit(checkpoint, [written], facts)
+    if job.chat_template is not None:
+        (path / CHAT_TEMPLATE).write_text(job.chat_template, encoding="utf-8")
     if job.generation:
         (path / GENERATION).write_text(json.dumps(job.generation, indent=2), encoding="utf-8")
     save_config(path, config)

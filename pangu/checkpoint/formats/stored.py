@@ -63,6 +63,8 @@ class Source(ABC):
     generation: Mapping[str, Any] = MappingProxyType({})
     """What files of transformers say of ids and sampling, by the name of the file: an export says the same."""
     tokenizer: TokenizerConfig | None = None
+    chat_template: str | None = None
+    """Template of the conversations that the model was fine-tuned on, see `ChatTemplate.portable`."""
     balance: ExpertBalance | None = None
     """What the routers of a model with experts learned of their loads, where the files tell it."""
     tensors: Mapping[str, Tensor]
@@ -105,6 +107,8 @@ class Job:
     """As `Source.balance`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """As `Source.generation`."""
+    chat_template: str | None = None
+    """As `Source.chat_template`."""
 
 
 def make_table(

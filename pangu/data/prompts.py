@@ -1,0 +1,60 @@
+"""Prompts for a model that was fine-tuned on conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pangu.config.data import InstructionsData
+from pangu.config.errors import UserError
+from pangu.data.boundaries import spelled_end
+from pangu.data.chat import ChatTemplate
+from pangu.data.encoding import cached_tokenizer
+from pangu.data.messages import Dialog
+from pangu.data.sandbox import Allowance
+from pangu.data.sources import with_ids
+from pangu.data.token_spans import encode_parts
+from pangu.data.tokenizers import Tokenizer
+
+
+class ChatPrompts:
+    """The prompts of a chat template, as the training of its model had them.
+
+    Attributes:
+        stop: ids that end a response.
+        end: text that ends a response where its template spells it, or "".
+    """
+
+    def __init__(self, template: str, tokenizer: Tokenizer, eod: int | None) -> None:
+        """Read a template, given as Jinja. Raises UserError if it is none."""
+        self._tokenizer, special = tokenizer, tokenizer.special
+        spelled, self._ids = spelled_end(tokenizer, eod)
+        self._template = ChatTemplate("chat_template.jinja", special, spelled, text=template)
+        tail = self._template.end_of_turn()
+        first = max((piece for piece in special if tail.startswith(piece)), key=len, default=None)
+        self.stop = () if first is None else (self._ids.get(special[first], special[first]),)
+        self.end = tail if first is None else ""
+
+    def encode(self, dialogs: Sequence[Dialog]) -> list[list[int]]:
+        """Return the ids of each conversation, up to where its next response begins. Raises UserError if the template
+        fails."""
+        prompts = []
+        for number, dialog in enumerate(dialogs):
+            try:
+                with Allowance() as allowance:
+                    text = self._template.prompt(dialog, allowance)
+            except ValueError as error:
+                raise UserError(f"prompt {number}: {error}; --raw continues texts as they are") from error
+            (ids,) = encode_parts(self._tokenizer, [text])
+            prompts.append([self._ids.get(token, token) for token in ids])
+        return prompts
+
+
+def portable_template(data: InstructionsData) -> str:
+    """Return the chat template of fine-tuning data as `ChatTemplate.portable`. Raises UserError if it or the tokenizer
+    cannot be read."""
+    packing = with_ids(data).packing
+    assert data.tokenizer is not None
+    assert packing.bos != "auto"
+    tokenizer = cached_tokenizer(data.tokenizer)
+    spelled, _ = spelled_end(tokenizer, packing.eod)
+    return ChatTemplate(data.template, tokenizer.special, spelled, packing.bos).portable
