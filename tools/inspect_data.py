@@ -124,7 +124,8 @@ def _inspect_tokens(options: argparse.Namespace) -> None:
             with _manifest(options.prefix[0]):
                 recipe = manifests[0]["recipe"]
                 eod = recipe["eod"] if eod is None else eod
-                bos = None if recipe.get("bos") is None else int(recipe["bos"])
+                # a ValueError for all but an id
+                bos = None if recipe.get("bos") is None else range(2**31).index(recipe["bos"])
         _show_samples(options, readers, _ids(options, eod, bos), tokenizer)
 
 
