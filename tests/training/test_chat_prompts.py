@@ -7,12 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 
+from pangu.checkpoint.formats.huggingface import _write_template, _write_tokenizer
 from pangu.checkpoint.run_folder import CHAT_TEMPLATE
 from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, printable
+from pangu.data.chat import ChatTemplate
 from pangu.data.instructions import Encoder, Recipe
+from pangu.data.messages import Dialog
+from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling
 from pangu.evaluation.loading import load_model
@@ -136,3 +141,32 @@ def test_only_the_answer_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert encode(model, [{"prompt": "a"}], Sampling(1), raw=False)[1].end == "<|im_end|>"
     with pytest.raises(UserError, match="prompt 1: has messages, and --raw takes texts"):
         encode(model, [{"messages": TALK}], Sampling(1), raw=True)
+
+
+@pytest.mark.parametrize(("template", "control"), [("plain", []), ("chatml", ["<|im_start|>", "<|im_end|>"])])
+@pytest.mark.parametrize("bytes_", [False, True])
+def test_an_exported_sentencepiece_file_reads_a_conversation_as_a_whole(
+    template: str, control: list[str], bytes_: bool, tmp_path: Path
+) -> None:
+    """With one dummy prefix, and with every piece that the template spells."""
+    (tmp_path / "text.txt").write_text("What is a text? some words and what user assistant im\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "small"),
+        vocab_size=320 if bytes_ else 60,
+        hard_vocab_limit=False,
+        byte_fallback=bytes_,
+        normalization_rule_name="identity",
+        control_symbols=control,
+        minloglevel=2,
+    )
+    config = TokenizerConfig("sentencepiece", str(tmp_path / "small.model"))
+    ours = load_tokenizer(config)
+    text = ChatTemplate(template, ours.special, ours.eod, ours.bos).portable
+    talk = [*TALK[1:3], {"role": "user", "content": "Ω is  what\n\n"}]
+    expected = ChatPrompts(text, ours, ours.eod).encode([Dialog(talk, [], [])])[0]
+    (tmp_path / "out").mkdir()
+    _write_tokenizer(tmp_path / "out", config)
+    _write_template(tmp_path / "out", text, config)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) == expected

@@ -233,7 +233,7 @@ def write(path: Path, job: Job) -> None:
     if job.tokenizer is not None:
         _write_tokenizer(path, job.tokenizer)
         if job.chat_template is not None:
-            _write_template(path, job.chat_template)
+            _write_template(path, job.chat_template, job.tokenizer)
     shards: list[dict[str, Tensor]] = [{}]
     for stored, tensor in zip(job.table, job.described, strict=True):
         size = sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes
@@ -269,12 +269,17 @@ def _write_tokenizer(path: Path, tokenizer: TokenizerConfig) -> None:
     _write_json(path / "tokenizer_config.json", facts)
 
 
-def _write_template(path: Path, template: str) -> None:
-    """Write the chat template in place of those that came with the tokenizer."""
+def _write_template(path: Path, template: str, tokenizer: TokenizerConfig) -> None:
+    """Write the chat template in place of those that came with the tokenizer, and declare the pieces of a SentencePiece
+    file that it spells."""
     (path / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     facts = path / "tokenizer_config.json"
-    if facts.is_file() and "chat_template" in (values := read_json_object(facts)):
-        del values["chat_template"]
+    values = read_json_object(facts) if facts.is_file() else {}
+    values.pop("chat_template", None)
+    if (path / "vocab.model").is_file() and (opened := _opened(tokenizer)):
+        declared = values.values()
+        values["additional_special_tokens"] = [p for p in opened.special if p in template and p not in declared]
+    if values:
         _write_json(facts, values)
 
 

@@ -6,6 +6,7 @@ This file goes with exported weights and needs transformers, sentencepiece and j
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 import sentencepiece
 from transformers import PreTrainedTokenizer
 
+APART = "\ufdd2"
+"""Noncharacter in place of a special piece."""
+_BORDER = "\ufdd0"
+_APART_BYTES = _BORDER.join(f"<0x{byte:02X}>" for byte in APART.encode())
 SPACE, NEWLINE = "▂", "▃"
 """What is written for a space and a newline, which jieba and SentencePiece would lose."""
 
@@ -48,6 +53,23 @@ class PanguTokenizer(PreTrainedTokenizer):
     def get_vocab(self) -> dict[str, int]:
         """Pieces and their ids."""
         return {self.processor.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
+
+    def tokenize(self, text: str, **options: Any) -> list[str]:
+        """Encode a text with special pieces as a whole: only its beginning has SentencePiece's dummy prefix."""
+        special = sorted(self.added_tokens_encoder, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
+        if self.jieba or APART in text or options.get("split_special_tokens") or len(parts) == 1:
+            return super().tokenize(text, **options)
+        # `APART` stands in for special pieces, but for those that the text begins with
+        lead = next((number for number, part in enumerate(parts) if part and number % 2 == 0), len(parts))
+        found = [part for part in parts[:lead] if part]
+        held = iter(parts[lead + 1 :: 2])
+        hidden = "".join(APART if number % 2 else part for number, part in enumerate(parts[lead:]))
+        # pieces of unknown characters are these themselves, or their bytes
+        pieces = _BORDER.join(self.processor.encode(hidden, out_type=str)).replace(_APART_BYTES, APART)
+        for piece in pieces.split(_BORDER):
+            found += [next(held) if run == APART else run for run in re.findall(f"{APART}|[^{APART}]+", piece)]
+        return found
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         if self.jieba:
