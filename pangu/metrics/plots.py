@@ -21,6 +21,8 @@ from pangu.config.files import write_atomically
 from pangu.metrics.record import read_records
 
 Series = NDArray[np.float64]
+MOST_FIGURE = 1e100
+"""Bound of a figure; a larger one counts as not finite."""
 
 
 def plot_loss(metrics_jsonl: Path, png: Path, title: str) -> None:
@@ -95,8 +97,9 @@ def columns_of(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> di
 
 
 def _number(value: object) -> float:
-    """NaN for whatever is no number that a float can hold."""
-    return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else math.nan
+    """Return NaN for what is no number, and for one whose sums or differences could overflow."""
+    most = 2**63 if isinstance(value, int) else MOST_FIGURE
+    return float(value) if isinstance(value, int | float) and abs(value) < most else math.nan
 
 
 def smooth(values: Series) -> Series:

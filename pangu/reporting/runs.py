@@ -65,7 +65,7 @@ class Run:
         experts = [part if isinstance(part := record.get("experts"), dict) else {} for record in self.records]
         of_experts = columns_of(experts, _EXPERTS)
         columns = columns_of(self.records, _NUMBERS) | {f"experts/{name}": of_experts[name] for name in _EXPERTS}
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             columns["data_wait"] = columns["data_wait_s"] / columns["step_time_s"]
         return columns
 
@@ -125,7 +125,8 @@ class Run:
         """Steps at which something went wrong or the run was started again, and what."""
         before, failed = 0.0, 0.0
         names = ("step", "skipped", "continued_from", "failed_saves")
-        columns = (self.columns[name] for name in names)
+        columns = [self.columns[name] for name in names]
+        columns[0] = np.nan_to_num(columns[0])
         for step, skipped, place, saves, record in zip(*columns, self.records, strict=True):
             if math.isfinite(place):
                 yield int(step), f"goes on from the checkpoint of step {place:.0f}" if place else "begins again"

@@ -64,15 +64,19 @@ _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done"
 
 
 class Variables(dict[str, list[str]]):
-    """The values of variables, which may not be written without end: one that grows with each line is quadratic."""
+    """Values of variables, with a bound on what is written and read: one that grows with each line is quadratic."""
 
     written = 0
 
     def __setitem__(self, name: str, value: list[str]) -> None:
-        self.written += sum(map(len, value))
+        self.count(value)
+        super().__setitem__(name, value)
+
+    def count(self, value: Sequence[str]) -> None:
+        """Count the characters and words of a value. Raises ValueError if a script takes too many."""
+        self.written += len(value) + sum(map(len, value))
         if self.written > 10 * MOST_CHARACTERS:
             raise ValueError(f"its variables take more than {10 * MOST_CHARACTERS:,} characters together")
-        super().__setitem__(name, value)
 
 
 class Command(NamedTuple):
@@ -143,9 +147,15 @@ def _commands(
             yield value
         words = words[count:]
     rest = [field for word in words if word != "(" for field in expand(word, variables)]
+    _check_words(rest)
     for line in (rest, *(field.split() for field in rest if " " in field)):
         if any(_scripts(line)):
             yield line
+
+
+def _check_words(words: Sequence[str]) -> None:
+    if len(words) > MOST_WORDS:
+        raise ValueError(f"a command has more than {MOST_WORDS:,} words")
 
 
 def _scripts(words: Sequence[str]) -> list[str]:
@@ -172,8 +182,7 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
         if token.lastgroup == "wrong":
             line = text.count("\n", 0, token.start()) + 1
             raise ValueError(f"line {line}: the quotation mark {token[0]} does not end")
-        if len(words) > MOST_WORDS:
-            raise ValueError(f"a command has more than {MOST_WORDS:,} words")
+        _check_words(words)
         if token.lastgroup == "word":
             words.append(token[0])
         elif token[0] == "(" and words and words[-1].endswith("="):
@@ -230,6 +239,7 @@ def expand(word: str, variables: Variables, split: bool = True) -> list[str]:
             fields[-1] += text[1:-1]
             quoted = True
         elif kind == "quoted" and (array := _ARRAY.fullmatch(text[1:-1])) and array[1] in variables:
+            variables.count(variables[array[1]])
             fields[-1:] = [fields[-1] + "", *variables[array[1]], ""] if fields[-1] else [*variables[array[1]], ""]
         elif kind == "quoted":
             fields[-1] += _substitute(re.sub(r"\\(\n|(.))", r"\2", text[1:-1]), variables)
@@ -250,7 +260,9 @@ def _substitute(text: str, variables: Variables) -> str:
             return _sum(match, variables)
         known, default = variables.get(match["name"] or match["bare"]), match["default"]
         if known is not None and (any(known) or default is None):
-            return " ".join(known if match["all"] else known[:1])
+            values = known if match["all"] else known[:1]
+            variables.count(values)
+            return " ".join(values)
         return match[0] if default is None else _substitute(default.strip("'\""), variables)
 
     return _VARIABLE.sub(value, text)
@@ -258,8 +270,12 @@ def _substitute(text: str, variables: Variables) -> str:
 
 def _sum(match: re.Match[str], variables: Variables) -> str:
     """The value of `$((A * 2))`, or the text itself where it is not known."""
-    known = {name: value[0] for name, value in variables.items() if value and re.fullmatch(r"\d{1,18}", value[0])}
-    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: known.get(name[1], name[0]), match["sum"].strip())
+
+    def known(name: re.Match[str]) -> str:
+        value = next(iter(variables.get(name[1], [])), "")
+        return value if re.fullmatch(r"\d{1,18}", value) else name[0]
+
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", known, match["sum"].strip())
     if len(text) > 200:
         return match[0]
     try:

@@ -20,7 +20,8 @@ import pytest
 from pangu.checkpoint.run_folder import save_config
 from pangu.metrics.record import to_json
 from pangu.reporting.charts import Line, thin, ticks
-from pangu.reporting.page import COLOURS
+from pangu.reporting.page import COLOURS, render
+from pangu.reporting.runs import _NUMBERS
 from tests.configs import config
 from tests.end_to_end.commands import SMALL, called, metrics
 from tests.metrics.conftest import RECORD
@@ -183,6 +184,25 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("figure", [1e308, -1e308, 5e-324, -1, 0, 10**30, 10**400, math.nan, math.inf, -math.inf, True])
+def test_absurd_figures_leave_a_page_and_no_warning(tmp_path: Path, figure: float) -> None:
+    names = [*_NUMBERS, "experts", "validation_sources"]
+    usual = dict.fromkeys(_NUMBERS, 1.0)
+    nested = {"experts": {"load": figure}, "validation_sources": {"a": {"loss": figure}}}
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        odd = {name: nested.get(name, figure)}
+        lines = [{**usual, "tokens": step, **(odd if step % 2 else {})} for step in range(4)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert "</html>" in render([folder])
+    (folder / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({**dict.fromkeys(names, figure), **nested}) for _ in "1234")
+    )
+    assert "</html>" in render([folder])
 
 
 DAMAGE: dict[str, tuple[str, str, str]] = {

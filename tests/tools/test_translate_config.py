@@ -462,6 +462,10 @@ LONG = {
     "assignments": "A=1 " * 200_000,
     "conditions": "if " * 200_000,
     "documents": "cat <<EOF\n" * 80_000,
+    "uses of a long variable": f"B='{'x ' * 400_000}'\n" + "echo $B\n" * 15_000,
+    "uses in commands": f"B='{'x ' * 400_000}'\n" + "pretrain_gpt.py --b $B\n" * 6_000,
+    "uses of an array": "A=(" + "x " * 10_000 + ")\n" + 'echo "${A[@]}"\n' * 40_000,
+    "sums": "".join(f"A{n}=1\n" for n in range(10_000)) + "A=$((A1+1))\n" * 20_000,
     "other documents": "\n".join(f"cat <<E{number}" for number in range(60_000)),
 }
 
