@@ -28,6 +28,8 @@ class ChatPrompts:
         """Read a template, given as Jinja. Raises UserError if it is none."""
         self._tokenizer, special = tokenizer, tokenizer.special
         spelled, self._ids = spelled_end(tokenizer, eod)
+        # as in training, a response that nothing stands before follows the end of a document
+        self._first = [] if eod is None else [eod]
         self._template = ChatTemplate("chat_template.jinja", special, spelled, text=template)
         tail = self._template.end_of_turn()
         first = max((piece for piece in special if tail.startswith(piece)), key=len, default=None)
@@ -45,7 +47,7 @@ class ChatPrompts:
             except ValueError as error:
                 raise UserError(f"prompt {number}: {error}; --raw continues texts as they are") from error
             (ids,) = encode_parts(self._tokenizer, [text])
-            prompts.append([self._ids.get(token, token) for token in ids])
+            prompts.append([self._ids.get(token, token) for token in ids] or self._first)
         return prompts
 
 

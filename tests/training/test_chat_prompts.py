@@ -16,7 +16,7 @@ from pangu.config.data import TokenizerConfig
 from pangu.config.errors import UserError, printable
 from pangu.data.chat import ChatTemplate
 from pangu.data.instructions import Encoder, Recipe
-from pangu.data.messages import Dialog
+from pangu.data.messages import Dialog, read_prompt
 from pangu.data.prompts import ChatPrompts
 from pangu.data.tokenizers import load_tokenizer
 from pangu.evaluation.generation import Sampling
@@ -170,3 +170,9 @@ def test_an_exported_sentencepiece_file_reads_a_conversation_as_a_whole(
     _write_template(tmp_path / "out", text, config)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) == expected
+
+
+def test_an_empty_prompt_begins_as_in_training() -> None:
+    tokenizer = load_tokenizer(TokenizerConfig("bytes"))
+    chat = ChatPrompts(ChatTemplate("plain", tokenizer.special, tokenizer.eod).portable, tokenizer, tokenizer.eod)
+    assert chat.encode([read_prompt({"prompt": ""}), read_prompt({"prompt": "a"})]) == [[256], [97]]
