@@ -33,7 +33,7 @@ FLOORS = {
     "translation": 9,
     "reporting": 3,
 }
-APART = {"translation": 1_745, "library": 1_188, "reporting": 724}
+APART = {"translation": 2_071, "library": 1_519, "reporting": 735}
 """Folders that only a tool loads, and their lines at most: settings of other programs, other people's modules,
 pages about runs. 140 of translation are today's keys of data, experts and shared sequences, and what a script says
 under a condition; 10 of reporting are replicas of runs; 2 of library weights that are made of
@@ -179,9 +179,10 @@ def test_the_package_stays_small() -> None:
     documents, windows and parts of a sequence; 34 that no run imports torch's compiler for its optimizer; 20
     that no layer which stays on the device is copied to the host; 136 data
     that is prepared for as long as it gets on, and leaves nothing where it is given up; 10 a GELU
-    that compilers make fast."""
+    that compilers make fast; 3,435 inputs, tokenizers, checkpoints, consoles and faults of outsiders, which gave wrong
+    numbers or lost work before."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 28_098
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_533
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -223,7 +224,7 @@ pretrain(Path("configs").resolve())
 print("compilers", {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_605, "run": 12_362}
+MOST_LINES = {"trainer": 6_806, "run": 13_698}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
