@@ -25,7 +25,7 @@ MOST_FAULTS = 2
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run has learned about a checkpoint since it was written."""
+    """Knowledge of a run about a checkpoint since it was written."""
 
     proven: bool = False
     """Whether enough good steps have followed it."""

@@ -59,7 +59,7 @@ def guard_console() -> None:
 
 
 def outlive_console() -> None:
-    """From here on, standard output is not what this process is for: its loss is a warning."""
+    """Turn the loss of standard output into a warning: this process no longer exists for its output."""
     raw = _raw(sys.stdout)
     if isinstance(raw, _Descriptor):
         raw.is_needed = False

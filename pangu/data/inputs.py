@@ -45,7 +45,7 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _KINDS = f"{', '.join(_KNOWN)}, and {', '.join(_TEXT)} with {', '.join(_PACKED)}"
 _ARRAY_BEGIN, _AFTER_VALUE = re.compile(r"\s*\[\s*(?P<end>\]\s*)?"), re.compile(r"\s*(,|(?P<end>\]\s*))\s*")
 _ENDS = {"lines": re.compile(rb"\n"), "text": re.compile(rb"\n[^\S\n]*\n"), "file": re.compile(rb"(?!)")}
-"""What ends a line or a document; nothing ends a file's."""
+"""Separators of lines and of documents; a whole file has none."""
 
 
 class Place(NamedTuple):

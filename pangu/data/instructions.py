@@ -152,8 +152,8 @@ _encoder = cache(Encoder)  # each process has one
 
 
 def encode_chunk(recipe: Recipe, max_bad: int, chunk: Chunk) -> Encoded:
-    """What a worker does; it ends with the line that is one too many. Raises UserError for what is too long, if that is
-    refused."""
+    """Encode a chunk in a worker; stop at the bad line that is one too many. Raises UserError for conversations that
+    are too long, if those are refused."""
     encoder, encoded = _encoder(recipe), Encoded()
     lines = list(json_lines(chunk))
     with Allowance(max(sandbox.SECONDS, _SECONDS_PER_LINE * len(lines))) as allowance:

@@ -38,7 +38,7 @@ class Dialog(NamedTuple):
     tools: list[Any]
     """Definitions of the functions that the assistant may call."""
     counted: list[bool]
-    """For each message of an assistant, whether the loss counts it."""
+    """Whether the loss counts each assistant message."""
 
 
 def read_dialog(record: Any, messages_key: str, prompt_key: str, response_key: str, turns: str) -> Dialog:

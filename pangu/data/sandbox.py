@@ -154,6 +154,6 @@ def _refuse(message: object) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Without the escapes of Jinja's own filter, which are for web pages."""
+    """Serialize without the escapes of Jinja's own filter, which are for web pages."""
     allowed = {name: option for name, option in options.items() if name in ("indent", "separators", "sort_keys")}
     return json.dumps(value, ensure_ascii=False, **allowed)

@@ -157,7 +157,7 @@ def _packed_buffers(header: memoryview) -> list[int]:
 
 
 def _rows(size: int, rows: int) -> int:
-    """As many rows as make a chunk."""
+    """Return how many rows make a chunk."""
     return min(max(CHUNK * rows // max(size, 1), 1), MOST_ROWS)
 
 

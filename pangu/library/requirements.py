@@ -1,4 +1,4 @@
-"""What `shard` requires of a module, and the records it makes of its parameters."""
+"""Requirements of `shard` on a module, and the records it makes of its parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def storage_of(
     overlap: bool = True,
     message: torch.dtype | None = None,
 ) -> Storage:
-    """How the parameters of a module are stored. Arguments and errors are those of `shard`."""
+    """Return how the parameters of a module are stored. Arguments and errors are those of `shard`."""
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh = {shown(mesh)}: must be a mesh, as `pangu.connect` returns it")
     formats: dict[torch.dtype, str] = {}

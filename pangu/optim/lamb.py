@@ -94,7 +94,7 @@ class Lamb(Uncompiled):
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    """As in torch's fused optimizers: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
+    """Scaling as in torch's fused steps: 1 if a step is to do nothing, otherwise 0; the gradients are divided by it.
     fp32, where the tensors are."""
     sum_norms: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
     reuse_gradients = False

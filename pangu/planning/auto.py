@@ -168,7 +168,7 @@ class Planned(NamedTuple):
 
     values: Mapping[str, Any]
     lines: list[str]
-    """What was chosen, and why."""
+    """Log lines that say which layout was chosen, and why."""
     meeting: Any = None
     """Mesh in which the processes agreed. Keep it until the run has its own: the first process may serve its store."""
 

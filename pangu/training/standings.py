@@ -16,7 +16,7 @@ log = logging.getLogger("pangu")
 
 
 class Standings:
-    """Which checkpoints of the run folder are proven or condemned. Everything that a decision rests on is on the disk,
+    """Record of which checkpoints are proven or condemned. Everything that a decision rests on is on the disk,
     so that a run that is killed and started again judges its checkpoints as if it had not been."""
 
     def __init__(self, folder: Path, mesh: Mesh, proven_after: int) -> None:

@@ -100,7 +100,7 @@ class Trainer:
         self.skipped = 0
         """Those whose result was read."""
         self.moments_since: dict[str, int] = {}
-        """Of tensors that were frozen at first: the updates that had been made when their moments began."""
+        """Updates made before the moments of tensors that were frozen at first began."""
         self.copied = Moment(mesh.device)
         """When the last save has its copy of what updates change."""
         self.doing = "starting"

@@ -1,4 +1,4 @@
-"""Which layers have experts, as Megatron-LM and programs after it say: a number or a list for all layers."""
+"""Layers with experts in the notation of Megatron-LM and its successors: a number, or a list for all layers."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from pangu.config.errors import UserError, reading, shown
 
 MOST_CHARACTERS = 1_000_000
-"""Of a script, and of a variable: one that holds itself twice doubles with each line."""
+"""Largest script and variable: a variable that holds itself twice doubles with each line."""
 MOST_WORDS = 20_000
-"""Of a command."""
+"""Largest number of words in a command."""
 _OUTPUT = r"\$\((?:[^()]|\([^()]*+\))*+\)"
 _QUOTED = rf"""'[^']*+'|"(?:\\.|{_OUTPUT}|[^"\\])*+\""""
 _SUM = r"(?:[^()\n]|\([^()\n]*+\))*+"
@@ -32,7 +32,7 @@ _TOKEN = re.compile(
 _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _PIECE = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<escape>\\.)|(?P<plain>(?:{_EXPANDED}|[^'\"\\])++)", re.DOTALL)
 _DEFAULT = r"(?:\$\{(?:\$\{[^{}]*+\}|[^{}])*+\}|[^{}])*+"
-"""With defaults inside of it, two levels deep."""
+"""Default of a variable, with defaults inside of it, two levels deep."""
 _VARIABLE = re.compile(
     rf"\$\(\((?P<sum>{_SUM})\)\)"
     rf"|\$\{{(?P<name>\w+)(?P<all>\[[@*]\])?(?::?[-=](?P<default>{_DEFAULT}))?\}}|\$(?P<bare>[A-Za-z_]\w*|\d)"

@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(
     r"|(?:change|replace|fill)[_ -]?me|^please |placeholder|你的|填写",
     re.IGNORECASE,
 )
-"""What stands where a user has to fill in a value, or what only a shell would tell."""
+"""Placeholders that a user has to fill in, and values that only a shell knows."""
 
 
 @dataclass(frozen=True)

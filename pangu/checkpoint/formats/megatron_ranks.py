@@ -232,7 +232,7 @@ class _Storages:
 
 
 _RECORDS = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
-"""What a file of torch.save holds beside the tensors and what its writer adds by itself."""
+"""Records of a torch.save file besides its tensors and those that its writer adds by itself."""
 
 
 def _in_order(content: object) -> Iterator[tuple[str, Tensor]]:

@@ -61,7 +61,7 @@ class Source(ABC):
     packing: Mapping[str, Any] = MappingProxyType({})
     """Keys of `PackingConfig` that the files tell."""
     generation: Mapping[str, Any] = MappingProxyType({})
-    """What files of transformers say of ids and sampling, by the name of the file: an export says the same."""
+    """Token ids and sampling defaults of each transformers file, by file name; exports keep them."""
     tokenizer: TokenizerConfig | None = None
     chat_template: str | None = None
     """Template of the conversations that the model was fine-tuned on, see `ChatTemplate.portable`."""
@@ -106,9 +106,9 @@ class Job:
     balance: ExpertBalance | None = None
     """As `Source.balance`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """As `Source.generation`."""
+    """See `Source.generation`."""
     chat_template: str | None = None
-    """As `Source.chat_template`."""
+    """See `Source.chat_template`."""
 
 
 def make_table(
