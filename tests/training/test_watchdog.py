@@ -1,8 +1,8 @@
-"""A run that hangs says who is stuck where, before it is ended. Ranks are threads, and the collective an event."""
+"""A run that hangs says who is stuck where, before it is ended. Ranks are threads, the collective is an event, and time
+is simulated."""
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from contextlib import ExitStack
@@ -17,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pangu.collectives.agreement import answer_of_store
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import watchdog
 from pangu.training.watchdog import Place, Watchdog
+from tests.simulated_time import PATIENCE_SECONDS, SimulatedTime
 
 TIMEOUT = 2.0
 
@@ -30,32 +32,27 @@ def mesh(rank: int, world: int, store: dist.Store) -> Mesh:
 
 
 def all_reduce_that_never_ends(released: Event) -> None:
-    released.wait(20.0)
+    released.wait()
 
 
-def read_until(end: str, capfd: pytest.CaptureFixture[str], after: str = "") -> str:
-    """What is said until `end`, `after` other words."""
-    said, began = "", time.monotonic()
-    while end not in (said.partition(after)[2] if after else said) and time.monotonic() - began < 20.0:
-        said += capfd.readouterr().err
-        time.sleep(0.05)
-    return said
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    time = SimulatedTime()
+    monkeypatch.setattr(watchdog, "time", time)
+    monkeypatch.setattr(watchdog, "Event", time.event)
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", PATIENCE_SECONDS)  # the store answers when the machine lets it
+    return time
 
 
-def wait_for(path: Path, text: str) -> None:
-    began = time.monotonic()
-    while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() - began < 20.0
-        time.sleep(0.05)
-
-
-def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_is_stuck_where_is_said_with_stacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: SimulatedTime
+) -> None:
     """Rank 2 reads data for ever, rank 3 is gone after a while, and ten others wait in a collective of the step. Who
     has waited longest speaks, and nobody else, before the time is over."""
-    store, world, released, began = dist.HashStore(), 12, Event(), time.monotonic()
+    store, world, released = dist.HashStore(), 12, Event()
 
     def place(rank: int) -> Place:
-        late = rank != 2 and time.monotonic() - began > 0.5
+        late = rank != 2 and clock.monotonic() > 0.5
         return Place(6, "step 7, adding up gradients" if late else "step 7, counting target tokens")
 
     Thread(target=all_reduce_that_never_ends, args=(released,)).start()
@@ -64,13 +61,12 @@ def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.Ca
         stack.callback(released.set)
         for one in watchdogs:
             stack.enter_context(one)
-        time.sleep(0.8)
+        clock.sleep(0.85)
         watchdogs[3].__exit__(None, None, None)
-        said = read_until("step 7", capfd)
-        assert time.monotonic() - began < 1.1 * TIMEOUT
-        wait_for(tmp_path / "stacks" / "rank-0.txt", "all_reduce_that_never_ends")
-        time.sleep(0.5)
-        said += capfd.readouterr().err
+        clock.sleep(0.9 * TIMEOUT - 0.8)
+        said = capfd.readouterr().err
+        clock.sleep(TIMEOUT)
+        assert capfd.readouterr().err == ""
     first, *lines = said.strip().splitlines()
     assert first.startswith(f"rank 2: no progress for 1.4 s (parallel.timeout_s = 2); stacks are in {tmp_path}/stacks")
     words = [line.rpartition(", for ")[0].strip() for line in lines]
@@ -79,13 +75,15 @@ def test_who_is_stuck_where_is_said_with_stacks(tmp_path: Path, capfd: pytest.Ca
         "rank 2: step 7, counting target tokens",
         "rank 0, 1, 4, 5, 6, 7, 8, 9 and 2 more: step 7, adding up gradients",
     ]
-    assert (tmp_path / "stacks" / "rank-0.txt").read_text().startswith("rank 0: step 7, adding up gradients\n")
+    stacks = (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert stacks.startswith("rank 0: step 7, adding up gradients\n")
+    assert "all_reduce_that_never_ends" in stacks
     assert (tmp_path / "stacks" / f"where-{gethostname()}.txt").read_text().strip() == said.strip()
 
 
 @pytest.mark.parametrize("folder", ["removed", "on a full disk"])
 def test_the_first_process_is_stopped_and_nothing_can_be_written(
-    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: SimulatedTime
 ) -> None:
     """Another one says it, and the stacks stand where a log would."""
     if folder == "on a full disk":
@@ -96,62 +94,73 @@ def test_the_first_process_is_stopped_and_nothing_can_be_written(
     stopped, other = (Watchdog(mesh(rank, 2, store), tmp_path / "run", lambda: Place(6, "step 7")) for rank in (0, 1))
     with other:
         with stopped:
-            time.sleep(0.3)
-        said = read_until("for 1.", capfd, "where the ranks are")
+            clock.sleep(0.25)
+        clock.sleep(TIMEOUT)
+        said = capfd.readouterr().err
     assert "rank 1: step 7 (cannot write" in said
-    assert "read_until" in said
-    (silent_s,) = re.findall(r"rank 0: silent, stopped or gone, for ([\d.]+) s", said)
-    assert 1.4 < float(silent_s) < 4.0  # since its last message, a quarter of a second after it began
+    assert "in test_the_first_process_is_stopped_and_nothing_can_be_written\n" in said
+    # its last message came after 0.2 s; after 0.7 * 2 s rank 1 looks twice, with 0.3 s between
+    assert "rank 0: silent, stopped or gone, for 1.5 s\n" in said
 
 
 def test_the_first_process_is_stopped_and_serves_the_store(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: SimulatedTime
 ) -> None:
     """It takes what is sent, and answers no question."""
-    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
-    monkeypatch.setattr(dist.PrefixStore, "add", lambda *_: time.sleep(5.0), raising=False)
+    monkeypatch.setattr(watchdog, "answer_of_store", lambda limit_s, action: answer_of_store(0.01, action))
+    released = Event()
+    monkeypatch.setattr(dist.PrefixStore, "add", lambda *_: released.wait(), raising=False)
     monkeypatch.setattr(watchdog.socket, "gethostname", lambda: "node-b")
     store = dist.HashStore()
     with ExitStack() as stack:
+        stack.callback(released.set)
         for rank in (1, 20):  # a node without the first ranks leaves the file too
             folder = tmp_path / str(rank)
             folder.mkdir()
             one = replace(mesh(rank, 21, store), keeper=0)
             stack.enter_context(Watchdog(one, folder, lambda: Place(6, "step 7")))
-        said = read_until("gone", capfd)
-        for rank in (1, 20):
-            wait_for(tmp_path / str(rank) / "stacks" / "where-node-b.txt", "no progress, and rank 0 is silent")
-        said += capfd.readouterr().err
-    assert said.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
+        clock.sleep(TIMEOUT)
+    for rank in (1, 20):
+        text = (tmp_path / str(rank) / "stacks" / "where-node-b.txt").read_text()
+        assert text == f"rank {rank}: step 7: no progress, and rank 0 is silent, stopped or gone\n"
+    assert capfd.readouterr().err.strip() == "rank 1: step 7: no progress, and rank 0 is silent, stopped or gone"
 
 
-def test_a_run_is_watched_before_its_first_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_watched_before_its_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: SimulatedTime
+) -> None:
     """Rank 1 was stopped before it was heard of."""
     with Watchdog(mesh(0, 2, dist.HashStore()), tmp_path) as one:
-        said = read_until("first step", capfd)
-        assert "rank 0: before the first step, for 1." in said
+        clock.sleep(TIMEOUT)
+        said = capfd.readouterr().err
+        assert "rank 0: before the first step, for 1.4 s" in said
         assert "rank 1: silent, stopped or gone" in said
-        trainer = Mock(step=3, doing="updating weights", runner=Mock(began=0.0))
-        one.follow(trainer)
-        assert "rank 0: step 4, updating weights, for 1." in read_until("step 4", capfd)
+        one.follow(Mock(step=3, doing="updating weights", runner=Mock(began=0.0)))
+        clock.sleep(TIMEOUT)
+        assert "rank 0: step 4, updating weights, for 1." in capfd.readouterr().err
 
 
-def test_a_second_wait_in_a_step_is_said_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_wait_in_a_step_is_said_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: SimulatedTime
+) -> None:
     """As of a checkpoint that took long before the step behind it hangs."""
     places = [Place(6, "step 7, saving")]
     with Watchdog(mesh(0, 2, dist.HashStore()), tmp_path, lambda: places[-1]):
-        read_until("rank 0: step 7, saving", capfd)
+        clock.sleep(TIMEOUT)
+        assert "rank 0: step 7, saving, for 1." in capfd.readouterr().err
         places.append(Place(6, "step 7, forward and backward"))
-        assert "rank 0: step 7, forward and backward, for 1." in read_until("forward and backward", capfd)
+        clock.sleep(TIMEOUT)
+        assert "rank 0: step 7, forward and backward, for 1." in capfd.readouterr().err
 
 
-def test_a_run_that_gets_on_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
+def test_a_run_that_gets_on_says_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: SimulatedTime
+) -> None:
     with (
         patch.object(watchdog, "PATIENCE", 0.25),
-        Watchdog(mesh(0, 2, dist.HashStore()), tmp_path, lambda: Place(0, "step 1", (time.monotonic() - began) // 0.3)),
+        Watchdog(mesh(0, 2, dist.HashStore()), tmp_path, lambda: Place(0, "step 1", clock.monotonic() // 0.3)),
     ):
-        time.sleep(1.2)
+        clock.sleep(10 * TIMEOUT)
     assert capfd.readouterr().err == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -171,9 +180,10 @@ class _Slow(dist.Store):
         time.sleep(0.3)
 
 
-def test_no_thread_is_in_the_store_when_the_run_has_ended(tmp_path: Path) -> None:
+def test_no_thread_is_in_the_store_when_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends with an abort if one is."""
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", PATIENCE_SECONDS)
     store = _Slow()
     with Watchdog(mesh(0, 2, store), tmp_path, lambda: Place(0, "step 1")):
-        store.asked.wait(10.0)
+        store.asked.wait()
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
