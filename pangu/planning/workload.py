@@ -7,72 +7,15 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-Replicas = Literal["data", "shard", "copies", "expert_data", "expert_shard", "expert_copies"]
-"""Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
-experts, in a layout that splits them."""
-Axis = Literal["tensor", "context", "expert", "pipeline", "ends"] | Replicas
-"""Along which axis of the mesh a group's ranks lie. `expert`: those that have all experts together; `ends`: the first
-and the last stage."""
-
-
-class Matmul(NamedTuple):
-    """Equal matrix products: [rows, depth] x [depth, columns]."""
-
-    rows: int
-    columns: int
-    depth: int
-    batch: int = 1
-    """Products in one kernel."""
-    calls: float = 1
-    """Kernels."""
-    fused: bool = False
-    """Part of a fused attention kernel, which writes no scores."""
-    fp8: bool = False
-    """Of operands in fp8."""
-    grouped: Literal["", "rows", "depth"] = ""
-    """Of experts, each product with another one's matrix: the dimension that its tokens lie along."""
-
-    @property
-    def flops(self) -> float:
-        """Of all of them, a multiplication and an addition each."""
-        return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
-
-
-class Collective(NamedTuple):
-    """Equal collectives of one group."""
-
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-    axis: Axis
-    bytes: float
-    """Of the whole buffer: what the group holds together after an all-gather, each rank before a reduction."""
-    calls: float = 1
-    hidden: float = 0.0
-    """Share that can run beside computing."""
-    contended_us: float = 0.0
-    """Microseconds that each step of its ring holds the host while messages between stages cross nodes."""
-    joined: float = 0.0
-    """The share that is hidden where gradients of weights are computed at once behind those of inputs."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is done in one go, e.g. the forward of one layer for one micro-batch."""
-
-    matmuls: tuple[Matmul, ...] = ()
-    bytes: float = 0.0
-    """Read and written by operations that are no matrix products."""
-    launches: float = 0.0
-    """Kernels, those of the products included."""
-    collectives: tuple[Collective, ...] = ()
-    host_bytes: float = 0.0
-    """Sent to or from host memory, beside computing."""
-    waits: float = 0.0
-    """Times that the host waits for a value of the device."""
-
+from pangu.pipeline.spans import Axis as Axis
+from pangu.pipeline.spans import Collective as Collective
+from pangu.pipeline.spans import Matmul as Matmul
+from pangu.pipeline.spans import Replicas as Replicas
+from pangu.pipeline.spans import Work as Work
 
 class Working(NamedTuple):
     """Most bytes that a module needs while it is computed and no longer."""
@@ -95,7 +38,7 @@ class ModuleWork:
     forward: Work
     backward_input: Work
     backward_weight: Work
-    recompute: Work = Work()
+    recompute: Work = field(default_factory=Work)
     """What backward computes again before it begins."""
     saved_bytes: float = 0.0
     """Activations that are kept from forward to backward for one micro-batch."""

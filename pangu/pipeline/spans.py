@@ -1,0 +1,208 @@
+"""What a rank does between entering and leaving each module, as plain data: what a ledger folds over a step.
+
+`pangu.dryrun` measures spans in dry runs of small models that have the same kinds of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pangu.config.schema import RunConfig
+from pangu.models.parameters import ModelPart, parameters_by_module
+from pangu.topology.placement import PlacementTable
+
+Replicas = Literal["data", "shard", "copies", "expert_data", "expert_shard", "expert_copies"]
+"""Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
+experts, in a layout that splits them."""
+Axis = Literal["tensor", "context", "expert", "pipeline", "ends"] | Replicas
+"""Along which axis of the mesh a group's ranks lie. `expert`: those that have all experts together; `ends`: the first
+and the last stage."""
+
+
+class Matmul(NamedTuple):
+    """Equal matrix products: [rows, depth] x [depth, columns]."""
+
+    rows: int
+    columns: int
+    depth: int
+    batch: int = 1
+    """Products in one kernel."""
+    calls: float = 1
+    """Kernels."""
+    fused: bool = False
+    """Part of a fused attention kernel, which writes no scores."""
+    fp8: bool = False
+    """Of operands in fp8."""
+    grouped: Literal["", "rows", "depth"] = ""
+    """Of experts, each product with another one's matrix: the dimension that its tokens lie along."""
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, a multiplication and an addition each."""
+        return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
+
+
+class Collective(NamedTuple):
+    """Equal collectives of one group."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    axis: Axis
+    bytes: float
+    """Of the whole buffer: what the group holds together after an all-gather, each rank before a reduction."""
+    calls: float = 1
+    hidden: float = 0.0
+    """Share that can run beside computing."""
+    contended_us: float = 0.0
+    """Microseconds that each step of its ring holds the host while messages between stages cross nodes."""
+    joined: float = 0.0
+    """The share that is hidden where gradients of weights are computed at once behind those of inputs."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done in one go, e.g. the forward of one layer for one micro-batch."""
+
+    matmuls: tuple[Matmul, ...] = ()
+    bytes: float = 0.0
+    """Read and written by operations that are no matrix products."""
+    launches: float = 0.0
+    """Kernels, those of the products included."""
+    collectives: tuple[Collective, ...] = ()
+    host_bytes: float = 0.0
+    """Sent to or from host memory, beside computing."""
+    waits: float = 0.0
+    """Times that the host waits for a value of the device."""
+
+
+class Mark(NamedTuple):
+    """Event of a parameter's gradient, which ends a segment."""
+
+    event: Literal["add", "complete"]
+    """`add`: its sum is needed, and is allocated if its flat parameter has none. `complete`: all of its gradient for
+    this micro-batch has been added."""
+    parameter: str
+    """Name; of a parameter of the layer itself without `layers.NUMBER.`, see `full_name`."""
+    grad_bytes: int = 0
+    """Bytes that adding the gradient reads besides the sum, of `add`; 0: a matrix product adds it."""
+
+
+class Segment(NamedTuple):
+    """Live bytes that no buffer of a flat parameter owns, relative to those at the span's beginning."""
+
+    peak: int
+    """Most of them; at least the levels at the segment's beginning and end."""
+    end: int
+    """At its end."""
+    mark: Mark | None = None
+    """What ends it; None: the end of the span."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is done from the end of the module before to the end of this one, for one micro-batch.
+
+    Gathering, resharding and reducing flat parameters are no part of it, nor are the sums of gradients.
+    """
+
+    segments: tuple[Segment, ...] = (Segment(0, 0),)
+    work: Work = field(default_factory=Work)
+
+    @property
+    def peak(self) -> int:
+        """Highest level, relative to the beginning."""
+        return max(segment.peak for segment in self.segments)
+
+    @property
+    def end(self) -> int:
+        """Bytes that it leaves behind; negative: that it frees."""
+        return self.segments[-1].end
+
+
+class SpanKey(NamedTuple):
+    """Name of a span: an action, a kind of module (see `module_kinds`) and its neighbours in the chunk.
+
+    An action passes through `START`, the modules, `END`, in forward from the first module to the last and in backward
+    the other way round; `before` and `after` are neighbours in this order, "" at both ends. A module that an action
+    does not reach, as frozen ones in backward, has no span. A message's span has its action's kind as `module`.
+    """
+
+    action: str
+    """`F`, `B`, `I` or `W`, as `actions.Kind`; "" for a message."""
+    before: str
+    module: str
+    after: str
+
+
+START, END = "start", "end"
+"""Spans of an action before it enters its first module, and after it leaves its last one."""
+
+
+class UpdateTrace(NamedTuple):
+    """What the optimizer's step does, for scaling to the real shards: `Trace.update`."""
+
+    bytes_per_element: float
+    """Bytes that it reads and writes for each element that this rank updates."""
+    launches_per_tensor: float
+    launches_per_pass: float
+    """Kernel launches for each shard of a tensor, and for each pass over those that are updated together."""
+    working_per_element: float
+    """Transient bytes for each element of those that are updated together."""
+    working_per_largest: float
+    """Transient bytes for each element of the largest tensor among them."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans of all modules of a model in one way of computing it, for micro-batches of one size."""
+
+    spans: Mapping[SpanKey, Span]
+    begin: Span
+    """What a step does before its first micro-batch is computed, moving the micro-batches to the device aside."""
+    move: Span
+    """Moving one micro-batch to the device."""
+    finish: Span
+    """From the last action to the update: adding up losses and norms."""
+    update: UpdateTrace
+    lasting_bytes: int = 0
+    """Live bytes that no buffer owns and that stay from step to step, such as masks that all micro-batches share."""
+
+    def of_action(self, action: str, modules: Sequence[str]) -> list[tuple[str, Span | None]]:
+        """The spans of one action on a chunk, in the order in which they are carried out: `START`, the chunk's modules
+        (`modules` are their kinds, in the order of forward), `END`. None: the action does not reach the module."""
+        order = [START, *(modules if action == "F" else reversed(modules)), END]
+        sides = zip(["", *order], order, [*order[1:], ""], strict=False)
+        return [(key[1], self.spans.get(SpanKey(action, *key))) for key in sides]
+
+
+def full_name(module: str, parameter: str) -> str:
+    """The name of a mark's parameter in the span of a module, such as `layers.3`."""
+    return f"{module}.{parameter}" if module.startswith("layers.") and parameter[0] == "." else parameter
+
+
+def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> dict[str, str]:
+    """Each module of a chunk, in the order of forward, with its kind: modules of a kind, with neighbours of the same
+    kinds, have equal spans.
+
+    Layers are told apart by what is in them (experts, the query layer), by what of them is frozen, and by what is kept
+    of them: whether they are recomputed, and with `memory.offload=[activations]` whether what they save stays.
+    """
+    model, kinds, reached = config.model, dict[str, str](), not part.first
+    recomputed = config.memory.recomputed_layers
+    stop = part.layers.stop if recomputed is None else part.layers.start + recomputed
+    for module, parameters in parameters_by_module(model, table, part).items():
+        words = [module]
+        if module.startswith("layers."):
+            layer = int(module.partition(".")[2])
+            words = ["layer"]
+            words += ["query"] * (layer == model.query_layer)
+            words += ["dense"] * (model.experts is not None and not model.has_experts(layer))
+            words += ["recomputed"] * (layer < stop)
+            words += ["resident"] * ("activations" in config.memory.offload and layer == part.layers[-1])
+        frozen = [name.removeprefix(f"{module}.") for name in parameters if not table.is_trained(name)]
+        reached = reached or len(frozen) < len(parameters)
+        if frozen:
+            words += ["frozen"] if len(frozen) == len(parameters) else ["frozen", *frozen]
+        kinds[module] = " ".join(words if reached else [*words, "unreached"])
+    return kinds
