@@ -17,6 +17,7 @@ from pangu.pipeline.spans import Matmul as Matmul
 from pangu.pipeline.spans import Replicas as Replicas
 from pangu.pipeline.spans import Work as Work
 
+
 class Working(NamedTuple):
     """Most bytes that a module needs while it is computed and no longer."""
 
