@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pangu.dryrun.device import FakeDevice
-from pangu.dryrun.memory import Memory
+from pangu.dryrun.memory import OWNED, Memory
 from pangu.dryrun.operators import (
     COLLECTIVES,
     Operator,
@@ -38,14 +38,9 @@ from pangu.training.determinism import REFUSED, REPLACED
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN = f"{Path(__file__).resolve().parent}/"
-_KIND_OF_FILE = (
-    ("zero/gradients", "gradients"),
-    ("zero/", "gathered"),
-    ("collectives/", "communication"),
-    ("optim/", "optimizer"),
-)
-"""What the memory is for that a file takes, unless somebody is known to own it."""
 _ANY_ORDER = REPLACED | REFUSED
+_FILLS = ("all_gather", "reduce_scatter", "all_to_all", "receive")
+"""Collectives that fill a buffer of their own."""
 _DEVICE = torch.ops.prim.device.default
 """Asked most often, and answered by the tensor itself."""
 _WORKS: tuple[type, ...] = (dist.Work, torch._C._distributed_c10d.FakeWork)
@@ -57,6 +52,17 @@ class Span(NamedTuple):
     start: int
     peak: int
     end: int
+
+
+class Scope(NamedTuple):
+    """Whom operations are counted for, and memory."""
+
+    action: Any = None
+    """What the schedule has the rank do; None: nothing, it begins or ends a step."""
+    part: int = 0
+    """Place in the log of a recorder (see `spans`)."""
+    owner: str = ""
+    """Kind of memory (see `memory.KINDS`) of whoever has taken over, such as `gathered`; "": the model computes."""
 
 
 class _OnItsWay(NamedTuple):
@@ -77,7 +83,7 @@ class _Begun:
     stream: Stream
     tick: int
     """When it began."""
-    action: Any
+    scope: Scope
     axis: str
     kind: str
     size: int
@@ -106,10 +112,9 @@ class Audit(TorchDispatchMode):
             share: of the scores on and below the diagonal, what a kernel computes that skips those above it.
         """
         super().__init__()
-        self.counts: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-        """Action, None for what is done once a step -> what was counted -> how often, or how much of it."""
-        self.action: Any = None
-        """What the schedule has the rank do; None: nothing, it begins or ends a step."""
+        self.counts: dict[Scope, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+        """Scope -> what was counted -> how often, or how much of it."""
+        self.scope = Scope()
         self.spans: dict[Any, Span] = {}
         """Action -> the memory meanwhile."""
         self.staying = 0
@@ -160,10 +165,22 @@ class Audit(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    def of_micro_batch(self, micro: int) -> Counter[tuple[Any, ...]]:
-        """What was counted for one micro-batch."""
-        counted = (counts for action, counts in self.counts.items() if action is not None and action.micro == micro)
-        return sum(counted, Counter())
+    @contextmanager
+    def owned(self, kind: str) -> Iterator[None]:
+        """Within the block, what is allocated is of this kind, and what is done is counted for its owner."""
+        before = self.scope.owner
+        self.scope = self.scope._replace(owner=kind)
+        try:
+            yield
+        finally:
+            self.scope = self.scope._replace(owner=before)
+
+    def by_action(self) -> dict[Any, Counter[tuple[Any, ...]]]:
+        """Action, None for what is done once a step -> what was counted."""
+        actions: dict[Any, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+        for scope, counts in self.counts.items():
+            actions[scope.action].update(counts)
+        return actions
 
     def place(self) -> str:
         """The innermost line of the package that is being run, or the operation of backward."""
@@ -207,16 +224,17 @@ class Audit(TorchDispatchMode):
         if tensor.device.type == self._device.type:
             if storage._cdata not in self.memory:
                 place = self.place()
-                where = place if self.action is None else f"{place}, {self.action}"
-                self.memory.add(storage, self._kind(tensor, place), where, self.action and self.action.micro)
+                action = self.scope.action
+                where = place if action is None else f"{place}, {action}"
+                self.memory.add(storage, self._kind(tensor), where, action and action.micro)
                 self.detector.allocate(storage._cdata, self._stream())
         elif pinned:
             self.pinned.add(storage, "activations", "")
 
-    def _kind(self, tensor: Tensor, place: str) -> str:
-        if self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab:
-            return "logits"
-        return next((kind for start, kind in _KIND_OF_FILE if place.startswith(start)), "activations")
+    def _kind(self, tensor: Tensor) -> str:
+        if self.scope.owner:
+            return self.scope.owner
+        return "logits" if self._vocab and tensor.dim() > 1 and tensor.shape[-1] == self._vocab else "activations"
 
     def _answer(self, inputs: list[Tensor]) -> None:
         on_device = [tensor for tensor in inputs if tensor.device.type == self._device.type != "cpu"]
@@ -293,6 +311,9 @@ class Audit(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(args[list(is_group).index(True)]).group_name
         self.used_groups.add(group)
         axis = self._groups.get(group, "pipeline")
+        if kind in _FILLS:
+            for tensor in targets:
+                self.memory.label(tensor, "communication", unless=OWNED)
         self._count("calls", axis, kind)
         self._count("bytes", axis, kind, by=max(size_of(sources), size_of(targets)))
         if any(tensor.device.type != self._device.type for tensor in (*sources, *targets)):
@@ -305,7 +326,7 @@ class Audit(TorchDispatchMode):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
-        self._begun.append(_Begun(stream, clock.get(stream, 0), self.action, axis, kind, size))
+        self._begun.append(_Begun(stream, clock.get(stream, 0), self.scope, axis, kind, size))
         self._works[id(work)] = _OnItsWay(work, clock, sources + targets, self._begun[-1])
         return result
 
@@ -345,8 +366,8 @@ class Audit(TorchDispatchMode):
         return [one for one in self._begun if seen.get(one.stream, 0) < one.tick]
 
     def _count_hidden(self, what: str, one: _Begun, sign: int = 1) -> None:
-        self.counts[one.action][f"{what}_calls", one.axis, one.kind] += sign
-        self.counts[one.action][f"{what}_bytes", one.axis, one.kind] += sign * one.size
+        self.counts[one.scope][f"{what}_calls", one.axis, one.kind] += sign
+        self.counts[one.scope][f"{what}_bytes", one.axis, one.kind] += sign * one.size
 
     def _touched(self, stream: Stream, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         self._follow()
@@ -379,7 +400,7 @@ class Audit(TorchDispatchMode):
         self.detector.order(self.detector.clock(stream), HOST)
 
     def _count(self, *key: Any, by: int = 1) -> None:
-        self.counts[self.action][key] += by
+        self.counts[self.scope][key] += by
 
 
 def _one(tensor: Tensor) -> float | int | bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,12 +14,16 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "com
 """Weights that the model computes with; sums of gradients; main parameters and moments; what forward leaves to
 backward, and what is there while it computes; weights that are whole between unshard and reshard; buffers of
 collectives; logits and their gradient."""
+OWNED = frozenset({"parameters", "gradients", "optimizer", "gathered"})
+"""Kinds that belong to flat parameters, whatever modules compute."""
 _GRAIN = 512
 """Bytes; allocators of devices round up to multiples of it."""
 
 
 @dataclass
-class _Storage:
+class Storage:
+    """Live memory of a device."""
+
     size: int
     kind: str
     micro: int | None
@@ -30,7 +35,7 @@ class Memory:
 
     def __init__(self, freed: Callable[[int], None] = lambda key: None) -> None:
         """`freed` is told the key of each storage that ends."""
-        self._live: dict[int, _Storage] = {}
+        self._live: dict[int, Storage] = {}
         self._freed = freed
         self.bytes: Counter[str] = Counter()
         """Kind -> what is live now."""
@@ -43,6 +48,8 @@ class Memory:
         """Live bytes of all kinds."""
         self.high = 0
         """Most of them since somebody set this."""
+        self.log: list[Any] | None = None
+        """Every change, as a pair of storage and bytes, if somebody wants them; others may add entries."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._live
@@ -52,11 +59,11 @@ class Memory:
         key = storage._cdata
 
         def end(_: object) -> None:
-            self._grow(self._live[key].kind, -self._live[key].size, "")
+            self._grow(self._live[key], -self._live[key].size, "")
             del self._live[key]
             self._freed(key)
 
-        self._live[key] = _Storage(0, kind, micro, weakref.ref(storage, end))
+        self._live[key] = Storage(0, kind, micro, weakref.ref(storage, end))
         self.resize(storage, place)
 
     def resize(self, storage: torch.UntypedStorage, place: str) -> None:
@@ -65,12 +72,12 @@ class Memory:
         if entry is not None:
             size = -(-storage.nbytes() // _GRAIN) * _GRAIN
             change, entry.size = size - entry.size, size
-            self._grow(entry.kind, change, place)
+            self._grow(entry, change, place)
 
-    def label(self, tensor: torch.Tensor, kind: str) -> None:
-        """Say whose a storage is; one on another device is nobody's."""
+    def label(self, tensor: torch.Tensor, kind: str, unless: Container[str] = ()) -> None:
+        """Say whose a storage is, unless it is of one of some kinds; one on another device is nobody's."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
+        if entry is not None and entry.kind not in unless:
             self.bytes[entry.kind] -= entry.size
             self.bytes[kind] += entry.size
             entry.kind = kind
@@ -82,12 +89,17 @@ class Memory:
     def restart(self) -> None:
         """Forget the peak; what is live now is the beginning of another one."""
         self.peak = 0
-        self._grow("activations", 0, "the beginning")
+        self._note_peak("the beginning")
 
-    def _grow(self, kind: str, change: int, place: str) -> None:
-        self.bytes[kind] += change
+    def _grow(self, entry: Storage, change: int, place: str) -> None:
+        if self.log is not None:
+            self.log.append((entry, change))
+        self.bytes[entry.kind] += change
         self.total += change
         self.high = max(self.high, self.total)
+        self._note_peak(place)
+
+    def _note_peak(self, place: str) -> None:
         if self.total > self.peak:
             self.peak, self.peak_place = self.total, place
             self.peak_bytes = {name: self.bytes[name] for name in KINDS}

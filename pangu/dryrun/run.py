@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -19,9 +19,10 @@ from pangu.config.errors import ConfigError
 from pangu.config.schema import RunConfig
 from pangu.data.batch import Batch, make_batch
 from pangu.dryrun import kernels
-from pangu.dryrun.audit import Audit, Span
+from pangu.dryrun.audit import Audit, Scope, Span
 from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.fake_tensors import FakeTensors
+from pangu.dryrun.ownership import label_states, ownership
 from pangu.layers import attention_blocks, dropping_attention, expert_exchange, gpu_kernels, initial
 from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
@@ -207,21 +208,8 @@ def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> It
     groups = {str(group.group_name): axis for axis, group in mesh.groups.items()}
     sparse = config.model.sparse
     share = 1.0 if sparse is None else computed_share(sparse, config.model.sequence, FLEX_TILE)
-    with Audit(mesh.device, groups, fake, vocab, share) as audit:
+    with Audit(mesh.device, groups, fake, vocab, share) as audit, ownership(audit):
         yield audit
-
-
-def label_states(audit: Audit, trainer: Trainer) -> None:
-    """Tell the audit whose the memory is that lasts from step to step."""
-    kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
-    for flat in trainer.parameters.flat_parameters:
-        for row in reversed(flat.table):  # what is an alias goes by the buffer that it is
-            tensor = getattr(flat, row.name)
-            if row.lasting and row.alias is None and tensor is not None:
-                audit.memory.label(tensor, kinds.get(row.name, "parameters"))
-    for state in trainer.optimizer.state.values():
-        for tensor in state.values():
-            audit.memory.label(tensor, "optimizer")
 
 
 class _AuditedActions(tuple[Any, ...]):
@@ -232,11 +220,11 @@ class _AuditedActions(tuple[Any, ...]):
     def __iter__(self) -> Iterator[Any]:
         for action in super().__iter__():
             memory, start = self.audit.memory, self.audit.memory.total
-            self.audit.action, memory.high = action, start
+            self.audit.scope, memory.high = Scope(action), start
             yield action
             self.audit.spans[action] = Span(start, memory.high, memory.total)
         self.audit.staying = self.audit.memory.of_micro_batch(1)
-        self.audit.action, memory.high = None, memory.total
+        self.audit.scope, memory.high = Scope(), memory.total
 
 
 class _Move(NamedTuple):
@@ -258,9 +246,9 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
     move, micro = Batch.to, iter(range(len(batches)))
 
     def moved(batch: Batch, device: torch.device) -> Batch:
-        audit.action = _Move(next(micro))
+        audit.scope = Scope(_Move(next(micro)))
         result = move(batch, device)
-        audit.action = None
+        audit.scope = Scope()
         return result
 
     with patch.object(trainer, "stages", audited_stages), patch.object(Batch, "to", moved):
@@ -285,11 +273,12 @@ def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:
 def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> RankReport:
     """What was counted in a step, as of `total` micro-batches, of which all but the first and the last are alike."""
     counts: Counter[tuple[Any, ...]] = Counter()
-    for counted in audit.counts.values():
-        counts.update(counted)
-    missing = total - len({action.micro for action in audit.counts if action and action.micro is not None})
-    for key, amount in audit.of_micro_batch(1).items() if missing else ():
-        counts[key] += missing * amount
+    actions = audit.by_action()
+    missing = total - len({action.micro for action in actions if action and action.micro is not None})
+    for action, counted in actions.items():
+        times = 1 + (missing if action and action.micro == 1 else 0)
+        for key, amount in counted.items():
+            counts[key] += times * amount
     # a micro-batch and its loss stay until the step ends
     beside = missing * audit.staying
     audit.memory.peak += beside
@@ -311,9 +300,9 @@ def report_of(audit: Audit, mesh: Mesh, total: int, lasting: dict[str, int]) -> 
         counts["copy_bytes",],
         counts["flops",],
         _products(counts),
-        _phases(audit),
+        _phases(audit, actions),
         {
-            **{what: audit.counts[None][what,] for what in ("launches", "memory_bound_bytes")},
+            **{what: actions[None][what,] for what in ("launches", "memory_bound_bytes")},
             "working_bytes": audit.memory.high - sum(lasting.values()),
         },
         {key[1]: amount for key, amount in counts.items() if key[0] == "host_sync"},
@@ -344,10 +333,10 @@ _OF_PHASES = ("calls", "bytes", "hidden_calls", "hidden_bytes", "postponed_calls
 """Collectives, of them those that products hide, and those that products would which were left for later."""
 
 
-def _phases(audit: Audit) -> dict[str, dict[str, dict[str, Any]]]:
+def _phases(audit: Audit, actions: Mapping[Any, Counter[tuple[Any, ...]]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Of the second micro-batch; of a backward in one the first's, where the others have it in two parts."""
     by_chunk: dict[str, dict[str, dict[str, Any]]] = {}
-    computed = {action: counts for action, counts in audit.counts.items() if isinstance(action, Action)}
+    computed = {action: counts for action, counts in actions.items() if isinstance(action, Action)}
     splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in computed)
     for action, counts in computed.items():
         joined = splits and action.kind is Kind.BACKWARD

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, label_states, micro_batches, report_of
+from pangu.dryrun.ownership import label_states
+from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, report_of
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer

@@ -1,0 +1,61 @@
+"""Who owns the memory that a step allocates: flat parameters, sums of gradients, the optimizer; the rest is what the
+modules compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from pangu.dryrun.audit import Audit
+from pangu.training.step import Trainer
+from pangu.zero.gradients import GradientSum
+from pangu.zero.sharded import ShardedParameters
+from pangu.zero.unshard import Unsharder
+
+_OWNERS: tuple[tuple[type, str, str], ...] = (
+    (ShardedParameters, "__init__", "parameters"),
+    (ShardedParameters, "update", "optimizer"),
+    (Unsharder, "publish", "gathered"),
+    (Unsharder, "_start", "gathered"),
+    (Unsharder, "_finish", "gathered"),
+    (Unsharder, "_reshard", "gathered"),
+    (GradientSum, "start_step", "gradients"),
+    (GradientSum, "sum_of", "gradients"),
+    (GradientSum, "complete", "gradients"),
+    (GradientSum, "reduce", "gradients"),
+    (GradientSum, "finish", "gradients"),
+    (GradientSum, "_add", "gradients"),
+)
+"""Class, method, and the kind of what is allocated while it runs."""
+
+
+@contextmanager
+def ownership(audit: Audit) -> Iterator[None]:
+    """Tell the audit of the owner of what is done within the block."""
+
+    def within(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with audit.owned(kind):
+                return original(*args, **kwargs)
+
+        return method
+
+    with ExitStack() as stack:
+        for owner, name, kind in _OWNERS:
+            stack.enter_context(patch.object(owner, name, within(getattr(owner, name), kind)))
+        yield
+
+
+def label_states(audit: Audit, trainer: Trainer) -> None:
+    """Tell the audit whose the memory is that lasts from step to step."""
+    kinds = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
+    for flat in trainer.parameters.flat_parameters:
+        for row in reversed(flat.table):  # what is an alias goes by the buffer that it is
+            tensor = getattr(flat, row.name)
+            if row.alias is None and tensor is not None:
+                audit.memory.label(tensor, kinds.get(row.name, "parameters") if row.lasting else "gathered")
+    for state in trainer.optimizer.state.values():
+        for tensor in state.values():
+            audit.memory.label(tensor, "optimizer")
