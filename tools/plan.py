@@ -48,11 +48,11 @@ from pangu.planning.search_report import (
     search_data,
 )
 from pangu.planning.stages import view_stages
-from pangu.planning.states import fullest_states
 from pangu.planning.table import make_table
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import asks_for_layout, compose
+from pangu.zero.states import fullest_states
 
 _EXAMPLE = """example:
   python tools/plan.py +config=pangu_13b
@@ -206,7 +206,7 @@ def plan(options: argparse.Namespace) -> None:
         print(json.dumps(plan_dry_run(values), indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    fullest = None if options.dry_run else fullest_states(config, layout, stages)
+    fullest = None if options.dry_run else fullest_states(config, layout, stages.of)
     console.print(describe(config, layout, fullest), markup=False, highlight=False, soft_wrap=True)
     if config.cluster is not None:
         console.print(expected(config, layout, stages), markup=False, highlight=False, soft_wrap=True)

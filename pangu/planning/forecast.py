@@ -20,8 +20,8 @@ from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.roles import DryRunError, measured_gib, role_ranks
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import terms_of
-from pangu.planning.states import plan_states
 from pangu.topology.layout import Layout
+from pangu.zero.states import plan_states
 
 log = logging.getLogger("pangu")
 
@@ -58,7 +58,8 @@ class Forecast:
         plan = plan_of(config, layout, stages)
         workload = space.program.describe(plan)
         if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
-            states = (plan_states(config, layout, rank, stages).on_device for rank in role_ranks(layout, every=False))
+            ranks = enumerate(role_ranks(layout, every=False))
+            states = (plan_states(config, layout, rank, stages.of(stage)).on_device for stage, rank in ranks)
             steps = (replace(step, state_bytes=nbytes) for step, nbytes in zip(workload.steps, states, strict=True))
             workload = replace(workload, steps=tuple(steps))
         stages_memory = memory_of_stages(workload, plan.steps, cluster)

@@ -41,9 +41,9 @@ from pangu.planning.module_reports import (
     without_neighbours,
 )
 from pangu.planning.roles import require_device, run_jobs
-from pangu.planning.states import BYTES
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
+from pangu.zero.states import BYTES
 
 log = logging.getLogger("pangu")
 Job = tuple[Mapping[str, Any], int]

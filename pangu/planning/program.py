@@ -32,12 +32,12 @@ from pangu.planning.layout_work import (
 from pangu.planning.module_parameters import dense_layers, module_parameters, table_parameters
 from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.planning.passing import Chunk, Flat, Formats, Module, Passing, Steps, Stored, divided, most_passing, sums_of
-from pangu.planning.states import BYTES, sum_bytes
 from pangu.planning.workload import Collective, ModuleWork, StepWork, Work, Workload
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
 from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.states import BYTES, sum_bytes
 
 HIDDEN = 0.9
 """Share of the communication of replicas that runs beside computing, where `parallel.overlap` asks for it."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pangu.config.schema import RunConfig
 from pangu.models.size import num_parameters, training_flops_per_token
-from pangu.planning.states import StatePlan
 from pangu.topology.layout import Layout
+from pangu.zero.states import StatePlan
 
 
 def describe(config: RunConfig, layout: Layout, largest: StatePlan | None) -> str:

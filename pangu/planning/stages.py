@@ -12,9 +12,9 @@ from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.actions import SENDS, Action
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.stages import Stages
-from pangu.planning.states import BYTES, sum_bytes
 from pangu.topology.layout import Layout
 from pangu.topology.placement import TensorRank
+from pangu.zero.states import BYTES, sum_bytes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from pangu.optim.build import implementation
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.report import describe
-from pangu.planning.states import fullest_states, held_bytes, plan_states
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -40,6 +39,7 @@ from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
 from pangu.training.saving import begin, find_checkpoint
 from pangu.training.step import Trainer
+from pangu.zero.states import fullest_states, held_bytes, plan_states
 
 if TYPE_CHECKING:
     from pangu.planning.forecast import Forecast
@@ -108,7 +108,7 @@ def run(values: Mapping[str, Any]) -> int:
 def _log_plan(config: RunConfig, layout: Layout, stages: Stages) -> None:
     """Log what the configuration asks for."""
     frozen = count_frozen(config.model, config.train.frozen)
-    log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages)))
+    log.info(describe(config, layout, None if config.dry_run else fullest_states(config, layout, stages.of)))
     if frozen:
         log.info("%-12s %s parameters (train.frozen)", "frozen", f"{frozen:,}")
     if layout.pipeline > 1:
@@ -239,7 +239,7 @@ def _log_states(config: RunConfig, trainer: Trainer) -> None:
     mesh, optimizer = trainer.mesh, trainer.optimizer
     place = "host" if "optimizer" in config.memory.offload else "device"
     log.info("%-12s %s on the %s, by %s", "update", config.optimizer.name, place, implementation(optimizer))
-    planned = plan_states(config, mesh.layout, mesh.rank, trainer.stages)
+    planned = plan_states(config, mesh.layout, mesh.rank, trainer.stages.of(mesh.at.pipeline))
     held = sum(held_bytes(trainer.parameters.flat_parameters, optimizer).values())
     log.info(f"{'memory':<12} {planned.words()}; measured {size(held)}")
 

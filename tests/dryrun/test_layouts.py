@@ -10,9 +10,9 @@ import pytest
 
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.roles import role_ranks
-from pangu.planning.states import plan_states
 from pangu.topology.layout import Coordinates
 from pangu.training.determinism import REPLACED
+from pangu.zero.states import plan_states
 from tests.configs import composed
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
@@ -113,7 +113,7 @@ def test_a_stage_of_the_largest_preset_on_2048_devices(process: SharedWorker) ->
     config, layout, stages = choose_layout(chosen, 1)
     rank = layout.rank(Coordinates(pipeline=14, data=15, tensor=7))
     report = process.report(chosen, rank)
-    planned = sum(plan_states(config, layout, rank, stages).bytes.values())
+    planned = sum(plan_states(config, layout, rank, stages.of(layout.coordinates(rank).pipeline)).bytes.values())
     lasting = sum(report["lasting_bytes"][kind] for kind in ("parameters", "gradients", "optimizer"))
     assert layout.world == 2048
     assert lasting == pytest.approx(planned, rel=1e-5)

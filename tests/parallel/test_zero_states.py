@@ -11,10 +11,10 @@ import torch
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.pipeline.stages import plan_stages
-from pangu.planning.states import StatePlan, fullest_states, held_bytes, plan_states
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
+from pangu.zero.states import StatePlan, fullest_states, held_bytes, plan_states
 from pangu.zero.unshard import Unsharder
 from tests.collective_counter import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, counted
 from tests.configs import tiny
@@ -48,7 +48,7 @@ class Gathered:
 
 
 def plan_of(config: RunConfig, layout: Layout, rank: int) -> StatePlan:
-    return plan_states(config, layout, rank, plan_stages(config, layout))
+    return plan_states(config, layout, rank, plan_stages(config, layout).of(layout.coordinates(rank).pipeline))
 
 
 def measure(rank: int, world: int, layout: Layout, *overrides: str) -> dict[str, Any]:
@@ -164,4 +164,4 @@ def test_the_fullest_stage_may_be_any_with_experts() -> None:
     layout = Layout(pipeline=8)
     each = [sum(plan_of(config, layout, rank).bytes.values()) for rank in range(8)]
     assert max(each) == each[1] == each[5] > each[6]
-    assert sum(fullest_states(config, layout, plan_stages(config, layout)).bytes.values()) == max(each)
+    assert sum(fullest_states(config, layout, plan_stages(config, layout).of).bytes.values()) == max(each)

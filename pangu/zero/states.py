@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
-from pangu.models.parameters import parameters_by_module, place_tensors
-from pangu.pipeline.stages import Stages
+from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.grouping import Sharding, buffer_table, divide
@@ -64,10 +63,9 @@ class StatePlan:
         return f"{size(sum(self.bytes.values()))}: {parts}"
 
 
-def plan_states(config: RunConfig, layout: Layout, rank: int, stages: Stages) -> StatePlan:
-    """What a rank keeps, from the configuration alone."""
+def plan_states(config: RunConfig, layout: Layout, rank: int, parts: Mapping[int, ModelPart]) -> StatePlan:
+    """Return what a rank keeps of the parts of its stage, by chunk, from the configuration alone."""
     at = layout.coordinates(rank)
-    parts = stages.of(at.pipeline)
     share = None
     shardings = {False: Sharding.of(layout, at, config.memory.offload)}
     if layout.splits_experts:
@@ -108,8 +106,9 @@ def _unpadded(table: PlacementTable, names: Iterable[str], numel: Mapping[str, i
     return total
 
 
-def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePlan:
-    """The plan of the rank that keeps most. It is the first rank of a stage: the others have more of the padding."""
+def fullest_states(config: RunConfig, layout: Layout, parts_of: Callable[[int], Mapping[int, ModelPart]]) -> StatePlan:
+    """Return the plan of the rank that keeps most, given the parts of each stage. It is the first rank of a stage: the
+    others have more of the padding."""
     firsts = [layout.rank(Coordinates(pipeline=stage, data=0, tensor=0)) for stage in range(layout.pipeline)]
     if not config.train.frozen:
         # what lies between the first and the last stage is alike
@@ -117,12 +116,12 @@ def fullest_states(config: RunConfig, layout: Layout, stages: Stages) -> StatePl
         shapes = {
             rank: tuple(
                 (len(part.layers), sum(map(has_experts, part.layers)), part.first, part.last)
-                for part in stages.of(stage).values()
+                for part in parts_of(stage).values()
             )
             for stage, rank in enumerate(firsts)
         }
         firsts = list({shape: rank for rank, shape in shapes.items()}.values())
-    plans = (plan_states(config, layout, rank, stages) for rank in firsts)
+    plans = (plan_states(config, layout, rank, parts_of(layout.coordinates(rank).pipeline)) for rank in firsts)
     return max(plans, key=lambda plan: sum(plan.bytes.values()))
 
 
