@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from pangu.config.cluster import cluster_in
 from pangu.config.errors import writing
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
@@ -29,7 +31,6 @@ from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
-from pangu.planning.cluster import cluster_in
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
@@ -48,7 +49,6 @@ from pangu.planning.search_report import (
     search_data,
 )
 from pangu.planning.stages import view_stages
-from pangu.planning.table import make_table
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import asks_for_layout, compose
@@ -137,7 +137,8 @@ def print_stages(console: Console, config: RunConfig, layout: Layout, stages: St
     """What the schedule asks for, and a table of the pipeline's stages."""
     for line in advise(stages.schedule, stages.durations, config.model.layers, config.batch.micro_size):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    table = make_table("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
+    heads = ("stage", "holds", "idle", "micro-batches held", "sends in a micro-batch", "sums once per step")
+    table = Table(*heads, box=None, header_style="italic", pad_edge=False)
     for stage, view in enumerate(view_stages(config, layout, stages)):
         sends = "; ".join(f"{size(count)} to stage {peer}" for peer, count in view.sends.items())
         sums = "; ".join(f"{name} {size(count)}" for name, count in view.shared.items())
@@ -169,7 +170,7 @@ def print_layouts(options: argparse.Namespace) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     result, cluster = outcome.result, outcome.space.cluster
-    table = make_table(*heads(outcome))
+    table = Table(*heads(outcome), box=None, header_style="italic", pad_edge=False)
     for line in lines(outcome):
         table.add_row(*map(Text, line))
     console.print(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.planner_accuracy.accuracy import (
     LEAST_ROWS,
@@ -34,7 +35,6 @@ from benchmarks.planner_accuracy.measurements import Row, load_clusters, read_ro
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import UserError
 from pangu.config.exit_status import exit_status
-from pangu.planning.table import make_table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHIPPED = _ROOT / "benchmarks" / "results" / "planner_fit.json"
@@ -230,7 +230,7 @@ def _words(skipped: Mapping[str, int]) -> str:
 
 def _print(report: Mapping[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
-    table = make_table(*_HEADS)
+    table = Table(*_HEADS, box=None, header_style="italic", pad_edge=False)
     for line in _lines(report):
         table.add_row(*line)
     console.print(table)

@@ -6,10 +6,13 @@ machine. Training reads none of it: only what plans does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from pangu.config.bounds import Bounds, Count, Filename, NotNegative, Positive
+from pangu.config.build import read
+from pangu.config.errors import ConfigError
 
 Part = Annotated[float, Bounds(above=0, most=1)]
 """What is reached of a peak."""
@@ -62,6 +65,10 @@ class DeviceMemoryConfig:
     """Peak bandwidth, 10^9 bytes a second."""
     efficiency: Part
     """Share of the bandwidth that operations on whole tensors reach."""
+
+    def overhead_gib(self, communicators: int) -> float:
+        """Return the GiB that hold no tensors: context, workspaces, and buffers of the groups that send."""
+        return self.context_gib + self.workspace_gib + communicators * self.communicator_gib
 
 
 @dataclass(frozen=True)
@@ -126,3 +133,11 @@ class ClusterConfig:
     """Factor by which a device is faster while the others of its node are idle: processes that share cores."""
     host_memory_gb_s: Positive = 40.0
     """10^9 bytes a second that the host reads and writes for one of its devices while all want it."""
+
+
+def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:
+    """Return the cluster of a configuration's group `path`. Raises ConfigError for all that is wrong with it."""
+    cluster, problems = read(ClusterConfig, values, path)
+    if problems:
+        raise ConfigError(problems)
+    return cluster

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
+from pangu.config.cluster import cluster_in
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.cluster import cluster_in
-from pangu.planning.memory import device_overhead
 from pangu.planning.roles import role_ranks, run_jobs
-from pangu.planning.table import make_table
 from pangu.topology.layout import Layout
 
 WIDTH = 200
@@ -61,7 +60,7 @@ def _fit(config: RunConfig, role: Mapping[str, Any]) -> dict[str, Any]:
     if config.cluster is None:
         return {"cluster": None, "needed_bytes": role["peak"], "fits": None, "room_bytes": None}
     cluster = cluster_in(config.cluster)
-    needed = role["peak"] + round(device_overhead(cluster.memory, role["groups"]) * _GIB)
+    needed = role["peak"] + round(cluster.memory.overhead_gib(role["groups"]) * _GIB)
     room = round(cluster.memory.gib * _GIB) - needed
     return {"cluster": cluster.name, "needed_bytes": needed, "fits": room >= 0, "room_bytes": room}
 
@@ -72,7 +71,8 @@ def print_dry_run(console: Console, layout: Layout, report: Mapping[str, Any], e
         console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
     if not every:
         return
-    table = make_table("rank", "stage", "tensor", "replica", "peak", "needs", "launches", "reads", "copies", "races")
+    heads = ("rank", "stage", "tensor", "replica", "peak", "needs", "launches", "reads", "copies", "races")
+    table = Table(*heads, box=None, header_style="italic", pad_edge=False)
     for role in report["roles"]:
         counts = (sum(role[key].values()) for key in ("host_syncs", "blocking_copies", "races"))
         places = (role["rank"], role["stage"], role["tensor"], role["replica"])

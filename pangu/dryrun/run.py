@@ -28,10 +28,10 @@ from pangu.layers.kernel_choice import kernels_of
 from pangu.layers.sparse import FLEX_TILE, computed_share
 from pangu.models.parameters import VOCABULARY_MULTIPLE
 from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.held import Held, held_in
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.schedule import Schedule
 from pangu.pipeline.stages import Stages, plan_stages
-from pangu.planning.memory import Held, held_in
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import room

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pangu.config.checks import find_problems
-from pangu.config.cluster import ClusterConfig
+from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.cluster import cluster_in, cluster_names, load_cluster
+from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.layout_work import Plan
 from pangu.planning.roles import DryRunError, measured_gib
 from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of

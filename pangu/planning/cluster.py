@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
-from pangu.config.build import read
-from pangu.config.cluster import ClusterConfig
-from pangu.config.errors import ConfigError, UserError
+from pangu.config.cluster import ClusterConfig, cluster_in
+from pangu.config.errors import UserError
 from pangu.config.files import refuse_expanding
 
 
@@ -27,14 +25,6 @@ def load_cluster(path: Path) -> ClusterConfig:
     if not isinstance(values, dict):
         raise UserError(f"{path}: is no cluster")
     return cluster_in({str(key): value for key, value in values.items()}, "")
-
-
-def cluster_in(values: Mapping[str, object], path: str = "cluster") -> ClusterConfig:
-    """The cluster of a configuration's group `path`. Raises ConfigError for all that is wrong with it."""
-    cluster, problems = read(ClusterConfig, values, path)
-    if problems:
-        raise ConfigError(problems)
-    return cluster
 
 
 def cluster_names(folder: Path, whole: bool = False) -> list[str]:

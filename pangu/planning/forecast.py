@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from pangu.config.cluster import cluster_in
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import difference
-from pangu.planning.cluster import cluster_in
 from pangu.planning.cost import StepTime
 from pangu.planning.layout_work import Plan
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages

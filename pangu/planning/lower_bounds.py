@@ -12,7 +12,7 @@ from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.orders import SCHEDULES
 from pangu.planning.cost import Group, collective_seconds, groups_of, module_time
 from pangu.planning.layout_work import DENSE, Plan, Recompute, Weights, kinds_of_chunks, sent_to_host
-from pangu.planning.memory import device_overhead, most_held
+from pangu.planning.memory import most_held
 from pangu.planning.module_work import Piece
 from pangu.planning.passing import Chunk, Flat, Module
 from pangu.planning.pipeline_time import Pipeline
@@ -183,7 +183,7 @@ class Bounds:
         if saved and "activations" in plan.offload and min(plan.layers) > 1:  # those of the layer before are passing
             held += min(layer.saved, dense.saved)
         memory = self._space.cluster.memory
-        return (stored.lasting + held * (1 + memory.fragmentation)) / 2**30 + device_overhead(memory, plan.axes)
+        return (stored.lasting + held * (1 + memory.fragmentation)) / 2**30 + memory.overhead_gib(plan.axes)
 
     def _kept(self, plan: Plan, layer: Pieces, dense: Pieces) -> tuple[float, float]:
         """Bytes that a chunk keeps for each forward at least, and for each gradient of weights that is to come."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add, ge, mul
+from operator import add, mul
 from typing import NamedTuple
 
-from pangu.config.cluster import ClusterConfig, DeviceMemoryConfig
-from pangu.pipeline.actions import Kind
-from pangu.pipeline.orders import SCHEDULES, Order, reduces_each, splits_backward
+from pangu.config.cluster import ClusterConfig
+from pangu.pipeline.held import Held, held_in
+from pangu.pipeline.orders import SCHEDULES, splits_backward
 from pangu.planning.pipeline_time import Pipeline, orders
 from pangu.planning.workload import ModuleWork, Workload, working_beside
 
@@ -19,10 +19,6 @@ MEMORY_ERROR = 0.05
 """Of what is made of counted modules, beside dry runs of the whole step (tests/dryrun/test_module_work.py)."""
 MESSAGES = 4
 """Between stages that are there at a time: one that is awaited and one that is sent, in each direction."""
-
-
-_PARTS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2}
-"""As `Held.part`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
             for one in held
         )
         most = max(most + messages, step.update_working_bytes)
-        overhead = device_overhead(cluster.memory, step.communicators) + cluster.memory.fragmentation * most / _GIB
+        overhead = cluster.memory.overhead_gib(step.communicators) + cluster.memory.fragmentation * most / _GIB
         stages.append(Memory(step.state_bytes / _GIB, most / _GIB, overhead))
     return stages
 
@@ -97,37 +93,6 @@ class _Chunk(NamedTuple):
         return cls(saved, deferred, tuple(map(max, parts)), tuple(parts[1] for parts in beside))
 
 
-def device_overhead(memory: DeviceMemoryConfig, communicators: int) -> float:
-    """GiB of a device that hold no tensors: its context, workspaces of libraries, buffers of the groups that send."""
-    return memory.context_gib + memory.workspace_gib + communicators * memory.communicator_gib
-
-
-class Held(NamedTuple):
-    """Micro-batches that a stage holds at a time, of each of its chunks."""
-
-    forwards: tuple[int, ...]
-    """Whose gradient of the input is to come."""
-    inputs: tuple[int, ...]
-    """Whose gradients of weights alone are to come."""
-    summed: tuple[int, ...]
-    """1 of chunks of which there are gradients of some before; () where they are reduced after each."""
-    chunk: int
-    """Which of them computes."""
-    part: int
-    """0 while a forward computes, 1 a backward or its part for the input, 2 that for the weights."""
-
-    @property
-    def begins(self) -> bool:
-        """Whether this is the first backward of a chunk."""
-        return self.part == 1 and bool(self.summed) and not self.summed[self.chunk]
-
-    @property
-    def has_sums_ahead(self) -> bool:
-        """Whether a head may have made gradients in forward, in the last chunk, to which backward has not come."""
-        came = self.part == 1 and self.chunk == len(self.forwards) - 1
-        return self.forwards[-1] > 0 and bool(self.summed) and not (self.summed[-1] or came)
-
-
 @lru_cache(maxsize=1000)
 def most_held(pipeline: Pipeline) -> list[list[Held]]:
     """Stage -> what it holds, as `held_in`."""
@@ -139,38 +104,3 @@ def most_held(pipeline: Pipeline) -> list[list[Held]]:
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)
     return [held_in(order, pipeline.schedule) for order in orders(pipeline._replace(micro_batches=most))]
-
-
-def held_in(order: Order, schedule: str) -> list[Held]:
-    """What a stage holds at moments that no other moment covers, from the very order of its work in a schedule."""
-    chunks = sorted({chunk for _, chunk, _ in order})
-    sums = len(chunks) * (not reduces_each(schedule))
-    return _fullest(set(_moments(order, chunks, sums)), len(chunks))
-
-
-def _moments(order: Order, chunks: Sequence[int], sums: int) -> Iterator[tuple[int, ...]]:
-    """What is held while each step computes, forwards of each chunk, then inputs, then, of so many chunks, whether
-    gradients are; and the chunk and the part that the step is."""
-    place, count = {chunk: number for number, chunk in enumerate(chunks)}, len(chunks)
-    held, summed = [0] * (2 * count), [0] * sums
-    for kind, chunk, _ in order:
-        slot = place[chunk]
-        held[slot] += kind is Kind.FORWARD
-        yield *held, *summed, slot, _PARTS[kind]
-        if kind is Kind.BACKWARD_WEIGHT:
-            held[slot + count] -= 1
-        elif kind is not Kind.FORWARD:
-            held[slot] -= 1
-            held[slot + count] += kind is Kind.BACKWARD_INPUT
-        if sums:
-            summed[slot] |= kind is not Kind.FORWARD
-
-
-def _fullest(moments: set[tuple[int, ...]], chunks: int) -> list[Held]:
-    """Those that no other of the same chunk and part is at least as much as in everything."""
-    fullest: list[tuple[int, ...]] = []
-    for one in sorted(moments, key=sum, reverse=True):
-        if not any(other[-2:] == one[-2:] and all(map(ge, other, one)) for other in fullest):
-            fullest.append(one)
-    both = 2 * chunks
-    return [Held(one[:chunks], one[chunks:both], one[both:-2], *one[-2:]) for one in fullest]

@@ -18,7 +18,6 @@ from typing import Any
 from pangu.config.cluster import DeviceMemoryConfig
 from pangu.config.cores import available_cores
 from pangu.config.errors import UserError
-from pangu.planning.memory import device_overhead
 from pangu.topology.layout import Coordinates, Layout
 
 
@@ -76,7 +75,7 @@ def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: 
     """
     (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
     require_device(report)
-    return report["peak"] / 2**30 + device_overhead(memory, report["groups"])
+    return report["peak"] / 2**30 + memory.overhead_gib(report["groups"])
 
 
 class Worker:

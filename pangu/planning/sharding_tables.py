@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pangu.config.schema import RunConfig
@@ -15,7 +15,6 @@ from pangu.pipeline.stages import Stages
 from pangu.planning.forecast import plan_of
 from pangu.planning.program import Program
 from pangu.planning.sharding import Part, plan_sharding
-from pangu.planning.table import make_table
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
 
@@ -59,7 +58,8 @@ def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: 
 
 
 def _weights(part: Part) -> Table:
-    table = make_table("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
+    heads = ("weight", "shape", "local shape", "cut", "activations", "operator and its strategy")
+    table = Table(*heads, box=None, header_style="italic", pad_edge=False)
     for weight in part.weights:
         gradient = "; gradient: summed once a step" if weight.partial else ""
         shapes = (str(list(weight.shape)), str(list(weight.local_shape)))
@@ -69,7 +69,8 @@ def _weights(part: Part) -> Table:
 
 def _sent(modules: Mapping[str, ModuleWork], counts: Mapping[str, int], layout: Layout) -> Table:
     """Each kind of module, then all of the model."""
-    table = make_table("module", "phase", "collective", "calls", "tensor", "sent by each rank")
+    numbers = (Column(head, justify="right") for head in ("calls", "tensor", "sent by each rank"))
+    table = Table("module", "phase", "collective", *numbers, box=None, header_style="italic", pad_edge=False)
     total = Sent(float)
     for kind, count in counts.items():
         each = sent_by(modules[kind], layout)
