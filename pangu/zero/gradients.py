@@ -12,7 +12,7 @@ from pangu.collectives.reduce import Completion, Handle, all_reduce, start_order
 from pangu.topology.copy_stream import CopyStream
 from pangu.topology.mesh import Mesh
 from pangu.zero.flat_parameter import FlatParameter
-from pangu.zero.grouping import IN_FLIGHT
+from pangu.zero.rules import Operation, ReduceRules
 
 Norms = list[tuple[Sequence[tuple[str, slice]], Sequence[Tensor]]]
 """Of flat parameters in the order in which they were sent: the tensors, and their norms."""
@@ -25,12 +25,9 @@ def layer_products_add(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class GradientSum:
-    """Adds each parameter's gradient to the buffer of its flat parameter during backward, and reduces what is complete.
-
-    Flat parameters of a chunk are sent in the reverse of the forward order whatever order they complete in, so that
-    every replica issues the same collectives in the same order.
-    """
+class GradientSum(ReduceRules[FlatParameter]):
+    """Adds each parameter's gradient to the buffer of its flat parameter during backward, and reduces what is
+    complete."""
 
     def __init__(
         self,
@@ -40,13 +37,10 @@ class GradientSum:
         overlap: bool,
         message: torch.dtype | None,
     ) -> None:
-        """`chunks`: chunk -> its flat parameters in the order of forward; -1: those of several chunks, sent at the end
-        of the step. `reduce_each`: `reduce` runs after each micro-batch, so that no whole gradients are stored (ZeRO-2
-        and 3). `overlap` false: wait for each reduction at once. `message`: format in which gradients are sent and
-        summed over replicas; None: that of the buffers."""
-        self.flat_parameters = {chunk: list(reversed(flats)) for chunk, flats in chunks.items()}
-        self.mesh, self.reduce_each, self.overlap = mesh, reduce_each, overlap
-        self._message = message
+        """As `ReduceRules`; `message`: format in which gradients are sent and summed over replicas; None: that of the
+        buffers."""
+        super().__init__(chunks, reduce_each, overlap)
+        self.mesh, self._message = mesh, message
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
         self._partial = [
             s.grad for flat in self._all for s in flat.shards if s.placement.partial and s.grad is not None
@@ -64,10 +58,8 @@ class GradientSum:
         }
         self._empty: set[Tensor] = set()
         """Those whose sum has not begun, whatever the buffer holds."""
-        self._missing: dict[int, list[int]] = {}
-        """Chunk being reduced -> number of parameters that each flat parameter still waits for."""
-        self._num_sent: dict[int, int] = {}
-        self._in_flight: list[Handle] = []
+        self._handles: list[Handle] = []
+        """Reductions in flight, the oldest first."""
         self._stream = CopyStream(mesh.device)
         self.norms: Norms = []
         """Of this rank's gradients of the step as they were sent: a reduction spreads what is not finite over all
@@ -81,30 +73,27 @@ class GradientSum:
                 flat.grad.zero_()
             else:
                 self._empty.update(parameter for parameter, _ in flat.parameters)
-        self._missing.clear()
-        self._num_sent.clear()
+        self.restart()
         self.norms = []
 
     def expect(self, chunk: int, parameters: Collection[Tensor] | None = None) -> None:
         """The gradients of these parameters of a chunk (None: of all) follow, the last ones before `reduce`: send what
         becomes complete."""
-        self._missing[chunk] = [
-            sum(parameters is None or parameter in parameters for parameter, _ in flat.parameters)
-            for flat in self.flat_parameters.get(chunk, ())
-        ]
+        flats = self.flat_parameters.get(chunk, ())
+        self.expect_counts(
+            chunk, [sum(parameters is None or one in parameters for one, _ in flat.parameters) for flat in flats]
+        )
 
-    def reduce(self, chunk: int) -> None:
-        """Send the rest of a chunk, for which other replicas wait, including flat parameters with parameters that
-        backward did not reach."""
-        self._send(chunk, len(self.flat_parameters.get(chunk, ())))
-        self._missing.pop(chunk, None)
-        self._num_sent.pop(chunk, None)
+    def do(self, operation: Operation, flat: FlatParameter) -> None:
+        if operation is Operation.REDUCE:
+            self._handles.append(self._start(flat))
+        else:
+            self._handles.pop(0).wait()
 
     def finish(self) -> None:
         """Send what several chunks use, wait for all sums, and all-reduce copies over stages and tensor-parallel
         ranks."""
-        self.reduce(-1)
-        self._wait(0)
+        self.finish_all()
         for flat, group in self._shared:
             all_reduce(flat.grad, group)
         if self._partial:
@@ -151,25 +140,7 @@ class GradientSum:
     def complete(self, parameter: Tensor) -> None:
         """Its gradient of this backward has been added: send what that completes."""
         chunk, index, _ = self._places[parameter]
-        if chunk in self._missing:
-            missing = self._missing[chunk]
-            missing[index] -= 1
-            self._send(chunk, next((place for place, count in enumerate(missing) if count > 0), len(missing)))
-
-    def _send(self, chunk: int, stop: int) -> None:
-        # replicas may complete the gradients of a chunk in different orders, and collectives of one group must meet in
-        # one: only what is complete from the first on is sent. Of three that complete as 2, 0, 1:
-        #
-        #     completed    2        0        1
-        #     sent         2        -        1, 0
-        start = self._num_sent.get(chunk, 0)
-        for flat in self.flat_parameters.get(chunk, [])[start:stop]:
-            if self.reduce_each:
-                self._wait(IN_FLIGHT - 1)
-            self._in_flight.append(self._start(flat))
-            if not self.overlap:
-                self._wait(0)
-        self._num_sent[chunk] = max(start, stop)
+        self.count(chunk, index)
 
     def _start(self, flat: FlatParameter) -> Handle:
         mesh, sharding, total = self.mesh, flat.sharding, self._total(flat)
@@ -203,8 +174,3 @@ class GradientSum:
                 flat.grad.copy_(part)
 
         return Completion(finish)
-
-    def _wait(self, leave: int) -> None:
-        """Wait for all but the newest `leave` reductions."""
-        while len(self._in_flight) > leave:
-            self._in_flight.pop(0).wait()
