@@ -83,7 +83,7 @@ def computing(rank: int, world: int, layout: Layout, culprit: int, words: tuple[
     told = [find_replica_difference(trainer)]
     flats = trainer.parameters.flat_parameters
     flat = next(flat for flat in flats if flat.sharding.experts or not layout.splits_experts)
-    finish = Unsharder._finish
+    finish = Unsharder.finish
 
     def flip(weights: torch.Tensor) -> None:
         weights.view(torch.int16 if weights.element_size() == 2 else torch.int32)[flat.numel // 2] ^= 1 << 3
@@ -97,7 +97,7 @@ def computing(rank: int, world: int, layout: Layout, culprit: int, words: tuple[
     if rank == culprit and not stage3:
         trainer.parameters.unsharder.wait()
         flip(flat.weights)
-    with replaced_here(Unsharder, _finish=finish_and_flip) if rank == culprit and stage3 else nullcontext():
+    with replaced_here(Unsharder, finish=finish_and_flip) if rank == culprit and stage3 else nullcontext():
         told.append(find_replica_difference(trainer))
     return told
 

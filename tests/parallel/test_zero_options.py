@@ -65,7 +65,7 @@ def whole_units(rank: int, world: int, layout: Layout, *overrides: str) -> list[
 
     def looked_at(trainer: Trainer) -> Any:
         weights = trainer.parameters.unsharder
-        found.append((len(weights._whole), len(weights._handles)))
+        found.append((len(weights.whole), len(weights.in_flight)))
         return update(trainer)
 
     with replaced_here(Trainer, update=looked_at):
