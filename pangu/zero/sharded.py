@@ -17,8 +17,9 @@ from pangu.topology.mesh import Mesh
 from pangu.topology.placement import PlacementTable
 from pangu.zero.flat_parameter import FlatParameter, Shard
 from pangu.zero.gradients import GradientSum
-from pangu.zero.grouping import Regions, Sharding, divide, trained_modules
+from pangu.zero.grouping import Regions, Sharding, trained_modules
 from pangu.zero.norms import Squares, counts, norm_and_loss
+from pangu.zero.stage_parameters import group, regions_of
 from pangu.zero.unshard import Unsharder
 
 
@@ -55,23 +56,17 @@ class ShardedParameters:
         rather than once per step."""
         kinds = (False, True) if mesh.layout.splits_experts else (False,)
         shardings = {apart: Sharding.of(mesh.layout, mesh.at, storage.offload, apart) for apart in kinds}
-        trained_of: dict[int, list[FlatParameter]] = {}
 
-        def make(chunk: int, names: list[str]) -> FlatParameter:
+        def make(_: int, names: list[str]) -> FlatParameter:
             sharding = shardings[table.is_expert(names[0])]
-            flat = FlatParameter(model, names, table, storage.seed, storage.dtype, mesh.device, sharding)
-            if flat.trained:
-                # a sum that lies where the gradients of the next micro-batch are added is not sent before the last
-                late = reduce_each and sharding.size == 1
-                trained_of.setdefault(-1 if late else chunk, []).append(flat)
-            return flat
+            return FlatParameter(model, names, table, storage.seed, storage.dtype, mesh.device, sharding)
 
         self.placements = {placement.name: placement for placement in table}
         """Logical tensors of this rank by name."""
-        self.flat_parameters, flats_of = divide(table, regions.uses, storage.bucket_bytes, make)
+        self.flat_parameters, flats_of, reduced = group(table, regions, storage.bucket_bytes, reduce_each, make)
         self.trained = [flat for flat in self.flat_parameters if flat.trained]
         self.offload, self._mesh = shardings[False].offload, mesh
-        self.gradients = GradientSum(trained_of, mesh, reduce_each, storage.overlap, storage.message)
+        self.gradients = GradientSum(reduced, mesh, reduce_each, storage.overlap, storage.message)
         # without offload there are no copies, and a CPU has no stream for them
         self._stream = CopyStream(mesh.device if self.offload else torch.device("cpu"))
         trained = trained_modules(table, regions)
@@ -98,7 +93,6 @@ class ShardedParameters:
     ) -> ShardedParameters:
         """Those of `model`, which is on the meta device and consists of the parts `chunks`."""
         uses = {chunk: parameters_by_module(model.config, table, part) for chunk, part in chunks.items()}
-        regions = Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
         storage = Storage(
             DTYPES[config.precision.compute],
             config.parallel.bucket_bytes(mesh.layout.zero, mesh.layout.replicas),
@@ -107,7 +101,7 @@ class ShardedParameters:
             config.parallel.overlap,
             torch.bfloat16 if config.precision.reduce == "bf16" else None,
         )
-        parameters = cls(model, table, regions, mesh, storage, reduce_each)
+        parameters = cls(model, table, regions_of(uses), mesh, storage, reduce_each)
         if parameters.unshards:
             model.hooks = parameters.unsharder
         return parameters

@@ -1,0 +1,158 @@
+"""The step of one rank as a list: every action of its schedule, module by module, with what happens to its parameters.
+
+It is made by the rules that the trainer follows (`zero.rules`), so it is what the trainer does; nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.zero.grouping import backward_order
+from pangu.zero.rules import Operation, ReduceRules, UnshardRules
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
+
+
+class StepOp(NamedTuple):
+    """One operation of a step."""
+
+    kind: str
+    """A `Kind` of action, of a module for those that compute; or an `Operation` on a flat parameter; or `UPDATE`."""
+    module: str = ""
+    flat: FlatNumbers | None = None
+    chunk: int | None = None
+    micro: int | None = None
+    peer: int | None = None
+    """The other stage of a message."""
+
+    def __str__(self) -> str:
+        """E.g. `F layers.3, micro-batch 7` or `UNSHARD flat parameter 2 (layers.3.norm.weight, ...)`."""
+        words = [self.kind, self.module, "" if self.flat is None else str(self.flat)]
+        where = [("chunk", None if self.module or self.flat else self.chunk), ("micro-batch", self.micro)]
+        said = " ".join(filter(None, words))
+        return ", ".join([said, *(f"{name} {value}" for name, value in where if value is not None)])
+
+
+UPDATE = "UPDATE"
+"""The optimizer's step for a flat parameter, or for all of them (None)."""
+
+
+class _Unsharding(UnshardRules[FlatNumbers]):
+    """Lists what is done to weights."""
+
+    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
+        super().__init__(parameters.uses, parameters.regions, parameters.trained, parameters.overlap)
+        self._ops = ops
+
+    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+        self._ops.append(StepOp(operation.value, flat=flat))
+
+
+class _Reducing(ReduceRules[FlatNumbers]):
+    """Lists what is done to gradients."""
+
+    def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
+        super().__init__(parameters.reduced, parameters.reduce_each, parameters.overlap)
+        self._ops = ops
+
+    def do(self, operation: Operation, flat: FlatNumbers) -> None:
+        self._ops.append(StepOp(operation.value, flat=flat))
+
+
+def expand(
+    actions: Iterable[Action],
+    parameters: StageParameters,
+    in_flight: Collection[int] | None = None,
+    one_by_one: bool = False,
+) -> list[StepOp]:
+    """Return the step of one rank.
+
+    Args:
+        actions: of its stage, from the schedule.
+        parameters: of its stage.
+        in_flight: indices of the flat parameters whose weights are on their way when the step begins; None: those that
+            the update of the step before has published.
+        one_by_one: with the optimizer's state on the host, it updates one flat parameter at a time.
+    """
+    return _Expansion(parameters, in_flight).step(actions, one_by_one)
+
+
+class _Expansion:
+    """A list that grows."""
+
+    def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
+        self.parameters, self.ops = parameters, list[StepOp]()
+        self.unsharding, self.reducing = _Unsharding(parameters, self.ops), _Reducing(parameters, self.ops)
+        self.trained = [flat for flat in parameters.flats if flat.trained]
+        if in_flight is None:
+            self.unsharding.publish(self.trained)
+            self.ops.clear()
+        else:
+            self.unsharding.in_flight = {flat: None for flat in parameters.flats if flat.index in in_flight}
+
+    def step(self, actions: Iterable[Action], one_by_one: bool) -> list[StepOp]:
+        for action in actions:
+            if action.kind in COMPUTE:
+                self._compute(action)
+            elif action.kind is Kind.UNSHARD:
+                self.unsharding.unshard(action.chunk)
+            elif action.kind is Kind.RESHARD:
+                self.unsharding.reshard(action.chunk)
+            else:
+                self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+        self.reducing.finish_all()
+        on_host = any("optimizer" in flat.sharding.offload for flat in self.trained)
+        groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]
+        for flats in groups:
+            self.ops.append(StepOp(UPDATE, flat=flats[0] if len(groups) > 1 else None))
+            self.unsharding.publish(flats)
+        return self.ops
+
+    def _compute(self, action: Action) -> None:
+        parameters, chunk = self.parameters, action.chunk
+        modules, regions = parameters.uses[chunk], parameters.regions
+        backward = backward_order(list(modules), parameters.trained, regions)
+        if action.kind is Kind.FORWARD:
+            for module in modules:
+                self.unsharding.begin(module, self.unsharding.forward)
+                self.ops.append(StepOp(action.kind.value, module, None, chunk, action.micro))
+                if module != regions.last or module not in backward:  # its backward comes next
+                    self.unsharding.end(module, self.unsharding.forward)
+            return
+        order = [*backward, *(module for module in reversed(list(modules)) if module in regions.lookups)]
+        order = [module for module in order if module in backward or self._adds(modules[module])]
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            order = [module for module in order if self._postpones(module)]
+        if action.reduce:
+            users = Counter(flat for module in order for flat in modules[module])
+            self.reducing.expect_counts(chunk, [users[flat] for flat in self.reducing.flat_parameters.get(chunk, [])])
+        for module in order:
+            self._backward(action, module, modules[module], module in backward)
+        if action.reduce:
+            self.reducing.reduce(chunk)
+
+    def _backward(self, action: Action, module: str, flats: Sequence[FlatNumbers], reads_weights: bool) -> None:
+        """One module of a backward, or of its part for inputs or for weights."""
+        reads_weights = reads_weights and action.kind is not Kind.BACKWARD_WEIGHT
+        if reads_weights:
+            goes_on = module == self.parameters.regions.last
+            self.unsharding.begin(module, self.unsharding.backward, goes_on)
+        self.ops.append(StepOp(action.kind.value, module, None, action.chunk, action.micro))
+        if action.reduce:
+            places = self.reducing.flat_parameters.get(action.chunk, [])
+            for index in sorted(places.index(flat) for flat in flats if flat in places):
+                self.reducing.count(action.chunk, index)
+        if reads_weights:
+            self.unsharding.end(module, self.unsharding.backward)
+
+    def _adds(self, flats: Sequence[FlatNumbers]) -> bool:
+        """Whether a module has weights that are trained."""
+        return any(flat.trained for flat in flats)
+
+    def _postpones(self, module: str) -> bool:
+        """Whether gradients of a module's weights are made apart from those of its input."""
+        parameters = self.parameters
+        adds = any(self._adds(modules.get(module, ())) for modules in parameters.uses.values())
+        return adds and not (module == parameters.regions.last and parameters.loss_in_chunks)

@@ -1,0 +1,123 @@
+"""The parameters of a pipeline stage as numbers: what is grouped into flat parameters, and the rules of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pangu.config.schema import RunConfig
+from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
+from pangu.topology.layout import Coordinates, Layout
+from pangu.topology.placement import PlacementTable, TensorRank
+from pangu.zero.grouping import Regions, Sharding, Uses, divide, trained_modules
+from pangu.zero.rules import Shardable
+
+F = TypeVar("F", bound=Shardable)
+
+
+def regions_of(uses: Uses) -> Regions:
+    """Return the regions of a model that is made of the modules of `ModuleHooks`."""
+    return Regions(uses, ("embedding", "position_bias"), "position_bias", "embedding", "head")
+
+
+@dataclass(frozen=True, eq=False)
+class FlatNumbers:
+    """A flat parameter without tensors."""
+
+    index: int
+    """In the order of forward, trained ones first."""
+    chunk: int
+    """Whose it is; -1: of several."""
+    names: tuple[str, ...]
+    """Its parameters."""
+    numel: int
+    """Elements of these on this rank, without padding."""
+    padded: int
+    sharding: Sharding
+    trained: bool
+
+    def __str__(self) -> str:
+        return f"flat parameter {self.index} ({self.names[0]}{', ...' if len(self.names) > 1 else ''})"
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What decides what a rank's step does with its parameters."""
+
+    table: PlacementTable
+    regions: Regions
+    trained: frozenset[str]
+    """Modules whose output has a gradient whatever their input is."""
+    flats: tuple[FlatNumbers, ...]
+    uses: Mapping[int, Mapping[str, Sequence[FlatNumbers]]]
+    """Chunk -> module, in the order of forward -> its flat parameters."""
+    reduced: Mapping[int, Sequence[FlatNumbers]]
+    """As the chunks of `ReduceRules`."""
+    reduce_each: bool
+    overlap: bool
+    loss_in_chunks: bool
+    """The head makes the gradients of its matrix in forward."""
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart], reduce_each: bool
+    ) -> StageParameters:
+        """Return those of the rank at `at`, whose stage has these chunks. `reduce_each`: see `Schedule`."""
+        table, uses, shardings = place_stage(config, layout, at, chunks)
+        regions, numel = regions_of(uses), {name: math.prod(shape) for name, shape in table.shapes.items()}
+        made: list[FlatNumbers] = []
+
+        def make(chunk: int, names: list[str]) -> FlatNumbers:
+            sharding, count = shardings[table.is_expert(names[0])], sum(numel[name] for name in names)
+            flat = FlatNumbers(
+                len(made), chunk, tuple(names), count, sharding.padded(count), sharding, table.is_trained(names[0])
+            )
+            made.append(flat)
+            return flat
+
+        bucket = config.parallel.bucket_bytes(layout.zero, layout.replicas)
+        flats, uses_of, reduced = group(table, regions, bucket, reduce_each, make)
+        trained = frozenset(trained_modules(table, regions))
+        overlap, in_chunks = config.parallel.overlap, config.loss_chunk is not None
+        return cls(table, regions, trained, tuple(flats), uses_of, reduced, reduce_each, overlap, in_chunks)
+
+
+def place_stage(
+    config: RunConfig, layout: Layout, at: Coordinates, chunks: Mapping[int, ModelPart]
+) -> tuple[PlacementTable, Uses, dict[bool, Sharding]]:
+    """Return where the parameters of a stage lie, which modules use them, and how those of experts and others are
+    sharded."""
+    share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
+    if layout.splits_experts:
+        from pangu.topology.experts import ExpertRank
+
+        share, shardings[True] = ExpertRank.of(layout, at), Sharding.of(layout, at, config.memory.offload, experts=True)
+    tensor_rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
+    table = place_tensors(config.model, list(chunks.values()), tensor_rank, config.train.frozen, share)
+    uses = {chunk: parameters_by_module(config.model, table, part) for chunk, part in chunks.items()}
+    return table, uses, shardings
+
+
+def group(
+    table: PlacementTable,
+    regions: Regions,
+    bucket: float,
+    reduce_each: bool,
+    make: Callable[[int, list[str]], F],
+) -> tuple[list[F], dict[int, dict[str, list[F]]], dict[int, list[F]]]:
+    """Return flat parameters and their uses as `divide` does, and chunk -> the trained ones in the order of forward, as
+    `ReduceRules` has them."""
+    reduced: dict[int, list[F]] = {}
+
+    def make_and_sort(chunk: int, names: list[str]) -> F:
+        flat = make(chunk, names)
+        if table.is_trained(names[0]):
+            # a sum that lies where the gradients of the next micro-batch are added is not sent before the last
+            late = reduce_each and flat.sharding.size == 1
+            reduced.setdefault(-1 if late else chunk, []).append(flat)
+        return flat
+
+    flats, uses = divide(table, regions.uses, bucket, make_and_sort)
+    return flats, uses, reduced
