@@ -13,10 +13,21 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.placement import PlacementTable
 
-Replicas = Literal["data", "shard", "copies", "expert_data", "expert_shard", "expert_copies"]
+Replicas = Literal[
+    "data",
+    "replicas",
+    "shard",
+    "gather",
+    "copies",
+    "expert_data",
+    "expert_replicas",
+    "expert_shard",
+    "expert_gather",
+    "expert_copies",
+]
 """Ranks with the same weights: all; those that share states; those that hold the same share. `expert_`: with the same
 experts, in a layout that splits them."""
-Axis = Literal["tensor", "context", "expert", "pipeline", "ends"] | Replicas
+Axis = Literal["tensor", "context", "expert", "pipeline", "ends", "world"] | Replicas
 """Along which axis of the mesh a group's ranks lie. `expert`: those that have all experts together; `ends`: the first
 and the last stage."""
 
@@ -47,7 +58,7 @@ class Matmul(NamedTuple):
 class Collective(NamedTuple):
     """Equal collectives of one group."""
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
     axis: Axis
     bytes: float
     """Of the whole buffer: what the group holds together after an all-gather, each rank before a reduction."""

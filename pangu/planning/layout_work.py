@@ -11,13 +11,11 @@ from operator import add
 from typing import Literal, NamedTuple, cast
 
 from pangu.config.optimizer import UPDATED_AT_ONCE
-from pangu.pipeline.orders import SCHEDULES, reduces_each
-from pangu.planning.pipeline_time import Pipeline
+from pangu.planning.plan import Plan as Plan
+from pangu.planning.plan import Recompute as Recompute
 from pangu.planning.workload import Axis, Collective, ModuleWork, StepWork, Working, Workload
 from pangu.topology.experts import ExpertLayout
-from pangu.topology.layout import Layout
 
-Recompute = Literal["none", "selective", "full"]
 DENSE = "dense "
 """Before the kind of a layer without experts, in a model whose others have some."""
 RESIDENT = " resident"
@@ -99,81 +97,6 @@ class System:
     def optimizer_bytes(self) -> int:
         """Of a parameter's moments, and of its main copy where weights are shorter (Rajbhandari et al. 2020, 3.1)."""
         return 12 if self.number_bytes == 2 else 8
-
-
-class Plan(NamedTuple):
-    """How a model is spread and stepped."""
-
-    tensor: int
-    pipeline: int
-    virtual: int
-    data: int
-    context: int
-    zero: int
-    sequence: bool
-    recompute: Recompute
-    micro_size: int
-    micro_batches: int
-    schedule: str
-    light_ends: bool = False
-    """The embedding and the head count as layers where the model is cut."""
-    layers: tuple[int, ...] = ()
-    """Of each chunk; (): as `light_ends` says."""
-    recomputed: int = 0
-    """With `recompute` = none, layers of each chunk that are computed again in full."""
-    zero_group: int = 0
-    """Replicas that share states; 0: all."""
-    offload: tuple[str, ...] = ()
-    """What waits in host memory, as `memory.offload`."""
-    chunks: int = 1
-    """Of products, whose communication hides behind one another."""
-    expert: int = 1
-    """Ranks that share the experts of each layer."""
-    expert_tensor: int = 0
-    """Tensor ranks that share each expert; 0: all."""
-    context_kind: str = "auto"
-    """As `parallel.context_kind`."""
-
-    @property
-    def layout(self) -> Layout:
-        """Its degrees."""
-        return Layout(
-            self.tensor,
-            self.pipeline,
-            self.data,
-            self.zero,
-            self.sequence,
-            self.virtual,
-            self.zero_group,
-            self.context,
-            self.expert,
-            self.expert_tensor,
-        )
-
-    @property
-    def replicas(self) -> int:
-        """Ranks with the same weights and other tokens."""
-        return self.data * self.context
-
-    @property
-    def shards(self) -> int:
-        """Of these, ranks that the states are sharded over."""
-        return self.layout.shards
-
-    @property
-    def axes(self) -> int:
-        """Axes along which there is more than one rank, each with a group that sends at least."""
-        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch; published schedules do not."""
-        return self.schedule in SCHEDULES and reduces_each(self.schedule)
-
-    @property
-    def steps(self) -> Pipeline:
-        """Its schedule."""
-        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
 
 
 class Update(NamedTuple):

@@ -1,0 +1,203 @@
+"""Ledger of one rank's step: memory over time, collectives and work, folded over the operations of the step.
+
+    operations    START F0 | gather a | F embedding | gather b | F layers.0 | free a | ... | END | SEND | ... | REDUCE b
+    live bytes    what lasts + buffers of flat parameters that come and go + what the spans of modules take and leave
+
+What a module takes, leaves and does is measured (`pangu.pipeline.spans`); when flat parameters are gathered and reduced
+is decided by the rules that a run follows. Most passes of a step are alike, so each is folded once for each state of
+the flat parameters in which it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import add
+from typing import NamedTuple
+
+from pangu.pipeline.spans import Collective, Span, full_name
+
+GRAIN = 512
+"""Bytes; allocators of devices round up to multiples of it."""
+ACTIVATIONS, GATHERED, GRADIENTS = range(3)
+KINDS = ("activations", "gathered", "gradients")
+"""Kinds of transient memory: what modules make; gathered weights; sums of gradients, while they are reduced too."""
+
+
+def allocated(nbytes: float) -> int:
+    """Bytes of a tensor as the device's allocator rounds them up."""
+    return -(-int(nbytes) // GRAIN) * GRAIN
+
+
+class Buffers(NamedTuple):
+    """Transient buffers of a flat parameter, in bytes, and the collectives that use them."""
+
+    weights: int
+    """Gathered weights; 0: they last."""
+    total: int
+    """Sum of gradients; 0: it lasts."""
+    message: int
+    """Copy of the sum in the format that is sent; 0: the sum itself is sent."""
+    part: int
+    """This rank's part of the reduced gradients; 0: it lies where it lasts."""
+    norms: int
+    """Norms of the gradients of a reduction, which stay to the end of the step."""
+    gathers: tuple[Collective, ...] = ()
+    reductions: tuple[Collective, ...] = ()
+    fetched: float = 0.0
+    """Bytes copied from host memory for each gather."""
+
+
+class Pass(NamedTuple):
+    """One action, relative to the live bytes when it begins."""
+
+    peak: int
+    """Most live bytes."""
+    kinds: tuple[int, ...]
+    """Bytes of each of `KINDS` at the peak."""
+    place: str
+    """Module or operation in which the peak is reached."""
+    change: tuple[int, ...]
+    """Bytes of each of `KINDS` that are left behind."""
+    spans: tuple[Span, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    """Gathers and reductions that begin in it."""
+    fetched: float = 0.0
+    """Bytes of weights copied from host memory."""
+
+    @classmethod
+    def of(cls, span: Span) -> Pass:
+        """Return a span outside of all modules."""
+        return cls(span.peak, (span.peak, 0, 0), "", (span.end, 0, 0), (span,))
+
+
+class Meter:
+    """Live bytes by kind, and the most there have been."""
+
+    def __init__(self) -> None:
+        self.level = [0] * len(KINDS)
+        self.peak, self.kinds, self.place = 0, tuple(self.level), ""
+
+    def change(self, kind: int, nbytes: int, place: str = "") -> None:
+        """Allocate or free bytes."""
+        self.level[kind] += nbytes
+        self.note(0, place)
+
+    def note(self, beside: int, place: str) -> None:
+        """Compare the peak with what is live, and activations besides."""
+        total = sum(self.level) + beside
+        if total > self.peak:
+            activations, *others = self.level
+            self.peak, self.kinds, self.place = total, (activations + beside, *others), place
+
+    def follow(self, one: Pass, place: str) -> None:
+        """Add an action that was folded."""
+        total = sum(self.level) + one.peak
+        if total > self.peak:
+            self.peak, self.kinds = total, tuple(map(add, self.level, one.kinds))
+            self.place = f"{place}, {one.place}" if one.place else place
+        self.level = list(map(add, self.level, one.change))
+
+
+class Fold:
+    """Folds the operations of one action over the spans of its modules."""
+
+    def __init__(self, buffers: Sequence[Buffers], flat_of: Mapping[str, int], begun: set[int], hidden: float) -> None:
+        """Begin an action.
+
+        Args:
+            buffers: of each flat parameter of the stage.
+            flat_of: parameter -> its flat parameter.
+            begun: flat parameters whose sums of gradients exist, changed by the operations.
+            hidden: share of communication that computing hides which runs meanwhile.
+        """
+        self._buffers, self._flat_of, self._begun, self._hidden = buffers, flat_of, begun, hidden
+        self._meter = Meter()
+        self._spans: list[Span] = []
+        self._collectives: list[Collective] = []
+        self._fetched = 0.0
+        self._in_flight: dict[int, range] = {}
+        """Flat parameters being gathered or reduced -> places of their collectives; not those known to be hidden."""
+
+    def result(self) -> Pass:
+        """Return the ledger of what was folded; what is still in flight is hidden by what follows."""
+        self._hide()
+        meter = self._meter
+        spans, collectives = tuple(self._spans), tuple(self._collectives)
+        return Pass(meter.peak, meter.kinds, meter.place, tuple(meter.level), spans, collectives, self._fetched)
+
+    def operation(self, kind: str, flat: int) -> None:
+        """Carry out an operation on a flat parameter."""
+        buffers, meter = self._buffers[flat], self._meter
+        match kind:
+            case "UNSHARD":
+                meter.change(GATHERED, buffers.weights, "gathering parameters")
+                self._fetched += buffers.fetched
+                self._start(flat, buffers.gathers)
+            case "RESHARD":
+                meter.change(GATHERED, -buffers.weights)
+            case "REDUCE":
+                self._begin_sum(flat)
+                self._begun.discard(flat)
+                meter.change(GRADIENTS, buffers.norms, "reducing gradients")
+                meter.change(GRADIENTS, buffers.message + buffers.part, "reducing gradients")
+                if buffers.message:
+                    meter.change(GRADIENTS, -buffers.total)
+                self._start(flat, buffers.reductions)
+            case "WAIT_REDUCE":
+                meter.change(GRADIENTS, -buffers.message - buffers.part)
+                if not buffers.message:
+                    meter.change(GRADIENTS, -buffers.total)
+        if kind.startswith("WAIT"):
+            self._in_flight.pop(flat, None)
+
+    def span(self, place: str, module: str, span: Span, reductions: Sequence[tuple[str, int]] = ()) -> None:
+        """Carry out a span of a module, with the reductions that its gradients complete."""
+        self._hide()
+        self._spans.append(span)
+        meter, start, waiting = self._meter, self._meter.level[ACTIVATIONS], self._placed(module, span, reductions)
+        for number, segment in enumerate(span.segments):
+            meter.note(start + segment.peak - meter.level[ACTIVATIONS], place)
+            meter.change(ACTIVATIONS, start + segment.end - meter.level[ACTIVATIONS], place)
+            if segment.mark is not None and segment.mark.event == "add":
+                self._begin_sum(self._flat_of[full_name(module, segment.mark.parameter)])
+            for kind, flat in waiting.get(number, ()):
+                self.operation(kind, flat)
+
+    def _placed(
+        self, module: str, span: Span, reductions: Sequence[tuple[str, int]]
+    ) -> dict[int, list[tuple[str, int]]]:
+        """Return the operations that follow each segment: a flat parameter is reduced behind its last gradient, and
+        behind those that are reduced before it."""
+        last = {
+            self._flat_of[full_name(module, segment.mark.parameter)]: number
+            for number, segment in enumerate(span.segments)
+            if segment.mark is not None and segment.mark.event == "complete"
+        }
+        placed: dict[int, list[tuple[str, int]]] = {}
+        place, waits = 0, list[tuple[str, int]]()
+        for kind, flat in reductions:
+            waits.append((kind, flat))
+            if kind == "REDUCE":
+                place = max(place, last.get(flat, 0))
+                placed.setdefault(place, []).extend(waits)
+                waits = []
+        placed.setdefault(place, []).extend(waits)
+        return placed
+
+    def _begin_sum(self, flat: int) -> None:
+        """Allocate the sum of a flat parameter's gradients, unless it exists."""
+        if flat not in self._begun:
+            self._begun.add(flat)
+            self._meter.change(GRADIENTS, self._buffers[flat].total, "adding gradients")
+
+    def _start(self, flat: int, collectives: Sequence[Collective]) -> None:
+        count = len(self._collectives)
+        self._collectives += collectives
+        self._in_flight[flat] = range(count, count + len(collectives))
+
+    def _hide(self) -> None:
+        """Computing hides what is in flight."""
+        for place in chain.from_iterable(self._in_flight.values()):
+            self._collectives[place] = self._collectives[place]._replace(hidden=self._hidden)
+        self._in_flight.clear()

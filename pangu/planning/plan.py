@@ -1,0 +1,86 @@
+"""Layout of a run as the planner knows it: how a model is spread over ranks, and how a step is scheduled."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pangu.pipeline.orders import SCHEDULES, reduces_each
+from pangu.planning.pipeline_time import Pipeline
+from pangu.topology.layout import Layout
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Plan(NamedTuple):
+    """How a model is spread and stepped."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    data: int
+    context: int
+    zero: int
+    sequence: bool
+    recompute: Recompute
+    micro_size: int
+    micro_batches: int
+    schedule: str
+    light_ends: bool = False
+    """The embedding and the head count as layers where the model is cut."""
+    layers: tuple[int, ...] = ()
+    """Of each chunk; (): as `light_ends` says."""
+    recomputed: int = 0
+    """With `recompute` = none, layers of each chunk that are computed again in full."""
+    zero_group: int = 0
+    """Replicas that share states; 0: all."""
+    offload: tuple[str, ...] = ()
+    """What waits in host memory, as `memory.offload`."""
+    chunks: int = 1
+    """Of products, whose communication hides behind one another."""
+    expert: int = 1
+    """Ranks that share the experts of each layer."""
+    expert_tensor: int = 0
+    """Tensor ranks that share each expert; 0: all."""
+    context_kind: str = "auto"
+    """As `parallel.context_kind`."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its degrees."""
+        return Layout(
+            self.tensor,
+            self.pipeline,
+            self.data,
+            self.zero,
+            self.sequence,
+            self.virtual,
+            self.zero_group,
+            self.context,
+            self.expert,
+            self.expert_tensor,
+        )
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights and other tokens."""
+        return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Of these, ranks that the states are sharded over."""
+        return self.layout.shards
+
+    @property
+    def axes(self) -> int:
+        """Axes along which there is more than one rank, each with a group that sends at least."""
+        return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch; published schedules do not."""
+        return self.schedule in SCHEDULES and reduces_each(self.schedule)
+
+    @property
+    def steps(self) -> Pipeline:
+        """Its schedule."""
+        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)

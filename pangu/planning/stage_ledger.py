@@ -1,0 +1,361 @@
+"""Ledger of one pipeline stage: its modules and flat parameters, and the walk over the actions of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from pangu.config.schema import RunConfig
+from pangu.models.parameters import ModelPart, logical_shapes, parameters_by_module, place_tensors
+from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
+from pangu.pipeline.spans import Axis, Collective, Span, SpanKey, Trace, Work, module_kinds
+from pangu.planning.ledger import ACTIVATIONS, KINDS, Buffers, Fold, Meter, Pass, allocated
+from pangu.topology.experts import ExpertLayout, ExpertRank
+from pangu.topology.layout import Coordinates, Layout
+from pangu.topology.placement import PlacementTable, TensorRank
+from pangu.zero.grouping import Regions, Sharding, buffer_table, divide, trained_modules
+from pangu.zero.states import BYTES, sum_bytes
+
+
+class Formats(NamedTuple):
+    """Bytes of an element."""
+
+    weights: int
+    sums: int
+    """Gradients added up over micro-batches, and main parameters."""
+    messages: int
+    """Gradients that are sent to replicas."""
+    moments: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Formats:
+        """Return those of a configuration."""
+        wide = sum_bytes(config)
+        sent = 2 if config.precision.reduce == "bf16" else wide
+        return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
+
+
+class Flat(NamedTuple):
+    """Flat parameter of a rank."""
+
+    chunk: int
+    names: tuple[str, ...]
+    numel: int
+    sharding: Sharding
+    trained: bool
+    shards: tuple[int, ...]
+    """Elements of each logical tensor in this rank's local shard, those that have some."""
+    num_tensors: int
+    partial: int
+    """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
+    shared: frozenset[str]
+    """Axes along which other ranks hold copies of tensors in the local shard."""
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer."""
+        return self.sharding.padded(self.numel)
+
+    @property
+    def share(self) -> int:
+        """Elements of the local shard."""
+        return self.padded // self.sharding.size
+
+    @classmethod
+    def of(cls, chunk: int, names: Sequence[str], table: PlacementTable, sharding: Sharding) -> Flat:
+        """Return the flat parameter of some parameters of a chunk."""
+        numel, trained = sum(math.prod(table.shapes[name]) for name in names), table.is_trained(names[0])
+        span = sharding.span(sharding.padded(numel))
+        begin = num_tensors = partial = 0
+        shards, shared = list[int](), set[str]()
+        for name in names:
+            for entry in table.stored_in(name):
+                start = begin + entry.offset
+                held = min(start + entry.local_numel, span.stop) - max(start, span.start)
+                num_tensors += 1
+                if held > 0:
+                    shards.append(held)
+                    partial += held * entry.partial
+                    shared |= {entry.shared} if entry.shared else set()
+            begin += math.prod(table.shapes[name])
+        names, held_of = tuple(names), tuple(shards)
+        return cls(chunk, names, numel, sharding, trained, held_of, num_tensors, partial, frozenset(shared))
+
+
+class StageParts(NamedTuple):
+    """Modules and flat parameters of a rank."""
+
+    regions: Regions
+    kinds: Mapping[int, Mapping[str, str]]
+    """Chunk -> module, in the order of forward -> its kind (see `module_kinds`)."""
+    flats: Sequence[Flat]
+    uses: Mapping[int, Mapping[str, Sequence[int]]]
+    """Chunk -> module -> its flat parameters."""
+    trained: set[str]
+    """Modules whose output has a gradient whatever their input is."""
+    tensors: tuple[int, int]
+    """Number of logical tensors: of experts that the layout splits, behind all others."""
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout, parts: Mapping[int, ModelPart], at: Coordinates) -> StageParts:
+        """Return what a rank holds of its stage's chunks."""
+        share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
+        if layout.splits_experts:
+            share = ExpertRank.of(layout, at)
+            shardings[True] = Sharding.of(layout, at, config.memory.offload, experts=True)
+        rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
+        table = place_tensors(config.model, list(parts.values()), rank, config.train.frozen, share)
+        names = {chunk: parameters_by_module(config.model, table, part) for chunk, part in parts.items()}
+        regions = Regions(names, ("embedding", "position_bias"), "position_bias", "embedding", "head")
+        flats: list[Flat] = []
+
+        def make(chunk: int, of_flat: list[str]) -> int:
+            flats.append(Flat.of(chunk, of_flat, table, shardings[table.is_expert(of_flat[0])]))
+            return len(flats) - 1
+
+        _, uses = divide(table, names, config.parallel.bucket_bytes(layout.zero, layout.replicas), make)
+        kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
+        experts = sum(entry.expert for entry in table)
+        tensors = len(list(table)) - experts, experts
+        return cls(regions, kinds, flats, uses, trained_modules(table, regions), tensors)
+
+
+def buffers_of(flat: Flat, formats: Formats, reduce_each: bool) -> Buffers:
+    """Return the transient buffers and the collectives of a flat parameter."""
+    sharding, padded, share = flat.sharding, flat.padded, flat.share
+    size, replicas = sharding.size, sharding.replicas
+    rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
+    weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
+    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) if size > 1 else ()
+    fetched = share * formats.weights * rows["local"].on_host
+    if not flat.trained:
+        return Buffers(weights, 0, 0, 0, 0, gathers, (), fetched)
+    sent = formats.messages if replicas > 1 else formats.sums
+    narrower = sent < formats.sums
+    total = 0 if "total" in rows else allocated(padded * formats.sums)
+    if size == 1:
+        message, part = 0, allocated(padded * sent) * narrower
+        reductions = [Collective("all_reduce", axis_of(sharding, "replicas"), padded * sent)] * (replicas > 1)
+    else:
+        message, part = allocated(padded * sent) * narrower, allocated(share * sent) * (reduce_each or narrower)
+        reductions = [Collective("reduce_scatter", axis_of(sharding, "shard"), padded * sent)]
+        reductions += [Collective("all_reduce", axis_of(sharding, "copies"), share * sent)] * (size < replicas)
+    return Buffers(weights, total, message, part, allocated(1) * flat.num_tensors, gathers, tuple(reductions), fetched)
+
+
+def axis_of(sharding: Sharding, name: str) -> Axis:
+    """Return the axis of the mesh along which a flat parameter is communicated."""
+    return cast(Axis, sharding.axis(name))
+
+
+def lasting_bytes(flats: Iterable[Flat], formats: Formats, fused: bool) -> dict[str, int]:
+    """Return the bytes on the device that last from step to step, by kind. `fused`: each tensor has a step count."""
+    purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
+    total: Counter[str] = Counter()
+    updated = 0
+    for flat in flats:
+        for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
+            if row.alias is None and row.lasting and not row.on_host:
+                size = formats.sums if row.wide else formats.weights
+                total[purposes.get(row.name, "parameters")] += allocated(row.numel * size)
+        if flat.trained and "optimizer" not in flat.sharding.offload:
+            updated += len(flat.shards)
+            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in flat.shards)
+    total["optimizer"] += allocated(1) * (updated if fused else min(updated, 1))
+    return dict(total)
+
+
+@dataclass(frozen=True)
+class StageLedger:
+    """What one rank of a stage holds, sends and does in a step."""
+
+    lasting: Mapping[str, int]
+    """Bytes that last from step to step: parameters, gradients, optimizer."""
+    peak: int
+    """Most live bytes of tensors."""
+    kinds: Mapping[str, int]
+    """Transient bytes of each kind at the peak."""
+    place: str
+    """Operation in which the peak is reached."""
+    sent: Mapping[Collective, float]
+    """Collectives and messages of a step -> how often."""
+    groups: int
+    """Process groups in which the rank sends."""
+    passes: Mapping[tuple[Kind, int], Pass]
+    """Kind of action and chunk -> what it is for most micro-batches."""
+    besides: Mapping[Collective, float]
+    """Collectives of the step besides those of `passes` for each micro-batch -> how often; negative: less often."""
+    update: Work
+    """The optimizer's step, and what is copied between device and host for it."""
+    host_update_bytes: float = 0.0
+    """Bytes that an optimizer on the host reads and writes."""
+
+    @property
+    def collectives(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Axis -> kind -> calls and bytes in a step."""
+        total: dict[str, dict[str, tuple[float, float]]] = {}
+        for one, often in self.sent.items():
+            calls, nbytes = total.setdefault(one.axis, {}).get(one.kind, (0.0, 0.0))
+            often *= one.calls
+            total[one.axis][one.kind] = calls + often, nbytes + often * one.bytes
+        return total
+
+
+class StageProgram:
+    """A stage whose steps can be folded: any list of actions."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        parts: StageParts,
+        trace: Trace,
+        rules: Any,
+        each: bool,
+        hidden: float = 0.9,
+    ) -> None:
+        """`each`: gradients are reduced after each micro-batch, if the layout shards their sums."""
+        self.config, self.parts, self.trace, self._rules = config, parts, trace, rules
+        self._sizes, self._hidden = group_sizes(layout), hidden
+        self.formats = Formats.of(config)
+        self.buffers = [buffers_of(flat, self.formats, each) for flat in parts.flats]
+        self._flat_of = {name: number for number, flat in enumerate(parts.flats) for name in flat.names}
+        self._passes: dict[Any, tuple[Pass, Any]] = {}
+        fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
+        self.lasting = lasting_bytes(parts.flats, self.formats, fused)
+
+    def ledger(self, actions: Sequence[Action], micro_batches: int, message: Sequence[int]) -> StageLedger:
+        """Fold the actions of a step. `message`: bytes of the tensors that one chunk hands to the next."""
+        meter, passes, counts = Meter(), dict[tuple[Kind, int], Pass](), Counter[int]()
+        sends: Counter[tuple[Kind, int | None]] = Counter()
+        self._begin(meter, micro_batches)
+        state: Any = (self._rules.state, frozenset())
+        for action in (*actions, None):
+            one, state = self._pass(action, state)
+            meter.follow(one, "adding up gradients" if action is None else str(action))
+            counts[id(one)] += 1
+            if action is not None and action.kind in MESSAGES:
+                sends[action.kind, action.peer] += 1
+            elif action is not None and action.micro == (micro_batches - 1) // 2:
+                passes[action.kind, action.chunk] = one
+        meter.follow(Pass.of(self.trace.finish), "adding up losses and norms")
+        update, working = self._update()
+        meter.level[ACTIVATIONS] = sum(self.lasting.values()) + self.trace.lasting_bytes
+        meter.note(working, "the update")
+        besides: Counter[Collective] = Counter(self._ending())
+        sent = besides.copy()
+        for (kind, _), count in sends.items():
+            for size in message:
+                sent[message_of(kind, size)] += count
+        for one, count in [(one, counts[id(one)]) for one, _ in self._passes.values()]:
+            for each in one.collectives:
+                besides[each] += count
+                sent[each] += count
+            for each in (each for span in one.spans for each in span.work.collectives):
+                sent[each] += count
+        for one in passes.values():
+            for each in one.collectives:
+                besides[each] -= micro_batches
+        axes = {each.axis for each, often in sent.items() if often and each.kind not in ("send", "receive")}
+        kinds = dict(zip(KINDS, meter.kinds, strict=True))
+        groups = len(axes) + len(sends)
+        return StageLedger(self.lasting, meter.peak, kinds, meter.place, sent, groups, passes, besides, update)
+
+    def _begin(self, meter: Meter, micro_batches: int) -> None:
+        """Fold what precedes the first action."""
+        meter.change(ACTIVATIONS, sum(self.lasting.values()) + self.trace.lasting_bytes)
+        for _ in range(micro_batches):
+            meter.follow(Pass.of(self.trace.move), "moving a micro-batch to the device")
+        meter.follow(Pass.of(self.trace.begin), "the beginning")
+
+    def _ending(self) -> Iterator[Collective]:
+        """Yield the collectives of a step besides those of micro-batches, gathers and reductions: of gradients of which
+        several ranks hold copies, of losses and norms, and of updated weights."""
+        config, formats = self.config, self.formats
+        sent: list[Collective] = []
+        for flat, buffers in zip(self.parts.flats, self.buffers, strict=True):
+            if flat.trained:
+                sent += [Collective("all_reduce", cast(Axis, axis), flat.share * formats.sums) for axis in flat.shared]
+                sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
+        partial = sum(flat.partial for flat in self.parts.flats if flat.trained)
+        sent += [Collective("all_reduce", "tensor", partial * formats.sums)] * (partial > 0)
+        world = [2 * 8]  # the loss and the norm
+        if config.precision.matmul == "fp8":
+            shapes = logical_shapes(config.model).items()
+            world.append(3 * 4 * sum(name.startswith("layers.") and len(shape) == 2 for name, shape in shapes))
+        if config.model.experts is not None:
+            world.append(8 * len(config.model.expert_layers) * (config.model.experts + 3))
+        sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
+        sent.append(Collective("all_reduce", "replicas", 8))  # the number of targets
+        if config.optimizer.name == "lamb":  # squares of directions, weights and updates
+            counts: dict[Axis, int] = {"shard": self.parts.tensors[0], "expert_shard": self.parts.tensors[1]}
+            counts["tensor"] = sum(counts.values())
+            sent += [
+                Collective("all_reduce", axis, 3 * count * formats.sums) for axis, count in counts.items() if count
+            ]
+        return (each for each in sent if self._sizes[each.axis] > 1)
+
+    def _update(self) -> tuple[Work, int]:
+        """Return the optimizer's step and the bytes that it works with."""
+        return Work(), 0
+
+    def _pass(self, action: Action | None, state: Any) -> tuple[Pass, Any]:
+        """Return an action in a state of the flat parameters, and the state behind it; None: the end of the step."""
+        key = (action and (action.kind, action.chunk, action.reduce), state)
+        if key not in self._passes:
+            self._rules.state, begun = state[0], set(state[1])
+            fold = Fold(self.buffers, self._flat_of, begun, self._hidden)
+            operations = list(self._rules.last() if action is None else self._rules.action(action))
+            if action is not None and action.kind in COMPUTE:
+                kinds = self.parts.kinds[action.chunk]
+                names = [*kinds] if action.kind is Kind.FORWARD else [*reversed([*kinds])]
+                spans = self.trace.of_action(action.kind, list(kinds.values()))
+                fold_modules(fold, operations, zip(["", *names, ""], spans, strict=True))
+            else:
+                if action is not None and action.kind in MESSAGES:
+                    fold.span(action.kind, "", self.trace.spans[SpanKey("", "", action.kind, "")])
+                for kind, flat in operations:
+                    fold.operation(kind, flat)
+            self._passes[key] = fold.result(), (self._rules.state, frozenset(begun))
+        return self._passes[key]
+
+
+def fold_modules(
+    fold: Fold, operations: Iterable[tuple[str, Any]], modules: Iterable[tuple[str, tuple[str, Span | None]]]
+) -> None:
+    """Fold the operations of an action on a chunk, among them the computation of its modules, over their spans."""
+    left = deque(operations)
+    for module, (kind, span) in modules:
+        at = next((place for place, one in enumerate(left) if module and one[1] == module), None)
+        if at is not None:
+            for _ in range(at):
+                fold.operation(*left.popleft())
+            left.popleft()
+        reductions = list[tuple[str, int]]()
+        while left and left[0][0].endswith("REDUCE"):
+            reductions.append(left.popleft())
+        fold.span(kind, module, span or Span(), reductions)
+    for one in left:
+        fold.operation(*one)
+
+
+def message_of(kind: Kind, nbytes: int) -> Collective:
+    """Return the message of a tensor between stages."""
+    return Collective(cast(Any, "send" if kind in SENDS else "receive"), "pipeline", nbytes)
+
+
+def group_sizes(layout: Layout) -> dict[str, int]:
+    """Return the number of ranks that communicate along each axis."""
+    experts = ExpertLayout(layout)
+    sizes = {"world": layout.world, "ends": min(2, layout.pipeline), "expert": layout.expert}
+    sizes |= {axis: getattr(layout, axis) for axis in ("pipeline", "context", "tensor")}
+    for prefix, replicas, shards in (
+        ("", layout.replicas, layout.shards),
+        ("expert_", experts.replicas, experts.shards),
+    ):
+        names = {"replicas": replicas, "shard": shards, "gather": shards, "copies": replicas // shards}
+        sizes |= {prefix + name: size for name, size in names.items()}
+    return sizes
