@@ -1,13 +1,20 @@
-"""`python -m pangu.pretrain`: what pretrain.py of a checkout does, wherever pangu is installed."""
+"""`python -m pangu.pretrain`: what pretrain.py of a checkout does, wherever pangu is installed.
+
+Planning, training and dry runs meet here only: each is loaded by the command that needs it.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pangu.training.interrupts import ending_at_once
+
+if TYPE_CHECKING:
+    from pangu.planning.forecast import Forecast
 
 
 def find_configs() -> Path:
@@ -16,11 +23,52 @@ def find_configs() -> Path:
     return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
-def dry_run(values: Mapping[str, Any]) -> None:
-    """What `dry_run` asks for; a run that trains does without the import."""
-    from pangu.dryrun.report import show_dry_run
+def forecast(*run: Any) -> Forecast | None:
+    """Return what a run on a known cluster is expected to take; see `planning.forecast.forecast_run`."""
+    from pangu.planning.forecast import forecast_run
 
-    show_dry_run(values)
+    return forecast_run(*run)
+
+
+def train(configs: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Carry out a composed configuration: choose its layout if it asks for that, then train, or make a dry run."""
+    from pangu.topology.launch import Launch, choose_memory_settings, load_torch
+    from pangu.training.command import asks_for_layout
+
+    choose_memory_settings()
+    group = values.get("train")
+    with ending_at_once():
+        # all of the trainer, which those who only compose do without
+        load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
+        import torch
+
+        from pangu.training.run import run
+
+    launch = Launch.from_environment()
+    planned = asks_for_layout(values)
+    if planned or torch.accelerator.is_available():
+        from pangu.planning.auto import given_keys, plan_layout, with_cluster_here
+
+        values = with_cluster_here(configs / "cluster", values, launch, planned)
+    if planned:
+        plan = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
+        values = plan.values
+        if launch.rank == 0:
+            print(*plan.lines, sep="\n", flush=True)
+    if status := run(values, forecast):
+        sys.exit(status)
+    if values["dry_run"] and launch.rank == 0:
+        from pangu.dryrun.report import show_dry_run
+
+        show_dry_run(values)
+
+
+def pretrain(configs: Path) -> None:
+    """Compose the configuration from the command line and run it; ends the process with the status."""
+    with ending_at_once():
+        # after help, which is there at once: this imports Hydra and, to train, torch
+        from pangu.training.command import run_command
+    run_command(configs, partial(train, configs))
 
 
 def main() -> None:
@@ -31,9 +79,7 @@ def main() -> None:
 
         if show_help(sys.argv[1:], configs):
             return
-        # after help, which is there at once: this imports Hydra and, to train, torch
-        from pangu.training.command import pretrain
-    pretrain(configs, dry_run)
+    pretrain(configs)
 
 
 if __name__ == "__main__":

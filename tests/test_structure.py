@@ -219,7 +219,7 @@ def lines():
 
 import pangu.training.step
 trainer = lines()
-from pangu.training.command import pretrain
+from pangu.pretrain import pretrain
 pretrain(Path("configs").resolve())
 print("compilers", {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys())
 print("lines", trainer, lines())

@@ -34,7 +34,6 @@ from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_c
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
-from pangu.planning.report import describe
 from pangu.planning.roles import DryRunError
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
@@ -52,6 +51,7 @@ from pangu.planning.stages import view_stages
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.training.command import asks_for_layout, compose
+from pangu.training.describe import describe
 from pangu.zero.states import fullest_states
 
 _EXAMPLE = """example:

@@ -28,6 +28,13 @@ class Writer(Protocol):
         """Finish; nothing is written afterwards."""
 
 
+class ForecastWriter(Writer, Protocol):
+    """Compares the steps with what they were expected to take."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what was expected, seconds of each part of a step as `terms_s`, and what was measured."""
+
+
 class ConsoleWriter:
     """A progress line for the first and every `every`-th step, the last one, and every validation and evaluation."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -118,10 +118,26 @@ class Forecast:
     def close(self) -> None:
         """A writer has an end; this one keeps what it has measured."""
 
-    def as_dict(self) -> Mapping[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For summary.json."""
         expected = {"cluster": self.cluster, "step_time_s": self.time.total, "memory_gib": self.memory.total}
         return {**expected, "terms_s": vars(self.time), **self._measured}
+
+
+def forecast_run(
+    config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None]
+) -> Forecast | None:
+    """Return what the run is expected to take; None if no dry run, from which that is known, can be made here. Raises
+    UserError if it needs more memory than a device has."""
+    try:
+        forecast = Forecast.of(config, layout, stages, note_progress)
+    except DryRunError as error:
+        log.info("%-12s no forecast: %s", "expected", error)
+        return None
+    log.info(forecast.line())
+    if not config.dry_run:
+        forecast.require_room(config, layout, stages, note_progress)
+    return forecast
 
 
 def plan_of(config: RunConfig, layout: Layout, stages: Stages) -> Plan:

@@ -25,52 +25,26 @@ from pangu.config.errors import MOST_DIGITS, ConfigError, Problem, UserError, sh
 from pangu.config.exit_status import INTERRUPTED, exit_status
 from pangu.config.schema import RunConfig
 from pangu.config.suggest import close_names
-from pangu.topology.launch import Launch, choose_memory_settings, is_first_process, load_torch
+from pangu.topology.launch import is_first_process
 from pangu.training.interrupts import ENDED, ending_at_once
 
 _OF_LAUNCHER = ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "max-restarts")
 """Options of torchrun that stand in front of pretrain.py."""
 
 
-def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambda values: None) -> None:
-    """Compose the configuration from the command line and run it; ends the process with the status.
+def run_command(configs: Path, train: Callable[[Mapping[str, Any], Sequence[str]], None]) -> None:
+    """Compose the configuration from the command line and train; ends the process with the status.
 
     Args:
         configs: absolute path of the folder with base.yaml.
-        dry_run: what follows the plan of a configuration that asks for no more: a step without devices.
+        train: carries out a composed configuration, given the overrides that it was composed with.
     """
     words = sys.argv[1:]
     place = next((n for n, pair in enumerate(pairwise(words)) if pair in (("--cfg", "job"), ("-c", "job"))), None)
     overrides = words if place is None else words[:place] + words[place + 2 :]
 
-    def train(values: Mapping[str, Any]) -> None:
-        choose_memory_settings()
-        group = values.get("train")
-        with ending_at_once():
-            # all of the trainer, which those who only compose do without
-            load_torch(group.get("device") if isinstance(group, Mapping) and not values.get("dry_run") else None)
-            import torch
-
-            from pangu.training.run import run
-
-        launch = Launch.from_environment()
-        planned = asks_for_layout(values)
-        if planned or torch.accelerator.is_available():
-            from pangu.planning.auto import given_keys, plan_layout, with_cluster_here
-
-            values = with_cluster_here(configs / "cluster", values, launch, planned)
-        if planned:
-            plan = plan_layout(configs / "cluster", values, given_keys(overrides), launch)
-            values = plan.values
-            if launch.rank == 0:
-                print(*plan.lines, sep="\n", flush=True)
-        if status := run(values):
-            sys.exit(status)
-        if values["dry_run"] and launch.rank == 0:
-            dry_run(values)
-
     def task(composed: DictConfig) -> None:
-        _end(lambda: train(_plain(composed)))
+        _end(lambda: train(_plain(composed), overrides))
 
     _end(lambda: refuse_long_integers(overrides))
     if any(word.startswith("-") for word in overrides):
@@ -78,13 +52,16 @@ def pretrain(configs: Path, dry_run: Callable[[Mapping[str, Any]], None] = lambd
         _end(lambda: require_options(overrides, configs))
         _end(lambda: hydra.main(version_base="1.3", config_path=str(configs), config_name="base")(task)())
     else:
-        action = train if place is None else _show
 
-        def composed() -> dict[str, Any]:
+        def carry_out() -> None:
             with ending_at_once():
-                return compose(configs, overrides)
+                values = compose(configs, overrides)
+            if place is None:
+                train(values, overrides)
+            else:
+                _show(values)
 
-        _end(lambda: action(composed()))
+        _end(carry_out)
 
 
 def require_options(words: Sequence[str], configs: Path) -> None:

@@ -20,7 +20,7 @@ from pangu.data.loader import Loader
 from pangu.data.sources import Sources
 from pangu.metrics.devices import device_name, peak_memory_gib, peak_tflops
 from pangu.metrics.record import StepRecord, speed
-from pangu.metrics.writers import Writer, make_writers
+from pangu.metrics.writers import ForecastWriter, Writer, make_writers
 from pangu.models.size import training_flops_per_token
 from pangu.topology.copy_stream import Moment
 from pangu.training.faults import SpikeDetector, culprits, find_non_finite, not_finite
@@ -29,7 +29,6 @@ from pangu.training.saving import Saver
 from pangu.training.step import PendingResult, StepResult, Trainer
 
 if TYPE_CHECKING:
-    from pangu.planning.forecast import Forecast
     from pangu.training.profile import Profile
     from pangu.training.validation import Benchmarks, Validation
 
@@ -49,7 +48,7 @@ class Loop:
         checkpoint: Mapping[str, Any],
         signals: StopSignals,
         heartbeat: Heartbeat,
-        forecast: Forecast | None = None,
+        forecast: ForecastWriter | None = None,
     ) -> None:
         """`trainer` is fresh, or as a checkpoint left it, whose index is `checkpoint`, empty for a new run."""
         self.config = config
@@ -210,7 +209,7 @@ class Loop:
             return  # the run has gone back, and will come to this step again
         self._profiled_after = -1
         with self._interlude("profiling"):
-            expected = None if self.forecast is None else vars(self.forecast.time)
+            expected = None if self.forecast is None else self.forecast.as_dict()["terms_s"]
             self.profile = Profile.of(trainer, recording, expected)
             if trainer.mesh.is_first:
                 self.profile.write_trace(Path(config.train.output) / "plots" / "profile.json")

@@ -25,15 +25,16 @@ from pangu.data.boundaries import begin_id, describe_ids
 from pangu.data.sources import Sources, open_sources, prepare, tokenizer_of, with_ids
 from pangu.layers.kernel_choice import attention_kernels
 from pangu.metrics.text import size
+from pangu.metrics.writers import ForecastWriter
 from pangu.models.parameters import count_frozen
 from pangu.optim.build import implementation
 from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
-from pangu.planning.report import describe
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training.autotune import Choices, choose, save_choices, warn_of_slow_format
+from pangu.training.describe import describe
 from pangu.training.interrupts import Interrupts
 from pangu.training.loop import Loop
 from pangu.training.process import Heartbeat, StopSignals, describe_rank, only_run, save_nodes
@@ -42,24 +43,28 @@ from pangu.training.step import Trainer
 from pangu.zero.states import fullest_states, held_bytes, plan_states
 
 if TYPE_CHECKING:
-    from pangu.planning.forecast import Forecast
     from pangu.training.validation import Benchmarks, Validation
     from pangu.training.watchdog import Watchdog
 
 log = logging.getLogger("pangu")
 
 
-def run(values: Mapping[str, Any]) -> int:
-    """Check the configuration, composed as plain dictionaries, then train; returns the exit status. Raises UserError
-    for everything that the user can mend."""
+Expect = Callable[[RunConfig, Layout, Stages, Callable[[], None]], ForecastWriter | None]
+"""Returns what a run is expected to take, or None if nothing is known, and calls its last argument as it gets on.
+Raises UserError if the run needs more memory than a device has."""
+
+
+def run(values: Mapping[str, Any], expect: Expect | None = None) -> int:
+    """Check the configuration, composed as plain dictionaries, then train, and return the exit status. `expect` makes
+    the forecast where the cluster is known. Raises UserError for everything that the user can mend."""
     began = time.perf_counter()
     launch = Launch.from_environment()
     _set_up_logging(launch.rank == 0)
     config, layout, stages = choose_layout(values, launch.world)
     _log_plan(config, layout, stages)
     if config.dry_run:
-        if config.cluster is not None and launch.rank == 0:
-            _forecast(config, layout, stages)
+        if expect is not None and config.cluster is not None and launch.rank == 0:
+            expect(config, layout, stages, lambda: None)
         return 0
     outlive_console()
     device = choose_device(config.train.device, launch, threads=config.train.threads)
@@ -100,7 +105,9 @@ def run(values: Mapping[str, Any]) -> int:
 
             check_cluster(config, mesh)
         agree(mesh, lambda: stack.enter_context(only_run(output)), runs_here=mesh.is_first)
-        forecast = None if config.cluster is None else _shared_forecast(config, mesh, stages, watchdog)
+        forecast = None
+        if expect is not None and config.cluster is not None:
+            forecast = _shared_forecast(partial(expect, config, layout, stages), mesh, watchdog)
         signals = StopSignals(began, config.train.stop_after_s)
         return _train(config, mesh, launch, stages, signals, forecast, watchdog)
 
@@ -138,10 +145,11 @@ def _told_backend(device: torch.device, launch: Launch, output: Path) -> Iterato
         yield
 
 
-def _shared_forecast(config: RunConfig, mesh: Mesh, stages: Stages, watchdog: Watchdog | None) -> Forecast | None:
+def _shared_forecast(
+    forecast: Callable[[Callable[[], None]], ForecastWriter | None], mesh: Mesh, watchdog: Watchdog | None
+) -> ForecastWriter | None:
     """Return the forecast on the first process, which counts for all nodes; None elsewhere. Raises UserError on all if
     the run needs more memory than a device has."""
-    forecast = partial(_forecast, config, mesh.layout, stages)
     if watchdog is None:
         return forecast(lambda: None)
     from pangu.collectives.long_work import agree_on_long_work
@@ -151,32 +159,13 @@ def _shared_forecast(config: RunConfig, mesh: Mesh, stages: Stages, watchdog: Wa
     return results[0] if results else None
 
 
-def _forecast(
-    config: RunConfig, layout: Layout, stages: Stages, note_progress: Callable[[], None] = lambda: None
-) -> Forecast | None:
-    """Return what the run is expected to take; None if no dry run, from which that is known, can be made here. Raises
-    UserError if it needs more memory than a device has."""
-    from pangu.planning.forecast import Forecast
-    from pangu.planning.roles import DryRunError
-
-    try:
-        forecast = Forecast.of(config, layout, stages, note_progress)
-    except DryRunError as error:
-        log.info("%-12s no forecast: %s", "expected", error)
-        return None
-    log.info(forecast.line())
-    if not config.dry_run:
-        forecast.require_room(config, layout, stages, note_progress)
-    return forecast
-
-
 def _train(
     config: RunConfig,
     mesh: Mesh,
     launch: Launch,
     stages: Stages,
     signals: StopSignals,
-    forecast: Forecast | None,
+    forecast: ForecastWriter | None,
     watchdog: Watchdog | None,
 ) -> int:
     output = Path(config.train.output)

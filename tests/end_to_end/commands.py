@@ -21,8 +21,7 @@ from unittest.mock import patch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
-from pangu.dryrun.report import show_dry_run
-from pangu.training.command import pretrain as pretraining
+from pangu.pretrain import pretrain as pretraining
 from tests.spawn import Program, fork_server, redirect, repository, run_ranks, use_one_core
 
 SMALL = (
@@ -147,7 +146,7 @@ def call(name: str, words: list[str]) -> int | str | None:
         try:
             if name != "pretrain":
                 return importlib.import_module(name.replace("/", ".")).main(words)
-            pretraining(repository() / "configs", show_dry_run)
+            pretraining(repository() / "configs")
         except SystemExit as end:
             return end.code
     return 0

@@ -17,7 +17,7 @@ SCRIPT = f"""
 import math, os
 from pathlib import Path
 
-from pangu.training.command import pretrain
+from pangu.pretrain import pretrain
 from pangu.training.step import Trainer
 
 RANK = int(os.environ["RANK"])

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from pangu.pipeline.runner import Runner
-from pangu.training.command import pretrain
+from pangu.pretrain import pretrain
 
 backward = Runner._backward
 {HANG}

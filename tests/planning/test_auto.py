@@ -17,7 +17,6 @@ import torch
 
 from pangu.config.errors import ConfigError, UserError
 from pangu.pipeline.layouts import choose_layout
-from pangu.pipeline.stages import plan_stages
 from pangu.planning import auto, forecast
 from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
 from pangu.planning.cluster import cluster_names
@@ -28,7 +27,7 @@ from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
 from pangu.training import run as running
-from tests.configs import composed, config
+from tests.configs import composed
 from tests.end_to_end.commands import called, pretrain
 from tests.end_to_end.test_pretrain import SYNTHETIC
 from tests.spawn import Pool, repository
@@ -253,14 +252,12 @@ def forecast_on(rank: int, world: int) -> tuple[int, Any]:
     """Forecasts that this rank makes, and the one that it is given."""
     mesh, made = Mesh.connect(Layout(data=world), torch.device("cpu"), 60.0), []
 
-    def forecast(*_: Any) -> str:
+    def forecast(*_: Any) -> Any:
         made.append(rank)
         return f"rank {rank}'s"
 
-    with patch.object(running, "_forecast", forecast):
-        watchdog: Any = SimpleNamespace(look_at=lambda *_: None)
-        run = config("+config=quickstart")
-        given = running._shared_forecast(run, mesh, plan_stages(run, mesh.layout), watchdog)
+    watchdog: Any = SimpleNamespace(look_at=lambda *_: None)
+    given = running._shared_forecast(forecast, mesh, watchdog)
     return len(made), given
 
 

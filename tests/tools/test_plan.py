@@ -58,7 +58,7 @@ import sys
 
 sys.modules["torch"] = None
 from pathlib import Path
-from pangu.training.command import pretrain
+from pangu.pretrain import pretrain
 from tools.plan import main
 
 sys.argv[1:] = ["+config=quickstart", "--cfg", "job"]

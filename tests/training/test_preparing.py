@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pangu.config.errors import UserError
 from pangu.data import instructions
-from pangu.training.command import pretrain
+from pangu.pretrain import pretrain
 
 RANK = os.environ["RANK"]
 read = instructions.read_chunks

@@ -1,4 +1,4 @@
-"""What a configuration asks for, in numbers, without starting it."""
+"""Description of a run in numbers, without starting it."""
 
 from __future__ import annotations
 

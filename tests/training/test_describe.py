@@ -9,8 +9,8 @@ import pytest
 from pangu.models.size import num_parameters
 from pangu.pipeline.advice import advise
 from pangu.pipeline.stages import plan_stages
-from pangu.planning.report import describe
 from pangu.topology.layout import Layout
+from pangu.training.describe import describe
 from pangu.zero.states import fullest_states, plan_states
 from tests.configs import config, tiny
 
