@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pangu.pipeline.actions import COMPUTE, Action, Kind
 from pangu.zero.grouping import backward_order
@@ -76,10 +76,10 @@ def expand(
             the update of the step before has published.
         one_by_one: with the optimizer's state on the host, it updates one flat parameter at a time.
     """
-    return _Expansion(parameters, in_flight).step(actions, one_by_one)
+    return Expansion(parameters, in_flight).step(actions, one_by_one)
 
 
-class _Expansion:
+class Expansion:
     """A list that grows."""
 
     def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
@@ -92,16 +92,31 @@ class _Expansion:
         else:
             self.unsharding.in_flight = {flat: None for flat in parameters.flats if flat.index in in_flight}
 
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """What decides what follows, between two actions."""
+        return self.unsharding.state, self.reducing.state
+
+    @state.setter
+    def state(self, state: tuple[Any, Any]) -> None:
+        self.unsharding.state, self.reducing.state = state
+        self.ops.clear()
+
+    def add(self, action: Action) -> None:
+        """Add the operations of an action."""
+        if action.kind in COMPUTE:
+            self._compute(action)
+        elif action.kind is Kind.UNSHARD:
+            self.unsharding.unshard(action.chunk)
+        elif action.kind is Kind.RESHARD:
+            self.unsharding.reshard(action.chunk)
+        else:
+            self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+
     def step(self, actions: Iterable[Action], one_by_one: bool) -> list[StepOp]:
+        """Return the operations of a whole step."""
         for action in actions:
-            if action.kind in COMPUTE:
-                self._compute(action)
-            elif action.kind is Kind.UNSHARD:
-                self.unsharding.unshard(action.chunk)
-            elif action.kind is Kind.RESHARD:
-                self.unsharding.reshard(action.chunk)
-            else:
-                self.ops.append(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+            self.add(action)
         self.reducing.finish_all()
         on_host = any("optimizer" in flat.sharding.offload for flat in self.trained)
         groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]

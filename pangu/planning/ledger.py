@@ -10,12 +10,14 @@ the flat parameters in which it begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import add
 from typing import NamedTuple
 
+from pangu.pipeline.expand import StepOp
 from pangu.pipeline.spans import Collective, Span, full_name
+from pangu.zero.rules import Operation
 
 GRAIN = 512
 """Bytes; allocators of devices round up to multiples of it."""
@@ -126,17 +128,22 @@ class Fold:
         spans, collectives = tuple(self._spans), tuple(self._collectives)
         return Pass(meter.peak, meter.kinds, meter.place, tuple(meter.level), spans, collectives, self._fetched)
 
-    def operation(self, kind: str, flat: int) -> None:
-        """Carry out an operation on a flat parameter."""
+    def operations(self, operations: Iterable[StepOp]) -> None:
+        """Carry out operations on flat parameters."""
+        for one in operations:
+            if one.flat is not None:
+                self._operation(one.kind, one.flat.index)
+
+    def _operation(self, kind: str, flat: int) -> None:
         buffers, meter = self._buffers[flat], self._meter
         match kind:
-            case "UNSHARD":
+            case Operation.UNSHARD:
                 meter.change(GATHERED, buffers.weights, "gathering parameters")
                 self._fetched += buffers.fetched
                 self._start(flat, buffers.gathers)
-            case "RESHARD":
+            case Operation.RESHARD:
                 meter.change(GATHERED, -buffers.weights)
-            case "REDUCE":
+            case Operation.REDUCE:
                 self._begin_sum(flat)
                 self._begun.discard(flat)
                 meter.change(GRADIENTS, buffers.norms, "reducing gradients")
@@ -144,14 +151,14 @@ class Fold:
                 if buffers.message:
                     meter.change(GRADIENTS, -buffers.total)
                 self._start(flat, buffers.reductions)
-            case "WAIT_REDUCE":
+            case Operation.WAIT_REDUCE:
                 meter.change(GRADIENTS, -buffers.message - buffers.part)
                 if not buffers.message:
                     meter.change(GRADIENTS, -buffers.total)
-        if kind.startswith("WAIT"):
+        if kind in (Operation.WAIT_UNSHARD, Operation.WAIT_REDUCE):
             self._in_flight.pop(flat, None)
 
-    def span(self, place: str, module: str, span: Span, reductions: Sequence[tuple[str, int]] = ()) -> None:
+    def span(self, place: str, module: str, span: Span, reductions: Sequence[StepOp] = ()) -> None:
         """Carry out a span of a module, with the reductions that its gradients complete."""
         self._hide()
         self._spans.append(span)
@@ -161,12 +168,9 @@ class Fold:
             meter.change(ACTIVATIONS, start + segment.end - meter.level[ACTIVATIONS], place)
             if segment.mark is not None and segment.mark.event == "add":
                 self._begin_sum(self._flat_of[full_name(module, segment.mark.parameter)])
-            for kind, flat in waiting.get(number, ()):
-                self.operation(kind, flat)
+            self.operations(waiting.get(number, ()))
 
-    def _placed(
-        self, module: str, span: Span, reductions: Sequence[tuple[str, int]]
-    ) -> dict[int, list[tuple[str, int]]]:
+    def _placed(self, module: str, span: Span, reductions: Sequence[StepOp]) -> dict[int, list[StepOp]]:
         """Return the operations that follow each segment: a flat parameter is reduced behind its last gradient, and
         behind those that are reduced before it."""
         last = {
@@ -174,12 +178,12 @@ class Fold:
             for number, segment in enumerate(span.segments)
             if segment.mark is not None and segment.mark.event == "complete"
         }
-        placed: dict[int, list[tuple[str, int]]] = {}
-        place, waits = 0, list[tuple[str, int]]()
-        for kind, flat in reductions:
-            waits.append((kind, flat))
-            if kind == "REDUCE":
-                place = max(place, last.get(flat, 0))
+        placed: dict[int, list[StepOp]] = {}
+        place, waits = 0, list[StepOp]()
+        for one in reductions:
+            waits.append(one)
+            if one.flat is not None and one.kind == Operation.REDUCE:
+                place = max(place, last.get(one.flat.index, 0))
                 placed.setdefault(place, []).extend(waits)
                 waits = []
         placed.setdefault(place, []).extend(waits)

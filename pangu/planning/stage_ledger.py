@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from pangu.config.schema import RunConfig
-from pangu.models.parameters import ModelPart, logical_shapes, parameters_by_module, place_tensors
+from pangu.models.parameters import logical_shapes
 from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
-from pangu.pipeline.spans import Axis, Collective, Span, SpanKey, Trace, Work, module_kinds
+from pangu.pipeline.expand import Expansion, StepOp
+from pangu.pipeline.spans import Axis, Collective, Span, SpanKey, Trace, Work
 from pangu.planning.ledger import ACTIVATIONS, KINDS, Buffers, Fold, Meter, Pass, allocated
-from pangu.topology.experts import ExpertLayout, ExpertRank
-from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import PlacementTable, TensorRank
-from pangu.zero.grouping import Regions, Sharding, buffer_table, divide, trained_modules
+from pangu.topology.experts import ExpertLayout
+from pangu.topology.layout import Layout
+from pangu.topology.placement import PlacementTable
+from pangu.zero.grouping import Sharding, buffer_table
+from pangu.zero.stage_parameters import FlatNumbers, StageParameters
 from pangu.zero.states import BYTES, sum_bytes
+
+ModuleKinds = Mapping[int, Mapping[str, str]]
+HIDDEN = 0.9
+"""Share of the communication of replicas that runs beside computing which hides it."""
 
 
 class Formats(NamedTuple):
@@ -38,98 +44,43 @@ class Formats(NamedTuple):
         return cls(BYTES[config.precision.compute], wide, sent, 2 if config.optimizer.moments == "bf16" else wide)
 
 
-class Flat(NamedTuple):
-    """Flat parameter of a rank."""
+class Shards(NamedTuple):
+    """What a rank holds of the logical tensors of a flat parameter."""
 
-    chunk: int
-    names: tuple[str, ...]
-    numel: int
-    sharding: Sharding
-    trained: bool
-    shards: tuple[int, ...]
-    """Elements of each logical tensor in this rank's local shard, those that have some."""
+    numels: tuple[int, ...]
+    """Elements of each tensor in the local shard, those that have some."""
     num_tensors: int
+    """All tensors of the buffer."""
     partial: int
     """Elements of the local shard whose gradients are summed over the tensor-parallel ranks."""
     shared: frozenset[str]
     """Axes along which other ranks hold copies of tensors in the local shard."""
 
-    @property
-    def padded(self) -> int:
-        """Elements of the whole buffer."""
-        return self.sharding.padded(self.numel)
-
-    @property
-    def share(self) -> int:
-        """Elements of the local shard."""
-        return self.padded // self.sharding.size
-
     @classmethod
-    def of(cls, chunk: int, names: Sequence[str], table: PlacementTable, sharding: Sharding) -> Flat:
-        """Return the flat parameter of some parameters of a chunk."""
-        numel, trained = sum(math.prod(table.shapes[name]) for name in names), table.is_trained(names[0])
-        span = sharding.span(sharding.padded(numel))
-        begin = num_tensors = partial = 0
-        shards, shared = list[int](), set[str]()
-        for name in names:
+    def of(cls, flat: FlatNumbers, table: PlacementTable) -> Shards:
+        """Return those of a flat parameter."""
+        span, begin, num_tensors, partial = flat.sharding.span(flat.padded), 0, 0, 0
+        numels, shared = list[int](), set[str]()
+        for name in flat.names:
             for entry in table.stored_in(name):
                 start = begin + entry.offset
                 held = min(start + entry.local_numel, span.stop) - max(start, span.start)
                 num_tensors += 1
                 if held > 0:
-                    shards.append(held)
+                    numels.append(held)
                     partial += held * entry.partial
                     shared |= {entry.shared} if entry.shared else set()
             begin += math.prod(table.shapes[name])
-        names, held_of = tuple(names), tuple(shards)
-        return cls(chunk, names, numel, sharding, trained, held_of, num_tensors, partial, frozenset(shared))
+        return cls(tuple(numels), num_tensors, partial, frozenset(shared))
 
 
-class StageParts(NamedTuple):
-    """Modules and flat parameters of a rank."""
-
-    regions: Regions
-    kinds: Mapping[int, Mapping[str, str]]
-    """Chunk -> module, in the order of forward -> its kind (see `module_kinds`)."""
-    flats: Sequence[Flat]
-    uses: Mapping[int, Mapping[str, Sequence[int]]]
-    """Chunk -> module -> its flat parameters."""
-    trained: set[str]
-    """Modules whose output has a gradient whatever their input is."""
-    tensors: tuple[int, int]
-    """Number of logical tensors: of experts that the layout splits, behind all others."""
-
-    @classmethod
-    def of(cls, config: RunConfig, layout: Layout, parts: Mapping[int, ModelPart], at: Coordinates) -> StageParts:
-        """Return what a rank holds of its stage's chunks."""
-        share, shardings = None, {False: Sharding.of(layout, at, config.memory.offload)}
-        if layout.splits_experts:
-            share = ExpertRank.of(layout, at)
-            shardings[True] = Sharding.of(layout, at, config.memory.offload, experts=True)
-        rank = TensorRank(at.tensor, layout.tensor, layout.sequence)
-        table = place_tensors(config.model, list(parts.values()), rank, config.train.frozen, share)
-        names = {chunk: parameters_by_module(config.model, table, part) for chunk, part in parts.items()}
-        regions = Regions(names, ("embedding", "position_bias"), "position_bias", "embedding", "head")
-        flats: list[Flat] = []
-
-        def make(chunk: int, of_flat: list[str]) -> int:
-            flats.append(Flat.of(chunk, of_flat, table, shardings[table.is_expert(of_flat[0])]))
-            return len(flats) - 1
-
-        _, uses = divide(table, names, config.parallel.bucket_bytes(layout.zero, layout.replicas), make)
-        kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
-        experts = sum(entry.expert for entry in table)
-        tensors = len(list(table)) - experts, experts
-        return cls(regions, kinds, flats, uses, trained_modules(table, regions), tensors)
-
-
-def buffers_of(flat: Flat, formats: Formats, reduce_each: bool) -> Buffers:
-    """Return the transient buffers and the collectives of a flat parameter."""
-    sharding, padded, share = flat.sharding, flat.padded, flat.share
-    size, replicas = sharding.size, sharding.replicas
+def buffers_of(flat: FlatNumbers, num_tensors: int, formats: Formats, reduce_each: bool) -> Buffers:
+    """Return the transient buffers and the collectives of a flat parameter of so many logical tensors."""
+    sharding, padded = flat.sharding, flat.padded
+    size, replicas, share = sharding.size, sharding.replicas, flat.padded // sharding.size
     rows = {row.name: row for row in buffer_table(padded, formats.weights < formats.sums, sharding, flat.trained)}
     weights = 0 if rows["weights"].lasting else allocated(padded * formats.weights)
-    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) if size > 1 else ()
+    gathers = (Collective("all_gather", axis_of(sharding, "gather"), padded * formats.weights),) * (size > 1)
     fetched = share * formats.weights * rows["local"].on_host
     if not flat.trained:
         return Buffers(weights, 0, 0, 0, 0, gathers, (), fetched)
@@ -143,7 +94,7 @@ def buffers_of(flat: Flat, formats: Formats, reduce_each: bool) -> Buffers:
         message, part = allocated(padded * sent) * narrower, allocated(share * sent) * (reduce_each or narrower)
         reductions = [Collective("reduce_scatter", axis_of(sharding, "shard"), padded * sent)]
         reductions += [Collective("all_reduce", axis_of(sharding, "copies"), share * sent)] * (size < replicas)
-    return Buffers(weights, total, message, part, allocated(1) * flat.num_tensors, gathers, tuple(reductions), fetched)
+    return Buffers(weights, total, message, part, allocated(1) * num_tensors, gathers, tuple(reductions), fetched)
 
 
 def axis_of(sharding: Sharding, name: str) -> Axis:
@@ -151,19 +102,21 @@ def axis_of(sharding: Sharding, name: str) -> Axis:
     return cast(Axis, sharding.axis(name))
 
 
-def lasting_bytes(flats: Iterable[Flat], formats: Formats, fused: bool) -> dict[str, int]:
+def lasting_bytes(
+    flats: Iterable[FlatNumbers], shards: Iterable[Shards], formats: Formats, fused: bool
+) -> dict[str, int]:
     """Return the bytes on the device that last from step to step, by kind. `fused`: each tensor has a step count."""
     purposes = {"total": "gradients", "grad": "gradients", "main": "optimizer"}
     total: Counter[str] = Counter()
     updated = 0
-    for flat in flats:
+    for flat, held in zip(flats, shards, strict=True):
         for row in buffer_table(flat.padded, formats.weights < formats.sums, flat.sharding, flat.trained):
             if row.alias is None and row.lasting and not row.on_host:
                 size = formats.sums if row.wide else formats.weights
                 total[purposes.get(row.name, "parameters")] += allocated(row.numel * size)
         if flat.trained and "optimizer" not in flat.sharding.offload:
-            updated += len(flat.shards)
-            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in flat.shards)
+            updated += len(held.numels)
+            total["optimizer"] += sum(2 * allocated(numel * formats.moments) for numel in held.numels)
     total["optimizer"] += allocated(1) * (updated if fused else min(updated, 1))
     return dict(total)
 
@@ -208,31 +161,32 @@ class StageProgram:
     """A stage whose steps can be folded: any list of actions."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        parts: StageParts,
-        trace: Trace,
-        rules: Any,
-        each: bool,
-        hidden: float = 0.9,
+        self, config: RunConfig, layout: Layout, parameters: StageParameters, kinds: ModuleKinds, trace: Trace
     ) -> None:
-        """`each`: gradients are reduced after each micro-batch, if the layout shards their sums."""
-        self.config, self.parts, self.trace, self._rules = config, parts, trace, rules
-        self._sizes, self._hidden = group_sizes(layout), hidden
+        """`kinds`: chunk -> its modules, in the order of forward, with their kinds (`module_kinds`)."""
+        self.config, self.parameters, self.trace, self._kinds = config, parameters, trace, kinds
+        self._sizes = group_sizes(layout)
+        self._hidden = HIDDEN if config.parallel.overlap else 0.0
         self.formats = Formats.of(config)
-        self.buffers = [buffers_of(flat, self.formats, each) for flat in parts.flats]
-        self._flat_of = {name: number for number, flat in enumerate(parts.flats) for name in flat.names}
+        flats, table = parameters.flats, parameters.table
+        self.shards = [Shards.of(flat, table) for flat in flats]
+        self.buffers = [
+            buffers_of(flat, held.num_tensors, self.formats, parameters.reduce_each)
+            for flat, held in zip(flats, self.shards, strict=True)
+        ]
+        self._flat_of = {name: flat.index for flat in flats for name in flat.names}
+        self._expansion = Expansion(parameters, None)
+        self._first = self._expansion.state
         self._passes: dict[Any, tuple[Pass, Any]] = {}
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
-        self.lasting = lasting_bytes(parts.flats, self.formats, fused)
+        self.lasting = lasting_bytes(flats, self.shards, self.formats, fused)
 
     def ledger(self, actions: Sequence[Action], micro_batches: int, message: Sequence[int]) -> StageLedger:
         """Fold the actions of a step. `message`: bytes of the tensors that one chunk hands to the next."""
         meter, passes, counts = Meter(), dict[tuple[Kind, int], Pass](), Counter[int]()
         sends: Counter[tuple[Kind, int | None]] = Counter()
         self._begin(meter, micro_batches)
-        state: Any = (self._rules.state, frozenset())
+        state: Any = (self._first, frozenset())
         for action in (*actions, None):
             one, state = self._pass(action, state)
             meter.follow(one, "adding up gradients" if action is None else str(action))
@@ -276,11 +230,14 @@ class StageProgram:
         several ranks hold copies, of losses and norms, and of updated weights."""
         config, formats = self.config, self.formats
         sent: list[Collective] = []
-        for flat, buffers in zip(self.parts.flats, self.buffers, strict=True):
-            if flat.trained:
-                sent += [Collective("all_reduce", cast(Axis, axis), flat.share * formats.sums) for axis in flat.shared]
-                sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
-        partial = sum(flat.partial for flat in self.parts.flats if flat.trained)
+        trained = [
+            each for each in zip(self.parameters.flats, self.shards, self.buffers, strict=True) if each[0].trained
+        ]
+        for flat, held, buffers in trained:
+            size = flat.padded // flat.sharding.size * formats.sums
+            sent += [Collective("all_reduce", cast(Axis, axis), size) for axis in held.shared]
+            sent += [] if buffers.weights else [each._replace(hidden=self._hidden) for each in buffers.gathers]
+        partial = sum(held.partial for _, held, _ in trained)
         sent += [Collective("all_reduce", "tensor", partial * formats.sums)] * (partial > 0)
         world = [2 * 8]  # the loss and the norm
         if config.precision.matmul == "fp8":
@@ -291,8 +248,10 @@ class StageProgram:
         sent += [Collective("all_reduce", "world", nbytes) for nbytes in world]
         sent.append(Collective("all_reduce", "replicas", 8))  # the number of targets
         if config.optimizer.name == "lamb":  # squares of directions, weights and updates
-            counts: dict[Axis, int] = {"shard": self.parts.tensors[0], "expert_shard": self.parts.tensors[1]}
-            counts["tensor"] = sum(counts.values())
+            counts: Counter[Axis] = Counter(
+                "expert_shard" if entry.expert else "shard" for entry in self.parameters.table
+            )
+            counts["tensor"] = counts.total()
             sent += [
                 Collective("all_reduce", axis, 3 * count * formats.sums) for axis, count in counts.items() if count
             ]
@@ -306,40 +265,41 @@ class StageProgram:
         """Return an action in a state of the flat parameters, and the state behind it; None: the end of the step."""
         key = (action and (action.kind, action.chunk, action.reduce), state)
         if key not in self._passes:
-            self._rules.state, begun = state[0], set(state[1])
+            self._expansion.state, begun = state[0], set(state[1])
             fold = Fold(self.buffers, self._flat_of, begun, self._hidden)
-            operations = list(self._rules.last() if action is None else self._rules.action(action))
+            if action is None:
+                self._expansion.reducing.finish_all()
+            else:
+                self._expansion.add(action)
+            operations = self._expansion.ops
             if action is not None and action.kind in COMPUTE:
-                kinds = self.parts.kinds[action.chunk]
+                kinds = self._kinds[action.chunk]
                 names = [*kinds] if action.kind is Kind.FORWARD else [*reversed([*kinds])]
                 spans = self.trace.of_action(action.kind, list(kinds.values()))
                 fold_modules(fold, operations, zip(["", *names, ""], spans, strict=True))
+            elif action is not None and action.kind in MESSAGES:
+                fold.span(action.kind, "", self.trace.spans[SpanKey("", "", action.kind, "")])
             else:
-                if action is not None and action.kind in MESSAGES:
-                    fold.span(action.kind, "", self.trace.spans[SpanKey("", "", action.kind, "")])
-                for kind, flat in operations:
-                    fold.operation(kind, flat)
-            self._passes[key] = fold.result(), (self._rules.state, frozenset(begun))
+                fold.operations(operations)
+            self._passes[key] = fold.result(), (self._expansion.state, frozenset(begun))
         return self._passes[key]
 
 
 def fold_modules(
-    fold: Fold, operations: Iterable[tuple[str, Any]], modules: Iterable[tuple[str, tuple[str, Span | None]]]
+    fold: Fold, operations: Iterable[StepOp], modules: Iterable[tuple[str, tuple[str, Span | None]]]
 ) -> None:
     """Fold the operations of an action on a chunk, among them the computation of its modules, over their spans."""
     left = deque(operations)
     for module, (kind, span) in modules:
-        at = next((place for place, one in enumerate(left) if module and one[1] == module), None)
+        at = next((place for place, one in enumerate(left) if module and one.module == module), None)
         if at is not None:
-            for _ in range(at):
-                fold.operation(*left.popleft())
+            fold.operations(left.popleft() for _ in range(at))
             left.popleft()
-        reductions = list[tuple[str, int]]()
-        while left and left[0][0].endswith("REDUCE"):
+        reductions = list[StepOp]()
+        while left and left[0].kind.endswith("REDUCE"):
             reductions.append(left.popleft())
         fold.span(kind, module, span or Span(), reductions)
-    for one in left:
-        fold.operation(*one)
+    fold.operations(left)
 
 
 def message_of(kind: Kind, nbytes: int) -> Collective:

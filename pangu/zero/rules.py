@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pangu.zero.grouping import IN_FLIGHT, Regions, Sharding, backward_order
 
@@ -71,6 +71,18 @@ class UnshardRules(Generic[F]):
         self._users = dict.fromkeys(self.flat_parameters, 0)
         self._kept: set[F] = set()
         """Those of chunks that a schedule has unsharded."""
+
+    @property
+    def state(self) -> Hashable:
+        """What decides what follows, between two actions."""
+        users = tuple((flat, count) for flat, count in self._users.items() if count)
+        return tuple(self.in_flight), frozenset(self.whole), users, frozenset(self._kept)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        in_flight, whole, users, kept = state
+        self.in_flight, self.whole, self._kept = dict.fromkeys(in_flight), set(whole), set(kept)
+        self._users = dict.fromkeys(self.flat_parameters, 0) | dict(users)
 
     def do(self, operation: Operation, flat: F) -> None:
         """Carry out an operation."""
@@ -169,6 +181,15 @@ class ReduceRules(Generic[F]):
         self._num_sent: dict[int, int] = {}
         self._reducing: list[F] = []
         """Oldest first."""
+
+    @property
+    def state(self) -> Hashable:
+        """What decides what follows, between two actions."""
+        return tuple(self._reducing)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._reducing = list(state)
 
     def do(self, operation: Operation, flat: F) -> None:
         """Carry out an operation."""
