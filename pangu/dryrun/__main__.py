@@ -32,6 +32,7 @@ def serve() -> None:
         pretend_devices(0)
     import torch
 
+    from pangu.dryrun.measure import measure
     from pangu.dryrun.run import dry_run
     from pangu.pipeline.layouts import choose_layout
 
@@ -43,7 +44,11 @@ def serve() -> None:
         values, rank, options = json.loads(jobs.get())
         try:
             chosen = choose_layout(values, 1)
-            report = asdict(dry_run(chosen, rank, device, None if isinstance(fake, str) else fake, **options))
+            place = device, None if isinstance(fake, str) else fake
+            if "chunks" in options:
+                report = {"traces": measure(chosen, *place, **options)}
+            else:
+                report = asdict(dry_run(chosen, rank, *place, **options))
             answer: dict[str, Any] = {**report, "device": fake if isinstance(fake, str) else None}
         except UserError as error:
             answer = {"error": str(error)}

@@ -16,6 +16,7 @@ from pangu.zero.unshard import Unsharder
 
 _OWNERS: tuple[tuple[type, str, str], ...] = (
     (ShardedParameters, "__init__", "parameters"),
+    (ShardedParameters, "norm_and_loss", "gradients"),
     (ShardedParameters, "update", "optimizer"),
     (Unsharder, "publish", "gathered"),
     (Unsharder, "do", "gathered"),

@@ -130,7 +130,7 @@ def dry_run(
             for _ in range(steps):
                 audit.counts.clear()
                 audit.memory.restart()
-                carry_out(audit, trainer, micro_batches(config, layout))
+                carry_out(Observer(audit), trainer, micro_batches(config, layout))
         return report_of(audit, mesh, total, lasting)
 
 
@@ -212,19 +212,37 @@ def audited(config: RunConfig, mesh: Mesh, fake: FakeDevice | None = None) -> It
         yield audit
 
 
-class _AuditedActions(tuple[Any, ...]):
-    """Actions of which the audit knows as they begin."""
+class Observer:
+    """Is told when actions begin and end, and tells the audit."""
 
-    audit: Audit
+    def __init__(self, audit: Audit) -> None:
+        self.audit = audit
+        self._start = 0
+
+    def begin(self, action: Any) -> None:
+        """An action begins."""
+        memory = self.audit.memory
+        self.audit.scope, self._start, memory.high = Scope(action), memory.total, memory.total
+
+    def end(self, action: Any) -> None:
+        """An action ends."""
+        memory = self.audit.memory
+        self.audit.spans[action] = Span(self._start, memory.high, memory.total)
+        self.audit.scope, memory.high = Scope(), memory.total
+
+
+class _ObservedActions(tuple[Any, ...]):
+    """Actions that somebody observes."""
+
+    observer: Observer
 
     def __iter__(self) -> Iterator[Any]:
         for action in super().__iter__():
-            memory, start = self.audit.memory, self.audit.memory.total
-            self.audit.scope, memory.high = Scope(action), start
+            self.observer.begin(action)
             yield action
-            self.audit.spans[action] = Span(start, memory.high, memory.total)
-        self.audit.staying = self.audit.memory.of_micro_batch(1)
-        self.audit.scope, memory.high = Scope(), memory.total
+            self.observer.end(action)
+        audit = self.observer.audit
+        audit.staying = audit.memory.of_micro_batch(1)
 
 
 class _Move(NamedTuple):
@@ -236,19 +254,20 @@ class _Move(NamedTuple):
         return f"moving micro-batch {self.micro} to the device"
 
 
-def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
+def carry_out(observer: Observer, trainer: Trainer, batches: list[Batch]) -> None:
     """One step."""
     schedule = trainer.stages.schedule
-    actions = tuple(map(_AuditedActions, schedule.actions))
+    actions = tuple(map(_ObservedActions, schedule.actions))
     for of_stage in actions:
-        of_stage.audit = audit
+        of_stage.observer = observer
     audited_stages = replace(trainer.stages, schedule=replace(schedule, actions=actions))
     move, micro = Batch.to, iter(range(len(batches)))
 
     def moved(batch: Batch, device: torch.device) -> Batch:
-        audit.scope = Scope(_Move(next(micro)))
+        action = _Move(next(micro))
+        observer.begin(action)
         result = move(batch, device)
-        audit.scope = Scope()
+        observer.end(action)
         return result
 
     with patch.object(trainer, "stages", audited_stages), patch.object(Batch, "to", moved):
@@ -257,7 +276,7 @@ def carry_out(audit: Audit, trainer: Trainer, batches: list[Batch]) -> None:
     unsharder = trainer.parameters.unsharder
     num_before = 1 + sum(module in unsharder.regions.lookups for module in unsharder.uses)
     unsharder.wait(flat for flats in list(unsharder.uses.values())[:num_before] for flat in flats)
-    audit.hide()
+    observer.audit.hide()
 
 
 def micro_batches(config: RunConfig, layout: Layout) -> list[Batch]:

@@ -90,10 +90,10 @@ class Work:
 class Mark(NamedTuple):
     """Event of a parameter's gradient, which ends a segment."""
 
-    event: Literal["add", "complete"]
+    event: Literal["add", "complete", "update"]
     """`add`: its sum is needed, and is allocated if its flat parameter has none. `complete`: all of its gradient for
-    this micro-batch has been added."""
-    parameter: str
+    this micro-batch has been added. `update`: the optimizer works, on all parameters."""
+    parameter: str = ""
     """Name; of a parameter of the layer itself without `layers.NUMBER.`, see `full_name`."""
     grad_bytes: int = 0
     """Bytes that adding the gradient reads besides the sum, of `add`; 0: a matrix product adds it."""
@@ -150,41 +150,56 @@ START, END = "start", "end"
 """Spans of an action before it enters its first module, and after it leaves its last one."""
 
 
+def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
+    """The spans of an action on a chunk in the order in which they are carried out: `START`, the chunk's modules
+    (`modules` are their kinds, in the order of forward), `END`."""
+    order = [START, *(modules if action == "F" else reversed(modules)), END]
+    return [SpanKey(action, *key) for key in zip(["", *order], order, [*order[1:], ""], strict=False)]
+
+
 class UpdateTrace(NamedTuple):
-    """What the optimizer's step does, for scaling to the real shards: `Trace.update`."""
+    """What an optimizer's step does, as a function of the shards that it updates."""
 
     bytes_per_element: float
-    """Bytes that it reads and writes for each element that this rank updates."""
-    launches_per_tensor: float
+    """Bytes that it reads and writes for each element."""
+    launches: float
     launches_per_pass: float
-    """Kernel launches for each shard of a tensor, and for each pass over those that are updated together."""
+    """Kernel launches of a step, and of each further pass over `UPDATED_AT_ONCE` elements."""
+    working: float
+    working_per_tensor: float
     working_per_element: float
-    """Transient bytes for each element of those that are updated together."""
-    working_per_largest: float
-    """Transient bytes for each element of the largest tensor among them."""
+    """Transient bytes: of any step; for each tensor; for each element of the first pass."""
+    working_per_more: float
+    """Transient bytes for each element of a second pass, beside those of the first."""
+
+    def at(self, elements: int, tensors: int, at_once: int) -> tuple[float, float, float]:
+        """Bytes moved, launches and transient bytes of an update of so many elements, `at_once` of them in a pass."""
+        first, second = min(elements, at_once), min(max(elements - at_once, 0), at_once)
+        passes = max(0, -(-elements // at_once) - 1)
+        working = self.working + self.working_per_tensor * tensors
+        working += self.working_per_element * first + self.working_per_more * second
+        return self.bytes_per_element * elements, self.launches + self.launches_per_pass * passes, working
 
 
 @dataclass(frozen=True)
 class Trace:
     """Spans of all modules of a model in one way of computing it, for micro-batches of one size."""
 
-    spans: Mapping[SpanKey, Span]
+    spans: Mapping[SpanKey, Span | None]
+    """None: the action does not reach the module, which is frozen."""
     begin: Span
     """What a step does before its first micro-batch is computed, moving the micro-batches to the device aside."""
     move: Span
     """Moving one micro-batch to the device."""
     finish: Span
-    """From the last action to the update: adding up losses and norms."""
+    """From the last action to the end of the step; the mark `update` is where the optimizer works."""
     update: UpdateTrace
     lasting_bytes: int = 0
     """Live bytes that no buffer owns and that stay from step to step, such as masks that all micro-batches share."""
 
     def of_action(self, action: str, modules: Sequence[str]) -> list[tuple[str, Span | None]]:
-        """The spans of one action on a chunk, in the order in which they are carried out: `START`, the chunk's modules
-        (`modules` are their kinds, in the order of forward), `END`. None: the action does not reach the module."""
-        order = [START, *(modules if action == "F" else reversed(modules)), END]
-        sides = zip(["", *order], order, [*order[1:], ""], strict=False)
-        return [(key[1], self.spans.get(SpanKey(action, *key))) for key in sides]
+        """The spans of an action on a chunk, each with its kind of module, in the order of `keys_of`."""
+        return [(key.module, self.spans[key]) for key in keys_of(action, modules)]
 
 
 def full_name(module: str, parameter: str) -> str:

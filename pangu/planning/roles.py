@@ -34,9 +34,9 @@ def role_ranks(layout: Layout, every: bool) -> list[int]:
     return sorted({layout.rank(place) for place in places})
 
 
-def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> Iterator[dict[str, Any]]:
+def run_jobs(jobs: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[dict[str, Any]]:
     """What `Worker.report` says of each composed configuration and rank, as soon as it and all before it are done;
-    `options` as there.
+    `options` as there, and a job may have more of its own behind its rank.
 
     Raises:
         DryRunError: if a rank cannot be carried out.
@@ -46,10 +46,10 @@ def run_jobs(jobs: Sequence[tuple[Mapping[str, Any], int]], **options: Any) -> I
     for worker in workers:
         waiting.put(worker)
 
-    def report(job: tuple[Mapping[str, Any], int]) -> dict[str, Any]:
-        worker = waiting.get()
+    def report(job: tuple[Any, ...]) -> dict[str, Any]:
+        worker, (values, rank, *own) = waiting.get(), job
         try:
-            return worker.report(*job, **options)
+            return worker.report(values, rank, **options, **dict(*own))
         finally:
             waiting.put(worker)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pangu.dryrun.ownership import label_states
-from pangu.dryrun.run import RankReport, audited, carry_out, dry_run, micro_batches, report_of
+from pangu.dryrun.run import Observer, RankReport, audited, carry_out, dry_run, micro_batches, report_of
 from pangu.pipeline.layouts import choose_layout
 from pangu.topology.mesh import Mesh
 from pangu.training.step import Trainer
@@ -49,7 +49,7 @@ def carried_out(rank: int, world: int, layout: str) -> RankReport:
         label_states(audit, trainer)
         audit.counts.clear()
         audit.memory.restart()
-        carry_out(audit, trainer, micro_batches(chosen.config, chosen.layout))
+        carry_out(Observer(audit), trainer, micro_batches(chosen.config, chosen.layout))
     return report_of(audit, mesh, chosen.stages.schedule.micro_batches, {})
 
 

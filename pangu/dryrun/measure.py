@@ -1,0 +1,188 @@
+"""Measures spans: a rank's step of some chunks, which are shortened until no layer is like both of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import torch
+
+from pangu.collectives.point_to_point import Channels
+from pangu.config.optimizer import UPDATED_AT_ONCE
+from pangu.config.schema import RunConfig
+from pangu.dryrun.audit import Audit
+from pangu.dryrun.device import FakeDevice
+from pangu.dryrun.memory import OWNED
+from pangu.dryrun.ownership import label_states
+from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, Recorder, joined, spans_in
+from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
+from pangu.models.parameters import ModelPart, place_tensors
+from pangu.optim.build import make_optimizer
+from pangu.pipeline.actions import SENDS, Action, Durations, Kind
+from pangu.pipeline.layouts import Chosen
+from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.spans import END, START, Span, UpdateTrace, keys_of, module_kinds
+from pangu.pipeline.stages import Stages
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import Placement, TensorRank
+from pangu.training.step import Trainer
+
+
+class _Picked(tuple[int, ...]):
+    """Layers of a chunk that begins before them: the first `memory.recompute` from `start` on are recomputed."""
+
+    start: int
+
+
+def _part(chunk: Mapping[str, Any]) -> ModelPart:
+    layers = _Picked(chunk["layers"])
+    layers.start = chunk["start"]
+    return ModelPart(cast(range, layers), chunk["first"], chunk["last"])
+
+
+def measure(
+    chosen: Chosen,
+    device: torch.device,
+    fake: FakeDevice | None,
+    chunks: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    splits: Sequence[bool],
+) -> list[dict[str, Any]]:
+    """Carry out each chunk's forward and backward on one rank, and return the spans as plain data, for each size.
+
+    Args:
+        chosen: a run whose pipeline has two stages.
+        device: that tensors are said to be on.
+        fake: what tells its streams apart.
+        chunks: their `layers` (as large as the real chunk's, without those between equal ones), where the real one
+            would `start` if it began so late, and whether each is the `first` and the `last` of the model.
+        sizes: sequences of a micro-batch.
+        splits: whether gradients of weights are computed apart, both if both ways are asked for.
+    """
+    config, layout = replace(chosen.config, compile=False), chosen.layout
+    parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
+    schedule = _schedule(parts, splits)
+    together = ModelPart(
+        cast(range, tuple(sorted({layer for part in parts.values() for layer in part.layers}))),
+        any(part.first for part in parts.values()),
+        any(part.last for part in parts.values()),
+    )
+    built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
+    results: list[dict[str, Any]] = []
+    with on_fake_tensors(0, layout.world):
+        mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
+        with audited(config, mesh, fake) as audit:
+            trainer = Trainer(config, mesh, built)
+            trainer.stages = replace(built, schedule=schedule)
+            trainer.runner = replace(trainer.runner, parts=parts, channels=Channels(mesh, schedule.channels))
+            if trainer.scales is not None:
+                trainer.scales.known = True
+            label_states(audit, trainer)
+            table = place_tensors(config.model, [together], TensorRank(), config.train.frozen)
+            kinds = {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
+            update = _measure_update(audit, config, device)
+            recorder = Recorder(audit, trainer, kinds)
+            for size in sizes:
+                batch = replace(config.batch, micro_size=size, global_size=size * schedule.micro_batches * layout.data)
+                trainer.config = replace(config, batch=batch)
+                if trainer.model.head is not None:
+                    trainer.model.head.chunk = trainer.config.loss_chunk
+                audit.counts.clear()
+                recorder.log.clear()
+                carry_out(recorder, trainer, micro_batches(trainer.config, layout))
+                recorder.finish()
+                results.append({"size": size, **_trace(recorder, kinds, splits), "update": update})
+    return results
+
+
+def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedule:
+    """Each chunk on its own, forward and backward: a micro-batch for each way to go backward, after one of the first
+    chunk, which makes what all share. A second stage, of which nothing is carried out, has every other chunk."""
+    micros = [(0, False), *((micro, split) for micro, split in enumerate(splits, 1))]
+
+    def actions() -> Iterator[Action]:
+        for micro, split in micros:
+            for chunk, part in list(parts.items())[: None if micro else 1]:
+                if not part.first:
+                    yield Action(Kind.RECV_ACTIVATION, chunk, micro, 1)
+                yield Action(Kind.FORWARD, chunk, micro)
+                if not part.last:
+                    yield Action(Kind.SEND_ACTIVATION, chunk, micro, 1)
+                    yield Action(Kind.RECV_GRADIENT, chunk, micro, 1)
+                yield Action(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, chunk, micro)
+                if not part.first:
+                    yield Action(Kind.SEND_GRADIENT, chunk, micro, 1)
+                if split:
+                    yield Action(Kind.BACKWARD_WEIGHT, chunk, micro)
+
+    stage_of = tuple(int(chunk not in parts) for chunk in range(max(parts) + 1))
+    replies = tuple(Action(kind, 0, 0, 0) for kind in SENDS)
+    return Schedule("measured", 2, len(parts), len(micros), stage_of, (tuple(actions()), replies))
+
+
+def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
+    """What `Trace` says, as plain data."""
+    audit: Audit = recorder.audit
+    spans: dict[tuple[str, ...], Span | None] = {
+        key: None
+        for modules in kinds.values()
+        for action in ("F", *(kind for split in splits for kind in ("IW" if split else "B")))
+        for key in keys_of(action, list(modules.values()))
+    }
+    beside: dict[str, list[Span]] = {BEGIN: [], MOVE: [], FINISH: []}
+    for boundary, span in spans_in(recorder.log, audit.counts):
+        action = boundary.action
+        if isinstance(action, Action) and action.micro:
+            spans[_key(boundary, action, kinds[action.chunk])] = span
+        elif boundary.module in beside and not isinstance(action, Action):
+            beside[boundary.module].append(span)
+    return {
+        "spans": [[*key, span and asdict(span)] for key, span in spans.items()],
+        "begin": asdict(joined(beside[BEGIN])),
+        "move": asdict(beside[MOVE][-1]),
+        "finish": asdict(beside[FINISH][-1]),
+        "lasting_bytes": sum(size for kind, size in audit.memory.bytes.items() if kind not in OWNED),
+    }
+
+
+def _key(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """The fields of the `SpanKey` of a span."""
+    if boundary.module == MOVE:
+        return "", "", str(action.kind), ""
+    modules = list(kinds) if action.kind is Kind.FORWARD else [*reversed([*kinds])]
+    order = ["", START, *modules, END, ""]
+    place = order.index(boundary.module)
+    around = [kinds.get(module, module) for module in order[place - 1 : place + 2]]
+    return str(action.kind), *around
+
+
+def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> UpdateTrace:
+    """Carry out updates of tensors of several sizes, and of so many elements that they take three passes."""
+
+    def step(*sizes: int) -> tuple[float, float, float]:
+        """Bytes that are moved, launches and transient bytes."""
+        tensors = [torch.zeros(size, device=device) for size in sizes]
+        for tensor in tensors:
+            tensor.grad = torch.zeros_like(tensor)
+        places = [Placement(str(place), (size, 1), 0.0) for place, size in enumerate(sizes)]
+        optimizer = make_optimizer(config.optimizer, list(zip(places, tensors, strict=True)))
+        numbers = torch.zeros((), device=device), torch.ones((), device=device)
+        optimizer.found_inf, optimizer.grad_scale = numbers  # type: ignore[attr-defined]
+        audit.counts.clear()
+        memory = audit.memory
+        start = memory.high = memory.total
+        optimizer.step()
+        counts = audit.counts[audit.scope]
+        return counts["memory_bound_bytes",], counts["launches",], memory.high - start
+
+    size, most = 2**20, UPDATED_AT_ONCE
+    (moved, launches, one), (*_, two), (twice_moved, _, twice), (_, more_launches, three) = (
+        step(*sizes) for sizes in ((size,), (size // 2,) * 2, (2 * size,), (most,) * 3)
+    )
+    per_tensor, per_element = two - one, (twice - one) / size
+    fixed = one - per_tensor - per_element * size
+    more = (three - fixed - 3 * per_tensor - per_element * most) / most
+    return UpdateTrace(
+        (twice_moved - moved) / size, launches, (more_launches - launches) / 2, fixed, per_tensor, per_element, more
+    )

@@ -1,0 +1,241 @@
+"""Notes where modules, actions and gradients begin and end while a step is carried out, and cuts its memory and its
+work into spans."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from pangu.dryrun.audit import Audit, Scope
+from pangu.dryrun.memory import OWNED
+from pangu.dryrun.run import Observer
+from pangu.models.language_model import ModuleHooks
+from pangu.pipeline.actions import COMPUTE, Kind
+from pangu.pipeline.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work
+from pangu.training.step import Trainer
+from pangu.zero.unshard import _Passing
+
+BEGIN, MOVE, FINISH = "begin", "move", "finish"
+"""What a step does beside its actions, as `Trace.begin`, `Trace.move` and `Trace.finish`."""
+_LOOKUPS = ("embedding", "position_bias")
+
+
+class Boundary(NamedTuple):
+    """End of a span in the log."""
+
+    action: Any
+    module: str
+    part: int
+    """`Scope.part` of what was counted in it."""
+
+
+class Recorder(Observer, ModuleHooks):
+    """Ends a span in the log of memory wherever a module ends, and a segment of it where a gradient is added."""
+
+    def __init__(self, audit: Audit, trainer: Trainer, modules: Mapping[int, Mapping[str, str]]) -> None:
+        """`modules`: chunk -> its modules in the order of forward, as `spans.module_kinds`."""
+        super().__init__(audit)
+        self.log: list[Any] = []
+        audit.memory.log = self.log
+        self._modules = modules
+        self._hooks, trainer.model.hooks = trainer.model.hooks, self
+        names: dict[Tensor, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
+        gradients, store = trainer.parameters.gradients, trainer.runner.store
+        assert store is not None
+        sum_of, complete, put = gradients.sum_of, gradients.complete, store.put
+
+        def begin_sum(parameter: Tensor) -> tuple[Tensor, bool]:
+            self._mark("add", names[parameter], 0 if parameter.grad is None else parameter.grad.nbytes)
+            return sum_of(parameter)
+
+        def end_sum(parameter: Tensor) -> None:
+            self._mark("complete", names[parameter])
+            complete(parameter)
+            self._end_lookup(names[parameter])
+
+        def postpone(parameter: Tensor, part: Tensor, region: Any, gradient: Callable[[Tensor], Any]) -> None:
+            module = self._module
+
+            def compute(whole: Tensor) -> Any:
+                self._begin_products(module)
+                return gradient(whole)
+
+            put(parameter, part, region, compute)
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            self._mark("update", "")
+            work(*args, **kwargs)
+
+        work = trainer.parameters.update
+        patches = ((gradients, "sum_of", begin_sum), (gradients, "complete", end_sum), (store, "put", postpone))
+        for owner, name, method in (*patches, (trainer.parameters, "update", update)):
+            setattr(owner, name, method)
+        self._trained = [names[p] for flat in trainer.parameters.trained for p, _ in flat.parameters]
+        self._module = self._kind = ""
+        self._started = False
+        self._left: Counter[str] = Counter()
+        """Lookup -> gradients that backward has not completed yet."""
+
+    def begin(self, action: Any) -> None:
+        """An action begins."""
+        self._end(BEGIN)
+        super().begin(action)
+        self._open()
+        self._kind, self._module, self._started = str(getattr(action, "kind", "")), "", False
+        self._left = Counter(name.partition(".")[0] for name in self._trained if name.startswith(_LOOKUPS))
+
+    def end(self, action: Any) -> None:
+        """An action ends, and what it is made of: a message has no modules, and products end with it."""
+        if self._kind == Kind.BACKWARD_WEIGHT and self._started:
+            self._end(self._module)
+        self._end(END if getattr(action, "kind", None) in COMPUTE else MOVE)
+        super().end(action)
+        self._open()
+
+    def finish(self) -> None:
+        """The step ends."""
+        self._end(FINISH)
+
+    def before(self, module: str, x: Tensor) -> Tensor:
+        return self._passing(module, self._hooks.before(module, x), self._enter, self._end)
+
+    def after(self, module: str, x: Tensor) -> Tensor:
+        return self._passing(module, self._hooks.after(module, x), self._end, self._enter)
+
+    def _passing(self, module: str, x: Tensor, forward: Callable[..., None], backward: Callable[..., None]) -> Tensor:
+        if module not in self._modules[self.audit.scope.action.chunk]:
+            return x  # it has no parameters
+        return _Passing.apply(x, partial(forward, module), partial(backward, module))
+
+    def _enter(self, module: str) -> None:
+        if not self._started:
+            self._end(START)
+        self._started, self._module = True, module
+
+    def _begin_products(self, module: str) -> None:
+        """Products of a module's weights begin, which were left for later."""
+        if self._started and module != self._module:
+            self._end(self._module)
+        self._enter(module)
+
+    def _end_lookup(self, name: str) -> None:
+        """A gradient is complete: the last one ends the backward of a table, in which nothing follows."""
+        lookup = name.partition(".")[0]
+        if self._kind == Kind.BACKWARD and lookup in _LOOKUPS:
+            self._left[lookup] -= 1
+            if not self._left[lookup]:
+                self._end(lookup)
+
+    def _end(self, module: str) -> None:
+        self.log.append(Boundary(self.audit.scope.action, module, self.audit.scope.part))
+        self._open()
+
+    def _open(self) -> None:
+        self.audit.scope = self.audit.scope._replace(part=len(self.log))
+
+    def _mark(self, event: Any, name: str, grad_bytes: int = 0) -> None:
+        if name.startswith(f"{self._module}."):
+            name = name.removeprefix(self._module) if self._module.startswith("layers.") else name
+        self.log.append(Mark(event, name, grad_bytes))
+
+
+def spans_in(log: list[Any], counts: Mapping[Scope, Counter[tuple[Any, ...]]]) -> Iterator[tuple[Boundary, Span]]:
+    """Yield the spans of a log with what was counted in them."""
+    works = {scope.part: counted for scope, counted in counts.items() if not scope.owner}
+    level = start = peak = 0
+    segments: list[Segment] = []
+    for entry in log:
+        match entry:
+            case Mark() | Boundary():
+                mark = entry if isinstance(entry, Mark) else None
+                segments.append(Segment(peak - start, level - start, mark))
+                peak = level
+                if isinstance(entry, Boundary):
+                    yield entry, Span(tuple(segments), work_of(works.get(entry.part, Counter())))
+                    segments, start = [], level
+            case storage, change:
+                if storage.kind not in OWNED:
+                    level += change
+                    peak = max(peak, level)
+
+
+def joined(spans: Sequence[Span]) -> Span:
+    """Spans one after the other, as one."""
+    segments, level = [Segment(0, 0)], 0
+    for span in spans:
+        segments += [Segment(level + peak, level + end, mark) for peak, end, mark in span.segments]
+        level = segments[-1].end
+    works = [span.work for span in spans]
+    return Span(
+        (Segment(max(segment.peak for segment in segments), level),),
+        Work(
+            tuple(matmul for work in works for matmul in work.matmuls),
+            sum(work.bytes for work in works),
+            sum(work.launches for work in works),
+            tuple(collective for work in works for collective in work.collectives),
+            sum(work.host_bytes for work in works),
+            sum(work.waits for work in works),
+        ),
+    )
+
+
+def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
+    """What was counted, as plans read it."""
+    matmuls: dict[Matmul, float] = defaultdict(float)
+    calls: Counter[tuple[str, str]] = Counter()
+    plain: Counter[str] = Counter()
+    for (what, *of), amount in counts.items():
+        if what == "product":
+            for matmul in _matmuls(*of):
+                matmuls[matmul._replace(calls=1)] += matmul.calls * amount
+        elif what == "calls" and of[0] != "pipeline":  # messages are the schedule's
+            calls[of[0], of[1]] += amount
+        elif len(of) < 2:
+            plain[what] += amount
+    collectives: list[Collective] = []
+    for (axis, kind), number in calls.items():
+        total, hidden = counts["bytes", axis, kind], counts.get(("hidden_calls", axis, kind), 0)
+        hidden_bytes = counts.get(("hidden_bytes", axis, kind), 0)
+        for share, some, nbytes in ((1.0, hidden, hidden_bytes), (0.0, number - hidden, total - hidden_bytes)):
+            if some:
+                collectives.append(Collective(cast(Any, kind), cast(Axis, axis), nbytes / some, some, share))
+    return Work(
+        tuple(matmul._replace(calls=number) for matmul, number in matmuls.items()),
+        plain["memory_bound_bytes"],
+        plain["launches"],
+        tuple(collectives),
+        plain["copy_bytes"],
+        plain["host_sync"] + plain["blocking_copy"],
+    )
+
+
+def _matmuls(operator: str, shapes: Any, format_: str, computed: float) -> list[Matmul]:
+    """The products of one kernel, or of a fused attention kernel, forward or backward."""
+    if "attention" in operator:
+        # shapes of the gradient, then of query, key and value; or of the latter
+        backward = "backward" in operator
+        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
+
+        def fused(m: int, n: int, depth: int) -> Matmul:
+            return Matmul(m, n, depth, rows * heads, computed, fused=True)
+
+        scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
+        if not backward:
+            return [scores, mixed]
+        grad_query = fused(queries, width, keys)
+        # the scores again, the gradients of probabilities, values, queries and keys
+        return [scores, fused(queries, keys, columns), mixed, grad_query, grad_query]
+    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
+        (rows, depth), other, (groups,) = shapes
+        of_each = math.ceil(rows / groups)
+        if len(other) == 2:  # gradients of matrices: the rows are summed over
+            return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
+        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
+    fp8 = operator == "_scaled_mm"  # its scales follow
+    first, second = shapes[:2] if fp8 else shapes[-2:]
+    return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]

@@ -1,0 +1,362 @@
+"""Traces of the modules of runs: measured in dry runs of shortened chunks, once for each way to compute them, and kept
+in the user's cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from pangu.config.errors import UserError
+from pangu.config.expert_layout import least_data
+from pangu.config.files import read_json, write_atomically
+from pangu.config.schema import RunConfig
+from pangu.data.progress import ProgressBar
+from pangu.models.parameters import ModelPart, place_tensors
+from pangu.pipeline.spans import (
+    Collective,
+    Mark,
+    Matmul,
+    Segment,
+    Span,
+    SpanKey,
+    Trace,
+    UpdateTrace,
+    Work,
+    keys_of,
+    module_kinds,
+)
+from pangu.planning.roles import require_device, run_jobs
+from pangu.topology.placement import TensorRank
+
+log = logging.getLogger("pangu")
+PATIENCE_SECONDS = 120.0
+"""With another process that measures."""
+REPORT_SECONDS = 30.0
+"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
+_MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
+"""Groups of a configuration that a module's work depends on."""
+_RECOMPUTED = 1
+"""`memory.recompute` of runs that are measured; each chunk begins where that leaves as many layers as it has."""
+_PLACES = {"recomputed", "resident", "unreached"}
+"""Words of a kind that say where a layer stands, not what it is."""
+Chunk = tuple[str, ...]
+"""Kinds of the modules of a chunk, in the order of forward (`spans.module_kinds`)."""
+
+
+class Request(NamedTuple):
+    """Chunks of one stage of a run, whose spans are asked for."""
+
+    config: RunConfig
+    chunks: tuple[Chunk, ...]
+    splits: tuple[bool, ...] = (False,)
+    """Whether gradients of weights are computed apart from those of inputs; both, where a schedule does both."""
+
+    def keys(self, chunk: Chunk) -> set[SpanKey]:
+        """The spans of a chunk."""
+        actions = ["F", *(kind for split in self.splits for kind in ("IW" if split else "B"))]
+        return {key for action in actions for key in keys_of(action, chunk)}
+
+
+class _Way(NamedTuple):
+    """A way to compute a model."""
+
+    values: str
+    """The configuration that is carried out, as JSON."""
+    head: bool | None
+    """Whether the stage has the head rather than the embedding, where these share a matrix and only one of them is on a
+    stage; None: it does not matter."""
+    size: int
+    """Sequences of a micro-batch."""
+
+    @classmethod
+    def of(cls, request: Request) -> _Way:
+        config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
+        apart = config.model.tied_head and not {"embedding", "head"} <= kinds
+        return cls(json.dumps(_values(config)), "head" in kinds if apart else None, config.batch.micro_size)
+
+    @property
+    def file(self) -> Path:
+        """Where what was measured is kept."""
+        values = json.loads(self.values)
+        matters = [{group: values[group] for group in _MATTERS}, values["train"]["frozen"], self.head, self.size]
+        identity = hashlib.sha256(_program() + json.dumps(matters, sort_keys=True).encode()).hexdigest()[:32]
+        return cache_folder() / f"trace-{identity}.json"
+
+
+@dataclass
+class Traces:
+    """The traces of runs, measured when they are first asked for."""
+
+    note_progress: Callable[[], None] = lambda: None
+    """Called after each dry run."""
+    _known: dict[_Way, dict[str, Any]] = field(default_factory=dict)
+    """What was measured, as plain data; `spans` by key."""
+    _traces: dict[_Way, Trace] = field(default_factory=dict)
+
+    def of(self, request: Request) -> Trace:
+        """The trace of some chunks, measured if it has not been. Raises DryRunError as `measure`."""
+        self.measure([request])
+        way = _Way.of(request)
+        if way not in self._traces:
+            self._traces[way] = _trace(self._known[way])
+        return self._traces[way]
+
+    def measure(self, requests: Collection[Request]) -> None:
+        """Measure what has not been measured of some requests, on all cores.
+
+        Raises:
+            DryRunError: if the dry run is unavailable here, or the model cannot be carried out so.
+        """
+        ways = [(_Way.of(request), request) for request in requests]
+        if not self._missing(ways):
+            return
+        self._read(ways)
+        if not self._missing(ways):
+            return
+        with _alone(cache_folder()):
+            self._read(ways)  # another process may have measured meanwhile
+            for way, trace in _carry_out(self._missing(ways), self.note_progress):
+                self._add(way, trace)
+                with suppress(OSError):
+                    whole = {**self._known[way], "spans": [[*key, span] for key, span in self._spans(way).items()]}
+                    content = json.dumps({"digest": _digest(whole), "trace": whole})
+                    write_atomically(way.file, content.encode(), sync=False)
+
+    def _spans(self, way: _Way) -> dict[SpanKey, Any]:
+        return self._known[way]["spans"] if way in self._known else {}
+
+    def _add(self, way: _Way, trace: Mapping[str, Any]) -> None:
+        """Add what was measured to what is known."""
+        spans = {SpanKey(*key): span for *key, span in trace["spans"]}
+        self._known[way] = {**trace, "spans": self._spans(way) | spans}
+        self._traces.pop(way, None)
+
+    def _read(self, ways: Iterable[tuple[_Way, Request]]) -> None:
+        """Read what was measured before."""
+        for way in dict(ways):
+            with suppress(OSError, UserError):
+                content = read_json(way.file)
+                if isinstance(content, dict) and content.get("digest") == _digest(content.get("trace")):
+                    self._add(way, content["trace"])
+
+    def _missing(self, ways: Iterable[tuple[_Way, Request]]) -> list[tuple[_Way, Request]]:
+        """Requests for chunks that have not been measured, and for these alone."""
+        missing = []
+        for way, request in ways:
+            known = self._spans(way)
+            chunks = tuple(chunk for chunk in request.chunks if not request.keys(chunk) <= known.keys())
+            if chunks:
+                missing.append((way, request._replace(chunks=chunks)))
+        return missing
+
+
+class _Job(NamedTuple):
+    """Dry run of one rank."""
+
+    ways: tuple[_Way, ...]
+    """Of micro-batches of different sizes."""
+    chunks: list[dict[str, Any]]
+    splits: list[bool]
+
+
+def _jobs(missing: Iterable[tuple[_Way, Request]]) -> list[_Job]:
+    """A dry run for all micro-batches and chunks that one model can have."""
+    groups: dict[tuple[str, bool | None], list[tuple[_Way, Request]]] = {}
+    for way, request in missing:
+        groups.setdefault((way.values, way.head), []).append((way, request))
+    jobs = []
+    for those in groups.values():
+        splits = sorted({split for _, request in those for split in request.splits})
+        layers, chunks, covered = _Layers(those[0][1].config), [], set[SpanKey]()
+        wanted = {chunk for _, request in those for chunk in request.chunks}
+        for chunk in sorted(wanted, key=lambda chunk: (-len(chunk), chunk)):
+            keys = Request(those[0][1].config, (chunk,), tuple(splits)).keys(chunk)
+            if not keys <= covered:
+                chunks.append(layers.numbered(shortened(chunk)))
+                covered |= keys
+        ways = sorted({way for way, _ in those}, key=lambda way: way.size)
+        jobs.append(_Job(tuple(ways), chunks, splits))
+    return jobs
+
+
+def shortened(chunk: Sequence[str]) -> Chunk:
+    """The chunk without as many modules as can be left out so that each pair of neighbours around a module is still
+    there: of a run of equal layers three are left."""
+    kept = list(chunk)
+
+    def neighbours(kinds: Sequence[str]) -> set[tuple[str, str, str]]:
+        around = ["", *kinds, ""]
+        return set(zip(around, kinds, around[2:], strict=False))
+
+    everything, place = neighbours(kept), 0
+    while place < len(kept):
+        for end in range(place + 1, len(kept)):
+            shorter = kept[:place] + kept[end:]
+            if kept[end] == kept[place] and neighbours(shorter) == everything:
+                kept = shorter
+                break
+        else:
+            place += 1
+    return tuple(kept)
+
+
+class _Layers:
+    """The layers of a model by what is in them, from which chunks are made that the model could have."""
+
+    def __init__(self, config: RunConfig) -> None:
+        model = config.model
+        table = place_tensors(model, [ModelPart.whole(model)], TensorRank(), config.train.frozen)
+        self._numbers: dict[str, list[int]] = {}
+        for module, kind in module_kinds(config, table, ModelPart.whole(model)).items():
+            if module.startswith("layers."):
+                self._numbers.setdefault(_content(kind), []).append(int(module.partition(".")[2]))
+
+    def numbered(self, chunk: Chunk) -> dict[str, Any]:
+        """A chunk as `measure.measure` takes it, of the first layers of each kind."""
+        layers: list[int] = []
+        recomputed = -1
+        for kind in chunk:
+            if kind.startswith("layer"):
+                last = layers[-1] if layers else -1
+                layers.append(next(number for number in self._numbers[_content(kind)] if number > last))
+                recomputed = layers[-1] if "recomputed" in kind.split() else recomputed
+        first, last = (any(kind.startswith(name) for kind in chunk) for name in ("embedding", "head"))
+        return {"layers": layers, "start": recomputed + 1 - _RECOMPUTED, "first": first, "last": last}
+
+
+def _content(kind: str) -> str:
+    return " ".join(word for word in kind.split() if word not in _PLACES)
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """The configuration that is carried out: what modules do depends on nothing else of a run's."""
+    parallel, model = config.parallel, config.model
+    data = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
+    values = {**asdict(config), "dry_run": True, "cluster": None}
+    changes: dict[str, dict[str, Any]] = {
+        # a kernel that a dry run cannot carry out keeps as much
+        "model": {"attention": "auto" if model.attention == "flash_attn" else model.attention},
+        "parallel": {
+            **{"pipeline": 2 if model.layers > 1 else 1, "virtual": 1, "schedule": "1f1b", "layers": None},
+            **{"data": data, "zero": 0, "zero_group": None, "bucket_mib": None, "overlap": True},
+            **{"allowed": (), "auto": False, "timeout_s": 600.0},
+        },
+        "batch": {"micro_size": 1, "global_size": 2 * data},
+        "memory": {
+            "recompute": "selective" if config.memory.recompute == "selective" else _RECOMPUTED,
+            "offload": [what for what in config.memory.offload if what == "activations"],
+        },
+        "precision": {"reduce": "fp32"},
+        "checkpoint": {"upcycle": False},
+    }
+    values |= {group: {**values[group], **change} for group, change in changes.items()}
+    return values
+
+
+def _carry_out(
+    missing: Sequence[tuple[_Way, Request]], note_progress: Callable[[], None]
+) -> Iterator[tuple[_Way, dict[str, Any]]]:
+    """Measure all that is missing, which may take a minute, and yield the traces.
+
+    Raises:
+        DryRunError: if the dry run is unavailable here, or one fails.
+    """
+    jobs = _jobs(missing)
+    described = [
+        (json.loads(job.ways[0].values), 0, {"chunks": job.chunks, "splits": job.splits, "sizes": sizes})
+        for job in jobs
+        if (sizes := [way.size for way in job.ways])
+    ]
+    with ProgressBar(show=True, note_progress=note_progress) as bar:
+        for job, report in zip(jobs, _reported(run_jobs(described), len(jobs), bar), strict=True):
+            yield from zip(job.ways, report["traces"], strict=True)
+
+
+def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -> Iterator[dict[str, Any]]:
+    """Yield the reports, and show how many there are. Raises DryRunError for one of a CPU: its counts are another's."""
+    description = f"{'measuring':<12} what layers do, in {total} dry runs"
+    if not bar.console.is_terminal:
+        bar.console.print(description)
+    task, said = bar.add_task(description, total=total), time.monotonic()
+    for count, report in enumerate(reports, 1):
+        require_device(report)
+        bar.note_progress()
+        bar.advance(task)
+        if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
+            said = time.monotonic()
+            bar.console.print(f"{'measuring':<12} {count} of {total} dry runs are done")
+        yield report
+
+
+def _trace(known: Mapping[str, Any]) -> Trace:
+    spans = {key: None if span is None else _span(span) for key, span in known["spans"].items()}
+    begin, move, finish = (_span(known[name]) for name in ("begin", "move", "finish"))
+    return Trace(spans, begin, move, finish, UpdateTrace(*known["update"]), known["lasting_bytes"])
+
+
+def _span(data: Mapping[str, Any]) -> Span:
+    segments = (Segment(peak, end, mark and Mark(*mark)) for peak, end, mark in data["segments"])
+    work = data["work"]
+    matmuls, collectives = (Matmul(*one) for one in work["matmuls"]), (Collective(*one) for one in work["collectives"])
+    return Span(tuple(segments), Work(**{**work, "matmuls": tuple(matmuls), "collectives": tuple(collectives)}))
+
+
+def cache_folder() -> Path:
+    """Where what this machine has measured is kept; where the user's folder cannot be written, a temporary one."""
+    temporary = Path(tempfile.gettempdir()) / f"pangu-{os.getuid()}"
+    try:
+        home = Path.home()
+    except RuntimeError:  # as of a user who is a mere number, in a container
+        home = temporary
+    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+                return folder
+    return temporary
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Of many processes that want the same, one measures at a time. One that takes too long is not waited for: it may
+    be stopped."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock = stack.enter_context((folder / "modules.lock").open("w"))
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            if not _locked(lock):
+                log.warning("%-12s another process measures, which this one waits for (%s)", "measuring", lock.name)
+                while not _locked(lock) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@cache
+def _program() -> bytes:
+    """What tells this version of the program from others."""
+    files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
+    return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
+
+
+def _digest(trace: Any) -> str:
+    return hashlib.sha256(json.dumps(trace).encode()).hexdigest()
