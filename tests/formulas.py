@@ -4,14 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from benchmarks.planner_accuracy.published import MEGATRON_2021, describe
+from benchmarks.planner_accuracy import published
+from benchmarks.planner_accuracy.published import MEGATRON_2021, Module, Setup, embedding_work, head_work, layer_work
 from pangu.config.schema import RunConfig
-from pangu.planning.layout_work import Plan, Shape, state_bytes
+from pangu.planning.layout_work import Plan, Shape, System, assemble, state_bytes
 from pangu.planning.passing import Chunk, Stored
 from pangu.planning.program import Program
-from pangu.planning.workload import Workload
+from pangu.planning.workload import ModuleWork, Workload
+from pangu.topology.layout import Layout
+
+MEGATRON = System("megatron", False, True, True, 22, 2, 8, spare_bytes=4)
+"""Megatron-LM of 2021, as `MEGATRON_2021`."""
+
+
+def describe(shape: Shape, plan: Plan) -> Workload:
+    """The step of a layout by Megatron-LM."""
+    zero = 3 if plan.zero == 3 else 0
+    layout = Layout(plan.tensor, data=plan.data, zero=zero, sequence=plan.sequence, context=plan.context)
+    model = published.Shape(*shape[: len(published.Shape._fields)])
+    setup = Setup(model, MEGATRON_2021, layout, plan.recompute, plan.micro_size, 1, "1f1b", (shape.layers,))
+    modules = _modules(setup)
+    if plan.recomputed:
+        modules = {**modules, "recomputed": _modules(setup._replace(recompute="full"))["layer"]}
+    return assemble(shape, MEGATRON, plan, modules)
+
+
+@lru_cache(maxsize=100_000)
+def _modules(setup: Setup) -> dict[str, ModuleWork]:
+    return {
+        "embedding": _counted(embedding_work(setup)),
+        "layer": _counted(layer_work(setup)),
+        "head": _counted(head_work(setup)),
+    }
+
+
+def _counted(module: Module) -> ModuleWork:
+    forward, recompute, backward_input, backward_weight = module.passes
+    return ModuleWork(
+        forward, backward_input, backward_weight, recompute, module.saved_bytes, parameters=module.parameters
+    )
 
 
 @dataclass
@@ -23,7 +56,7 @@ class Formulas:
     """They know all numbers of ranks."""
     note_progress: Callable[[], None] = lambda: None
     """Never called: formulas need no dry runs."""
-    system = MEGATRON_2021
+    system = MEGATRON
 
     @cached_property
     def shape(self) -> Shape:
@@ -35,7 +68,7 @@ class Formulas:
 
     def describe(self, plan: Plan) -> Workload:
         """The step of a layout."""
-        return describe(self.shape, self.system, plan)
+        return describe(self.shape, plan)
 
     def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Sequence[Chunk]) -> Stored:
         """Bytes that last."""

@@ -1,4 +1,4 @@
-"""How far predictions are from published measurements, by source."""
+"""Predicts the rows of a table with fitted coefficients, and fits coefficients to rows."""
 
 from __future__ import annotations
 
@@ -6,227 +6,148 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.planner_accuracy.fit import MEMORY, Factors, fit, scaled
-from benchmarks.planner_accuracy.measurements import ALIKE, Row, family_of, word_of
-from benchmarks.planner_accuracy.published import describe
-from pangu.config.cluster import ClusterConfig
-from pangu.planning.cost import StepTime, step_time
-from pangu.planning.layout_work import Plan
-from pangu.planning.memory import memory_of_stages
+from benchmarks.planner_accuracy.fit import MEMORY, TIMES, Factors, fit, scaled
+from benchmarks.planner_accuracy.measurements import Row, Scope, kind_of
+from benchmarks.planner_accuracy.published import Setup
+from benchmarks.planner_accuracy.step import memory_gib, step_seconds
 
 MOST_ROWS = 150
-"""Of a scope that are fitted to."""
+"""Rows of a scope that are fitted to."""
 MOST_OF_SHAPE = 0.5
 """Logarithm of the largest factor of a layer's shape."""
 LEAST_OF_SHAPE = 2
 """Rows of a layer's shape from which on it has an efficiency of its own."""
 FOLDS = 5
+"""Folds of a cross-validation that does not leave out models."""
 MODELS_AT_MOST = 40
 """Rows up to which one model after the other is left out, rather than a fifth of the rows."""
-FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
-"""Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
-FAULTY = ("BigScience",)
-"""Sources that do not speak for others: on that cluster PCIe and NUMA settings were wrong for half of the runs."""
+FAULTY = "BigScience"
+"""Source that does not speak for others: on its cluster PCIe and NUMA settings were wrong for half of the runs."""
 LEAST_ROWS = 4
-"""Of a scope that has coefficients of its own; one with fewer is predicted as one that was never seen."""
+"""Rows of a scope that has coefficients of its own; one with fewer is predicted like one that was never seen."""
 MANY_DEVICES = 64
-"""Of a source that speaks for others."""
+"""Devices of a source that speaks for others."""
 ROWS_IN_POOL = 12
-"""Of each source."""
+"""Rows of each source in a pool."""
 DISAGREEMENT = 0.1
 """Logarithm of a source's median time over those of all others."""
 UNUSUAL = math.log(2)
-"""Logarithm of how far a row may be from its like without being left out of a fit."""
+"""Logarithm of how far a row may be off without being left out of a fit."""
 LEAST_STALL = 0.1
 """Seconds of a message that are no latency of a network."""
 LEAST_SWEEP = 3
 """Rows of a sweep that say something of an order."""
 
 
-class Scope(NamedTuple):
-    """Rows that have one set of coefficients: a source's measurements on one kind of device."""
-
-    source: str
-    device: str
-    format: str
-
-    @classmethod
-    def of(cls, row: Row) -> Scope:
-        """Of a row."""
-        return cls(row.source, row.device, row.format)
-
-
 @dataclass(frozen=True)
 class Fitted:
-    """What was fitted to some rows."""
+    """Coefficients that were fitted to some rows."""
 
+    source: str = "*"
+    """Source of the rows; `*`: coefficients for sources that were never seen."""
+    device: str = ""
+    format: str = ""
+    program: str = ""
+    """Name of the system, where the source is `*`."""
+    rows: int = 0
+    """How many rows there were."""
     times: Factors = field(default_factory=dict)
-    """Of figures of the cluster that times depend on."""
+    """Factors of the cluster's figures that times depend on."""
     memory: Factors = field(default_factory=dict)
-    """Of those that memory depends on."""
+    """Factors of those that memory depends on."""
     shapes: Factors = field(default_factory=dict)
     """Layer's shape -> its time over that from the figures, where several rows tell of it."""
     stalls: Factors = field(default_factory=dict)
     """Nodes -> seconds that a message between stages waits besides, where most runs on so many did."""
 
-
-class Coefficients(NamedTuple):
-    """Fitted factors, and of what."""
-
-    scope: Scope
-    """With the source `*`: for sources that were never seen."""
-    program: str
-    """For a source `*`: the program it is of; otherwise empty."""
-    fitted: Fitted
-    rows: int
+    @property
+    def scope(self) -> Scope:
+        """Scope of the rows."""
+        return self.source, self.device, self.format
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row, and what the model says of it."""
+    """Predicted time and memory of a row."""
 
     row: Row
-    time: StepTime
+    seconds: float
     memory: float
-    """GiB of the fullest stage."""
-    fits: bool
+    """GiB of the stage that needs most."""
 
     @property
-    def error(self) -> float:
-        """Of the time: predicted over measured, less 1."""
-        assert self.row.seconds is not None
-        return self.time.total / self.row.seconds - 1
+    def fits(self) -> bool:
+        """Whether the device has so much memory."""
+        return self.memory <= self.row.cluster.memory.gib
 
 
-def cluster_of(row: Row, clusters: Mapping[str, ClusterConfig]) -> ClusterConfig | None:
-    """What is known of a row's cluster: its device's file, the format of its products and the network it tells of."""
-    cluster = clusters.get(row.family.lower())
-    if cluster is None:
-        return None
-    rate = FORMAT_RATES[row.format]
-    if row.format != "bf16":
-        # less of a higher peak is reached
-        matmul = replace(
-            cluster.matmul, tflops=cluster.matmul.tflops * rate, efficiency=cluster.matmul.efficiency * 0.9
-        )
-        cluster = replace(cluster, matmul=matmul)
-    if (alike := ALIKE.get(word_of(row.device))) is not None:
-        matmul = replace(cluster.matmul, tflops=cluster.matmul.tflops * alike.products)
-        inside = replace(cluster.inside, gb_s=cluster.inside.gb_s * alike.links)
-        cluster = replace(cluster, matmul=matmul, inside=inside)
-    if row.network is not None:
-        each = cluster.between.gb_s * row.network / (_NOMINAL.get(cluster.name, cluster.between.gb_s) * cluster.nics)
-        cluster = replace(cluster, between=replace(cluster.between, gb_s=each))
-    if "40G" in row.device:
-        # NVIDIA's data sheet of the A100 of 40 GB
-        cluster = replace(cluster, memory=replace(cluster.memory, gib=39.4, gb_s=1555.0))
-    return replace(cluster, node=row.node, devices=row.devices)
+def shape_of(setup: Setup) -> str:
+    """Return what the kernels of a layer depend on."""
+    shape, layout = setup.shape, setup.layout
+    length = shape.sequence // layout.context
+    numbers = (shape.hidden, shape.heads, shape.ffn, length, setup.micro_size, layout.tensor)
+    return " ".join(map(str, (*numbers, setup.recompute)))
 
 
-_NOMINAL = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "v100": 12.5}
-"""GB/s that an interface of a file is sold as, of which `between.gb_s` is what is reached."""
+def messages_of(setup: Setup) -> float:
+    """Return the messages between stages that follow each other in a step: both ways, mean over the stages."""
+    return setup.micro_batches * 2 * (setup.layout.pipeline - 1) / setup.layout.pipeline
 
 
-def shape_of(row: Row, plan: Plan) -> str:
-    """What the kernels of a layer see."""
-    shape = row.shape
-    numbers = (shape.hidden, shape.heads, shape.ffn, shape.sequence // plan.context, plan.micro_size, plan.tensor)
-    return " ".join(map(str, (*numbers, plan.recompute)))
-
-
-def predict_time(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> StepTime:
-    """The time of a row with one of its layouts."""
-    workload = describe(row.shape, row.system, plan)
-    known = scaled(cluster, fitted.times)
-    time = step_time(workload, plan.steps, plan.layout, known, row.system.hidden_messages)
-    factor = fitted.shapes.get(shape_of(row, plan)) if fitted.shapes else None
-    time = time if factor is None else time.slowed(factor)
-    return replace(time, pipeline=time.pipeline + messages_of(plan) * fitted.stalls.get(nodes_of(row), 0.0))
-
-
-def nodes_of(row: Row) -> str:
-    """How many nodes a row's run was on."""
-    return str(row.devices // row.node)
-
-
-def messages_of(plan: Plan) -> float:
-    """Messages between stages that follow each other in a step: to and fro, mean over the stages."""
-    return plan.micro_batches * 2 * (plan.pipeline - 1) / plan.pipeline
-
-
-def predict_memory(row: Row, plan: Plan, cluster: ClusterConfig, fitted: Fitted) -> float:
-    """GiB of the fullest stage."""
-    known = scaled(cluster, fitted.memory)
-    stages = memory_of_stages(describe(row.shape, row.system, plan), plan.steps, known)
-    return max(stage.total for stage in stages)
-
-
-def predict(row: Row, cluster: ClusterConfig, fitted: Fitted) -> Prediction:
-    """What the model says of a row; of several layouts that it may mean, of the fastest that fits."""
+def predict(row: Row, fitted: Fitted) -> Prediction:
+    """Predict a row; of several setups that it may mean, the fastest that fits."""
+    timed, filled = scaled(row.cluster, fitted.times), scaled(row.cluster, fitted.memory)
     options = []
-    for plan in row.plans:
-        memory = predict_memory(row, plan, cluster, fitted)
-        time = predict_time(row, plan, cluster, fitted)
-        options.append(Prediction(row, time, memory, memory <= cluster.memory.gib))
-    return min(options, key=lambda option: (not option.fits, option.time.total))
+    for setup in row.setups:
+        slowdown = fitted.shapes.get(shape_of(setup), 1.0) if fitted.shapes else 1.0
+        stalled = messages_of(setup) * fitted.stalls.get(str(row.nodes), 0.0)
+        seconds = step_seconds(setup, timed, slowdown) + stalled
+        options.append(Prediction(row, seconds, memory_gib(setup, filled)))
+    return min(options, key=lambda option: (not option.fits, option.seconds))
 
 
-def _seconds(row: Row, cluster: ClusterConfig, fitted: Fitted) -> float:
-    """Of a row, as `predict` says."""
-    if len(row.plans) == 1:
-        return predict_time(row, row.plans[0], cluster, fitted).total
-    return predict(row, cluster, fitted).time.total
+def time_errors(rows: Sequence[Row], fitted: Fitted) -> list[float]:
+    """Return the logarithms of predicted over measured times."""
+    return [math.log(predict(row, fitted).seconds / (row.seconds or math.nan)) for row in rows]
 
 
-def time_errors(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> list[float]:
-    """Logarithms of predicted over measured times."""
-    return [
-        math.log(min(predict_time(row, plan, cluster, fitted).total for plan in row.plans) / (row.seconds or 1))
-        for row, cluster in pairs
-    ]
-
-
-def fit_rows(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> Fitted:
-    """Coefficients fitted to at most `MOST_ROWS` of the rows."""
-    known = [(row, cluster) for row in rows if (cluster := cluster_of(row, clusters)) is not None]
-    timed = _spread([pair for pair in known if pair[0].seconds])
-    filled = _spread([pair for pair in known if pair[0].memory])
-
-    def times(factors: Factors) -> list[float]:
-        return [math.log(_seconds(row, cluster, Fitted(factors)) / (row.seconds or 1)) for row, cluster in timed]
+def fit_rows(rows: Sequence[Row], scope: Scope = ("*", "", ""), program: str = "") -> Fitted:
+    """Return the coefficients of a scope, fitted to at most `MOST_ROWS` of its rows."""
+    everyone = [row for row in rows if row.seconds]
+    timed, filled = _spread(everyone), _spread([row for row in rows if row.memory])
 
     def memories(factors: Factors) -> list[float]:
-        return [
-            math.log(predict(row, cluster, Fitted(memory=factors)).memory / (row.memory or 1))
-            for row, cluster in filled
-        ]
+        fitted = Fitted(memory=factors)
+        return [math.log(predict(row, fitted).memory / (row.memory or math.nan)) for row in filled]
 
-    figures: Factors = fit(times) if timed else {}
-    # what takes twice as long as its like has another cause; it tells nothing of the figures
-    usual = [
-        pair for pair, error in zip(timed, time_errors(timed, Fitted(figures)), strict=True) if abs(error) < UNUSUAL
-    ]
+    figures: Factors = fit(lambda factors: time_errors(timed, Fitted(times=factors)), TIMES) if timed else {}
+    # A row that takes twice as long as its like has another cause, and tells nothing of the figures.
+    errors = time_errors(timed, Fitted(times=figures))
+    usual = [row for row, error in zip(timed, errors, strict=True) if abs(error) < UNUSUAL]
     if 2 * len(usual) > len(timed) > len(usual):
-        timed = usual
-        figures = fit(times)
-    memory: Factors = fit(memories, MEMORY) if filled else {}
-    everyone = [pair for pair in known if pair[0].seconds]
-    fitted = Fitted(figures, memory)
+        figures = fit(lambda factors: time_errors(usual, Fitted(times=factors)), TIMES)
+    fitted = Fitted(*scope, program, len(rows), figures, fit(memories, MEMORY) if filled else {})
     fitted = replace(fitted, stalls=_stalls(everyone, fitted))
     return replace(fitted, shapes=_shapes(everyone, fitted))
 
 
-def _stalls(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Factors:
-    """What messages wait for besides on so many nodes, where three of four runs did."""
+def _spread(rows: list[Row]) -> list[Row]:
+    """Return at most `MOST_ROWS` of the rows, evenly spread."""
+    count = min(MOST_ROWS, len(rows))
+    return [rows[number * len(rows) // count] for number in range(count)]
+
+
+def _stalls(rows: Sequence[Row], fitted: Fitted) -> Factors:
+    """Return what messages wait besides on so many nodes, where three of four runs did."""
     waits: dict[str, list[float]] = defaultdict(list)
-    for row, cluster in pairs:
-        plan = row.plans[0]
-        if plan.pipeline > 1 and row.devices > row.node:
-            seconds = predict_time(row, plan, cluster, fitted).total
-            waits[nodes_of(row)].append(((row.seconds or 0.0) - seconds) / messages_of(plan))
+    for row in rows:
+        if row.setups[0].layout.pipeline > 1 and row.nodes > 1:
+            wait = (row.seconds or math.nan) - predict(row, fitted).seconds
+            waits[str(row.nodes)].append(wait / messages_of(row.setups[0]))
     return {
         nodes: median(seconds)
         for nodes, seconds in waits.items()
@@ -234,12 +155,12 @@ def _stalls(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Facto
     }
 
 
-def _shapes(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Factors:
-    """How much longer than by the figures the layers of each shape take, as if one more row had no residual."""
+def _shapes(rows: Sequence[Row], fitted: Fitted) -> Factors:
+    """Return the factors of the layers of each shape, as if one more row had no residual."""
     residuals: dict[str, list[float]] = defaultdict(list)
-    for (row, _), error in zip(pairs, time_errors(pairs, fitted), strict=True):
-        if len(row.plans) == 1 and abs(error) < UNUSUAL:
-            residuals[shape_of(row, row.plans[0])].append(-error)
+    for row, error in zip(rows, time_errors(rows, fitted), strict=True):
+        if len(row.setups) == 1 and abs(error) < UNUSUAL:
+            residuals[shape_of(row.setups[0])].append(-error)
     return {
         shape: math.exp(max(-MOST_OF_SHAPE, min(MOST_OF_SHAPE, median(errors) * len(errors) / (len(errors) + 1))))
         for shape, errors in residuals.items()
@@ -247,150 +168,104 @@ def _shapes(pairs: Sequence[tuple[Row, ClusterConfig]], fitted: Fitted) -> Facto
     }
 
 
-def _spread(pairs: list[Any]) -> list[Any]:
-    """`MOST_ROWS` of the pairs, from all over."""
-    return [pairs[number * len(pairs) // MOST_ROWS] for number in range(MOST_ROWS)] if len(pairs) > MOST_ROWS else pairs
-
-
-def folds_of(rows: Sequence[Row]) -> list[set[int]]:
-    """Places of the rows that are left out together: those of a model, or a fifth of them."""
+def cross_validated(rows: Sequence[Row]) -> list[Prediction]:
+    """Predict the rows of a scope, each with coefficients that were fitted without it: without its model where there
+    are few rows, otherwise without its fifth of the rows."""
     models = sorted({row.model for row in rows})
+    folds = [set(range(first, len(rows), FOLDS)) for first in range(min(FOLDS, len(rows)))]
     if len(rows) <= MODELS_AT_MOST and len(models) > 1:
-        return [{place for place, row in enumerate(rows) if row.model == model} for model in models]
-    return [set(range(first, len(rows), FOLDS)) for first in range(min(FOLDS, len(rows)))]
-
-
-def cross_validated(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig]) -> list[Prediction]:
-    """Predictions of the rows of a scope, each with coefficients that were fitted without it."""
+        folds = [{place for place, row in enumerate(rows) if row.model == model} for model in models]
     predictions: dict[int, Prediction] = {}
-    for fold in folds_of(rows):
-        rest = [row for place, row in enumerate(rows) if place not in fold]
-        fitted = fit_rows(rest, clusters)
-        for place in fold:
-            cluster = cluster_of(rows[place], clusters)
-            if cluster is not None:
-                predictions[place] = predict(rows[place], cluster, fitted)
+    for fold in folds:
+        fitted = fit_rows([row for place, row in enumerate(rows) if place not in fold])
+        predictions |= {place: predict(rows[place], fitted) for place in fold}
     return [predictions[place] for place in sorted(predictions)]
 
 
-def pooled(scopes: Mapping[Scope, Sequence[Row]], clusters: Mapping[str, ClusterConfig]) -> list[Coefficients]:
-    """Coefficients for sources that were never seen, of each family of devices, format and program.
+def pooled(scopes: Mapping[Scope, Sequence[Row]]) -> list[Fitted]:
+    """Return the coefficients for sources that were never seen, of each family of devices, format and system.
 
     Sources of runs on many devices count alike. Those that differ from the others by more than `DISAGREEMENT` are left
-    out, the worst first: something of their hardware or program is not told.
+    out, the worst first: something of their hardware or system is not told.
     """
     groups: dict[tuple[str, str, str], dict[Scope, list[Row]]] = defaultdict(dict)
     for scope, rows in scopes.items():
         timed = [row for row in rows if row.seconds and not row.out_of_memory]
-        if not timed or any(word in scope.source for word in FAULTY):
-            continue
-        row = timed[0]
-        if max(row.devices for row in timed) >= MANY_DEVICES and cluster_of(row, clusters):
-            step = max(1, len(timed) // ROWS_IN_POOL)
-            groups[row.family, row.format, row.system.name][scope] = timed[::step][:ROWS_IN_POOL]
-    layouts = []
+        if timed and FAULTY not in scope[0] and max(row.cluster.devices for row in timed) >= MANY_DEVICES:
+            chosen = timed[:: max(1, len(timed) // ROWS_IN_POOL)][:ROWS_IN_POOL]
+            groups[*kind_of(scope), timed[0].setups[0].system.name][scope] = chosen
+    pools = []
     for (family, format_, program), members in groups.items():
         while True:
             rows = [row for timed in members.values() for row in timed]
-            fitted = fit_rows(rows, clusters)
-            bias = {scope: median(_residuals(timed, clusters, fitted)) for scope, timed in members.items()}
-            worst = max(bias, key=lambda scope: abs(bias[scope]))
-            if len(members) < 3 or abs(bias[worst]) <= DISAGREEMENT:
+            fitted = fit_rows(rows, ("*", family, format_), program)
+            bias = {scope: abs(median(time_errors(timed, fitted))) for scope, timed in members.items()}
+            worst = max(bias, key=bias.__getitem__)
+            if len(members) < 3 or bias[worst] <= DISAGREEMENT:
                 break
             del members[worst]
-        layouts.append(Coefficients(Scope("*", family, format_), program, fitted, len(rows)))
-    return layouts
+        pools.append(fitted)
+    return pools
 
 
-def _residuals(rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fitted: Fitted) -> list[float]:
-    known = [(row, cluster) for row in rows if (cluster := cluster_of(row, clusters)) is not None]
-    return time_errors(known, fitted)
+def fitted_for(row: Row, fits: Sequence[Fitted]) -> Fitted:
+    """Return what was fitted to a row's scope; else to its source on the same family of devices; else to its device and
+    system, to its device: times and memory each from the first that tells of them."""
+
+    def distance(one: Fitted) -> int:
+        is_unseen = one.scope == ("*", *kind_of(row.scope))
+        is_source = one.source == row.source and kind_of(one.scope) == kind_of(row.scope)
+        is_program = is_unseen and one.program == row.setups[0].system.name
+        return (one.scope == row.scope, is_source, is_program, is_unseen, True).index(True)
+
+    near = sorted((one for one in fits if distance(one) < 4), key=lambda one: (distance(one), -one.rows))
+    times = next((one for one in near if one.times), Fitted())
+    return replace(times, memory=next((one.memory for one in near if one.memory), {}))
 
 
-def fitted_for(row: Row, fits: Sequence[Coefficients]) -> Fitted:
-    """What was fitted to a row's scope; else to its source on the same family of devices; else to its device and
-    program, to its device: times and memory each from the first that tells of them."""
-    likeness = [
-        (
-            one.scope == Scope.of(row),
-            one.scope.source == row.source and _kind(one.scope) == (row.family, row.format),
-            one.scope == Scope("*", row.family, row.format) and one.program == row.system.name,
-            one.scope == Scope("*", row.family, row.format),
-        )
-        for one in fits
-    ]
-    alike = [(like.index(True), -one.rows, one.fitted) for like, one in zip(likeness, fits, strict=True) if any(like)]
-    alike.sort(key=lambda entry: entry[:2])
-    times = next((fitted for *_, fitted in alike if fitted.times), Fitted())
-    memory = next((fitted.memory for *_, fitted in alike if fitted.memory), {})
-    return replace(times, memory=memory)
-
-
-def _kind(scope: Scope) -> tuple[str, str]:
-    """Family of a scope's devices, and its format."""
-    return family_of(scope.device), scope.format
-
-
-def predict_rows(
-    rows: Sequence[Row], clusters: Mapping[str, ClusterConfig], fits: Sequence[Coefficients]
-) -> list[Prediction]:
-    """Predictions of the rows whose devices are known."""
-    predictions = []
-    for row in rows:
-        cluster = cluster_of(row, clusters)
-        if cluster is not None:
-            predictions.append(predict(row, cluster, fitted_for(row, fits)))
-    return predictions
+def predict_rows(rows: Sequence[Row], fits: Sequence[Fitted]) -> list[Prediction]:
+    """Predict rows, each by the fit that is nearest to it."""
+    return [predict(row, fitted_for(row, fits)) for row in rows]
 
 
 def summarise(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Errors of a source's rows, as fractions; None where no row says anything of it."""
+    """Return the errors of rows, as fractions; None where no row says anything of it."""
     timed = [one for one in predictions if one.row.seconds and not one.row.out_of_memory]
-    errors = [abs(one.error) for one in timed]
+    biases = [one.seconds / (one.row.seconds or math.nan) - 1 for one in timed]
+    errors = [abs(bias) for bias in biases]
     memories = [abs(one.memory / one.row.memory - 1) for one in predictions if one.row.memory]
     failed = [one for one in predictions if one.row.out_of_memory]
-    taus, slowdowns = [], []
-    for sweep in sweeps_of(timed):
-        tau = kendall_tau([one.time.total for one in sweep], [one.row.seconds or 0.0 for one in sweep])
-        if tau is not None:
-            taus.append(tau)
-        picked = min(sweep, key=lambda one: one.time.total).row.seconds or 0.0
-        slowdowns.append(picked / min(one.row.seconds or math.inf for one in sweep) - 1)
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+    for one in timed:
+        groups[one.row.sweep].append((one.seconds, one.row.seconds or math.nan))
+    sweeps = [sweep for sweep in groups.values() if len(sweep) >= LEAST_SWEEP]
+    taus = [tau for sweep in sweeps if (tau := kendall_tau(sweep)) is not None]
+    slowdowns = [
+        min(sweep, key=lambda pair: pair[0])[1] / min(measured for _, measured in sweep) - 1 for sweep in sweeps
+    ]
     return {
         "rows": len(timed),
         "time_mean_error": fmean(errors) if errors else None,
         "time_median_error": median(errors) if errors else None,
-        "time_worst_error": max(errors) if errors else None,
-        "time_bias": fmean(one.error for one in timed) if timed else None,
+        "time_worst_error": max(errors, default=None),
+        "time_bias": fmean(biases) if biases else None,
         "memory_rows": len(memories),
         "memory_mean_error": fmean(memories) if memories else None,
         "sweeps": len(slowdowns),
         "tau": fmean(taus) if taus else None,
         "pick_slowdown": fmean(slowdowns) if slowdowns else None,
-        "pick_worst_slowdown": max(slowdowns) if slowdowns else None,
+        "pick_worst_slowdown": max(slowdowns, default=None),
         "out_of_memory_rows": len(failed),
         "out_of_memory_told": sum(not one.fits for one in failed),
         "out_of_memory_false": sum(not one.fits for one in timed),
     }
 
 
-def sweeps_of(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Measurements that differ in the layout only, `LEAST_SWEEP` or more."""
-    groups: dict[tuple[object, ...], list[Prediction]] = defaultdict(list)
-    for one in predictions:
-        groups[one.row.sweep].append(one)
-    return [group for group in groups.values() if len(group) >= LEAST_SWEEP]
-
-
-def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Kendall's rank correlation (tau-b); None if all of a kind are equal."""
-    concordant = ties_a = ties_b = pairs = 0
-    for i in range(len(predicted)):
-        for j in range(i):
-            a, b = predicted[i] - predicted[j], measured[i] - measured[j]
-            pairs += 1
-            ties_a += a == 0
-            ties_b += b == 0
-            concordant += (a * b > 0) - (a * b < 0)
-    scale = math.sqrt((pairs - ties_a) * (pairs - ties_b))
-    return concordant / scale if scale else None
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Kendall's rank correlation (tau-b) of predicted and measured; None if all of a kind are equal."""
+    concordant, counted = 0, [0, 0]
+    for (a, b), (c, d) in combinations(pairs, 2):
+        concordant += ((a - c) * (b - d) > 0) - ((a - c) * (b - d) < 0)
+        counted[0] += a != c
+        counted[1] += b != d
+    return concordant / math.sqrt(math.prod(counted)) if all(counted) else None

@@ -15,93 +15,56 @@ import numpy as np
 
 from pangu.config.cluster import ClusterConfig
 
-FREEDOM: dict[str, float] = {
-    "matmul.efficiency": 0.2,
-    "matmul.attention": 0.4,
-    "matmul.depth": 0.7,
-    "matmul.waves": 0.7,
-    "matmul.alignment": 0.7,
-    "matmul.unaligned": 0.5,
-    "memory.efficiency": 0.3,
-    "inside.gb_s": 0.4,
-    "between.gb_s": 0.4,
-    "inside.latency_us": 1.0,
-    "between.latency_us": 1.0,
-    "launch_us": 0.7,
-    "message_us": 2.0,
-    "step_us": 1.0,
-    "overlap": 0.05,
+_TIMES = {
+    "matmul": {"efficiency": 0.2, "attention": 0.4, "depth": 0.7, "waves": 0.7, "alignment": 0.7, "unaligned": 0.5},
+    "memory": {"efficiency": 0.3},
+    "inside": {"gb_s": 0.4, "latency_us": 1.0},
+    "between": {"gb_s": 0.4, "latency_us": 1.0},
+    "": {"launch_us": 0.7, "message_us": 2.0, "step_us": 1.0, "overlap": 0.05},
+}
+TIMES = {".".join(filter(None, (part, name))): width for part, names in _TIMES.items() for name, width in names.items()}
+"""Figures that times depend on, with the logarithm of the factor by which a cluster's file may be wrong."""
+MEMORY = {
     "memory.context_gib": 1.0,
     "memory.workspace_gib": 1.5,
     "memory.communicator_gib": 0.5,
     "memory.fragmentation": 1.0,
 }
-"""What is fitted, and by about which factor (its logarithm) the truth may differ from the cluster's file."""
-MEMORY = ("memory.context_gib", "memory.workspace_gib", "memory.communicator_gib", "memory.fragmentation")
-"""Those of them that memory depends on."""
-TIMES = tuple(name for name in FREEDOM if name not in MEMORY)
-"""Those that times depend on."""
+"""The same for memory."""
 MOST = {"matmul.efficiency": 0.92, "memory.efficiency": 0.95, "matmul.attention": 0.9}
-"""What no kernel reaches."""
+"""Figures that no kernel exceeds."""
 NOISE = 0.03
-"""Error of a measurement or of the model that is nobody's fault."""
-
-
-def with_figures(cluster: ClusterConfig, figures: Mapping[str, float]) -> ClusterConfig:
-    """The cluster with other figures, by dotted names."""
-    groups: dict[str, dict[str, float]] = {}
-    for name, value in figures.items():
-        group, _, field = name.rpartition(".")
-        groups.setdefault(group, {})[field] = value
-    top: dict[str, Any] = {**groups.pop("", {})}
-    nested: dict[str, Any] = {group: replace(getattr(cluster, group), **fields) for group, fields in groups.items()}
-    return replace(cluster, **{**nested, **top})
-
-
-def figures_of(cluster: ClusterConfig) -> dict[str, float]:
-    """The figures that may be fitted."""
-    fits = {}
-    for name in FREEDOM:
-        group, _, field = name.rpartition(".")
-        fits[name] = float(getattr(getattr(cluster, group) if group else cluster, field))
-    return fits
-
-
+"""Relative error of a measurement or of the model."""
 Factors = Mapping[str, float]
-"""By dotted names of figures: fitted over the file's."""
+"""Fitted figures over those of the cluster's file, by dotted name."""
 
 
 def scaled(cluster: ClusterConfig, factors: Factors) -> ClusterConfig:
-    """The cluster with its figures times `factors`, none above what can be."""
-    start = figures_of(cluster)
-    return with_figures(
-        cluster, {name: min(start[name] * factor, MOST.get(name, math.inf)) for name, factor in factors.items()}
-    )
+    """Return the cluster with its figures times `factors`, none above what can be reached."""
+    for name, factor in factors.items():
+        group, _, field = name.rpartition(".")
+        part: Any = getattr(cluster, group) if group else cluster
+        part = replace(part, **{field: min(getattr(part, field) * factor, MOST.get(name, math.inf))})
+        cluster = replace(cluster, **{group: part}) if group else part
+    return cluster
 
 
-def fit(
-    errors: Callable[[Factors], Sequence[float]], names: Sequence[str] = TIMES, iterations: int = 40
-) -> dict[str, float]:
-    """The factors of a cluster's figures that make `errors`, the logarithms of predicted over measured times, small.
-
-    Args:
-        errors: of all rows with figures times the given factors.
-        names: figures to fit, of `FREEDOM`.
-        iterations: most steps.
-    """
-    width = np.array([FREEDOM[name] for name in names])
+def fit(errors: Callable[[Factors], Sequence[float]], freedom: Mapping[str, float]) -> dict[str, float]:
+    """Return the factors of figures, `TIMES` or `MEMORY`, that make `errors` small: the logarithms of predicted over
+    measured of all rows."""
+    width = np.array(list(freedom.values()))
 
     def factors(x: np.ndarray) -> dict[str, float]:
-        return dict(zip(names, np.exp(x * width).tolist(), strict=True))
+        return dict(zip(freedom, np.exp(x * width).tolist(), strict=True))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         rows = np.asarray(errors(factors(x))) / NOISE
         huber = np.sign(rows) * np.sqrt(np.where(abs(rows) < 2, rows**2, 4 * abs(rows) - 4))
         return np.concatenate([huber, x])
 
-    x, damping = np.zeros(len(names)), 1.0
+    x, damping = np.zeros(len(width)), 1.0
     now = residuals(x)
-    for _ in range(iterations):
+    for _ in range(40):
         jacobian = np.stack([(residuals(x + step) - now) / 1e-3 for step in 1e-3 * np.eye(len(x))], axis=1)
         gain = 0.0
         while damping < 1e6:

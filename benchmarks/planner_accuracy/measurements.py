@@ -5,113 +5,132 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.planner_accuracy.published import (
-    DEEPSPEED,
-    DEEPSPEED_BF16,
-    FSDP,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    MEGATRON_UNFUSED,
-    NANOTRON,
-    ZERO_BUBBLE,
-)
+from benchmarks.planner_accuracy import published
+from benchmarks.planner_accuracy.published import Recompute, Setup, Shape, System
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import UserError
 from pangu.planning.cluster import cluster_names, load_cluster
-from pangu.planning.layout_work import Plan, Recompute, Shape, System
+from pangu.topology.layout import Layout
 
 COLUMNS = ("source", "gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "global_batch")
-"""That a table must have."""
+"""Columns that a table must have."""
 SINCE_2022 = "2205"
 """Month of the paper from which on Megatron-LM is that of Korthikanti et al. 2022."""
-PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "Ascend910": 256.0}
-"""TFLOP/s of the dense 16-bit formats, of which printed utilisations are shares: NVIDIA's and Huawei's data sheets."""
-
-
-class Alike(NamedTuple):
-    """A device that was made from another one."""
-
-    family: str
-    products: float
-    """Its peak rate over the other's."""
-    links: float
-    """Its NVLink over the other's."""
-
-
-ALIKE = {
-    "A800": Alike("A100", 1.0, 2 / 3),
-    "H800": Alike("H100", 1.0, 4 / 9),
-    "B200": Alike("GB200", 0.9, 1.0),
-    "B300": Alike("GB300", 0.9, 1.0),
+FORMAT_RATES = {"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}
+"""Peak of a format over that of the 16-bit ones: NVIDIA's data sheets."""
+NOMINAL = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "v100": 12.5}
+"""Nominal GB/s of a network interface, of which a cluster file's `between.gb_s` is what is reached."""
+DERIVATIVES = {
+    "A800": ("A100", 1.0, 2 / 3),
+    "H800": ("H100", 1.0, 4 / 9),
+    "B200": ("GB200", 0.9, 1.0),
+    "B300": ("GB300", 0.9, 1.0),
 }
-"""NVIDIA's data sheets."""
+"""Devices derived from others: the other one, peak rate and NVLink bandwidth over its; NVIDIA's data sheets."""
+Scope = tuple[str, str, str]
+"""Source, device and format of measurements that share coefficients."""
+_ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
 
 
-def word_of(device: str) -> str:
-    """The name of a device without its maker and the size of its memory."""
-    name = re.sub("nvidia|huawei", "", device, flags=re.IGNORECASE).strip()
-    return "Ascend910" if name.lower().startswith("ascend") else re.split(r"[-\s(]", name)[0].upper()
+def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
+    """Return the clusters by the names of their files, without those of another size."""
+    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}
 
 
 def family_of(device: str) -> str:
-    """Whose file describes a device: its own, or that of the one it was made from."""
-    word = word_of(device)
-    return ALIKE[word].family if word in ALIKE else word
+    """Return the device whose file describes this one: itself, or the one it is derived from."""
+    return DERIVATIVES.get(_model_of(device), (_model_of(device),))[0]
+
+
+def kind_of(scope: Scope) -> tuple[str, str]:
+    """Return the family of devices and the format of a scope."""
+    return family_of(scope[1]), scope[2]
+
+
+def _model_of(device: str) -> str:
+    """Return the name of a device without its maker and the size of its memory."""
+    name = re.sub("nvidia|huawei", "", device, flags=re.IGNORECASE).strip()
+    return "Ascend910" if name.lower().startswith("ascend") else re.split(r"[-\s(]", name)[0].upper()
 
 
 class UnusableRowError(Exception):
     """Something that a prediction needs is missing or makes no sense."""
 
 
+class _Values(defaultdict[str, str]):
+    """Texts of a row by column; empty where there is none."""
+
+    def number(self, name: str) -> float | None:
+        """Return a positive number, or None if it is not told."""
+        try:
+            number = float(self[name] or "nan")
+        except ValueError:
+            raise UnusableRowError(f"{name} is no number") from None
+        if not math.isfinite(number):
+            return None
+        if not 1e-9 < number < 1e12 and name != "zero":
+            raise UnusableRowError(f"{name} is not above 0, or beyond what can be")
+        return number
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a whole number."""
+        number = self.number(name)
+        if number is None:
+            if default is None:
+                raise UnusableRowError(f"{name} is not told")
+            return default
+        if number != int(number):
+            raise UnusableRowError(f"{name} is no whole number")
+        return int(number)
+
+
 class Row(NamedTuple):
-    """A measurement."""
+    """A measurement of a training step."""
 
     source: str
     table: str
     model: str
     device: str
-    """As it is printed, e.g. `A100-80G`."""
+    """Name of the device as it is printed, e.g. `A100-80G`."""
     format: str
-    """Of numbers in products: bf16 (or fp16), fp8, fp4."""
-    network: float | None
-    """GB/s between nodes, of all interfaces of a node; None: not told."""
-    devices: int
-    node: int
-    shape: Shape
-    system: System
-    plans: tuple[Plan, ...]
-    """The layout; several where the micro-batch or the number of chunks is not told: the best of them is meant."""
+    """Format of matmuls: bf16 (or fp16), fp8, fp4."""
+    cluster: ClusterConfig
+    """Devices and network, before any fitted factor."""
+    setups: tuple[Setup, ...]
+    """Model and layout; several where micro-batch or number of chunks are not told: the best of them is meant."""
     seconds: float | None
-    """Of a step; None: not told."""
+    """Step time; None: not told."""
     memory: float | None
-    """GiB of a device."""
+    """GiB of a device; None: not told."""
     out_of_memory: bool
 
     @property
-    def family(self) -> str:
-        """Of its device."""
-        return family_of(self.device)
+    def scope(self) -> Scope:
+        """Its scope."""
+        return self.source, self.device, self.format
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the run."""
+        return self.cluster.devices // self.cluster.node
 
     @property
     def sweep(self) -> tuple[object, ...]:
-        """Equal for measurements that differ in the layout only."""
-        sequences = {plan.micro_size * plan.micro_batches * plan.data for plan in self.plans}
-        return self.source, self.table, self.device, self.format, self.devices, self.shape, *sorted(sequences)
+        """Key that is equal for measurements that differ in the layout only."""
+        batches = {setup.micro_size * setup.micro_batches * setup.layout.data for setup in self.setups}
+        where = self.source, self.table, self.device, self.format, self.cluster.devices
+        return *where, self.setups[0].shape, *sorted(batches)
 
 
-def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
-    """The usable rows of a table, and how many others there are by what is wrong with them.
-
-    Raises:
-        UserError: if the file cannot be read, or is no table of measurements.
-    """
+def read_rows(path: Path, clusters: Mapping[str, ClusterConfig]) -> tuple[list[Row], Counter[str]]:
+    """Return the usable rows of a table, and the number of others by what is wrong with them. Raises UserError if the
+    file cannot be read, or is no table of measurements."""
     skipped: Counter[str] = Counter()
     rows: list[Row] = []
     try:
@@ -124,7 +143,8 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
                 raise UserError(f"{path}: no table of measurements: {'; '.join(wrong)}")
             for values in reader:
                 try:
-                    rows.append(_row({key: value or "" for key, value in values.items() if isinstance(key, str)}))
+                    texts = {name: (value or "").strip() for name, value in values.items() if isinstance(name, str)}
+                    rows.append(_row(_Values(str, texts), clusters))
                 except UnusableRowError as error:
                     skipped[str(error)] += 1
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -132,218 +152,182 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     return rows, skipped
 
 
-def _number(values: Mapping[str, str], name: str) -> float | None:
-    text = values.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        raise UnusableRowError(f"{name} is no number") from None
-    if not math.isfinite(number):
-        return None
-    if not 1e-9 < number < 1e12 and name != "zero":
-        raise UnusableRowError(f"{name} is not above 0, or beyond what can be")
-    return number
+def _refuse(is_wrong: object, reason: str) -> None:
+    if is_wrong:
+        raise UnusableRowError(reason)
 
 
-def _count(values: Mapping[str, str], name: str, default: int | None = None) -> int:
-    number = _number(values, name)
-    if number is None:
-        if default is None:
-            raise UnusableRowError(f"{name} is not told")
-        return default
-    if number != int(number):
-        raise UnusableRowError(f"{name} is no whole number")
-    return int(number)
-
-
-def _row(values: Mapping[str, str]) -> Row:
-    """A row. Raises UnusableRowError."""
-    note = values.get("note", "")
+def _row(values: _Values, clusters: Mapping[str, ClusterConfig]) -> Row:
     shape = _shape(values)
-    devices, tensor, stages = (_count(values, name) for name in ("gpus", "tp", "pp"))
-    context = _count(values, "cp", 1)
-    data = _count(values, "dp", max(1, devices // (tensor * stages * context)))
-    if tensor * stages * context * data != devices:
-        raise UnusableRowError("tp x pp x cp x dp is not the number of devices")
-    if shape.heads % tensor and shape.hidden % tensor:
-        raise UnusableRowError("tp does not divide the model")
-    if shape.ffn < tensor:
-        raise UnusableRowError("tp does not divide the model")
-    if stages > shape.layers:
-        raise UnusableRowError("there are more stages than layers")
-    zero = _number(values, "zero") or 0
-    recompute = _recompute(values, shape, devices)
-    memory = _number(values, "mem_gb")
-    row = Row(
-        values["source"].strip(),
-        values.get("table", ""),
-        values.get("model", ""),
-        values["gpu"].strip(),
-        _format(note + values.get("table", "")),
-        _network(note + values.get("table", "")),
-        devices,
-        _count(values, "gpus_per_node", 8),
-        shape,
-        _system(values, recompute, shape.gated),
-        (),
-        None,
-        memory,
-        bool(re.search(r"\bOOM\b|out of memory", note)) and _number(values, "step_time_s") is None,
-    )
-    sizes = {"tensor": tensor, "pipeline": stages, "data": data, "context": context, "zero": max(0, min(3, int(zero)))}
-    plans = _plans(values, row, sizes, recompute)
-    return row._replace(plans=plans, seconds=_seconds(values, row, plans[0], note))
+    devices, tensor, stages = (values.count(name) for name in ("gpus", "tp", "pp"))
+    context = values.count("cp", 1)
+    data = values.count("dp", max(1, devices // (tensor * stages * context)))
+    _refuse(tensor * stages * context * data != devices, "tp x pp x cp x dp is not the number of devices")
+    divides = shape.ffn >= tensor and 0 in (shape.heads % tensor, shape.hidden % tensor)
+    _refuse(not divides, "tp does not divide the model")
+    _refuse(stages > shape.layers, "there are more stages than layers")
+    zero = max(0, min(3, int(values.number("zero") or 0)))
+    layout = Layout(tensor, stages, data, zero, values["sp"] == "yes" and tensor > 1, context=context)
+    setups = _setups(values, shape, layout)
+    told, seconds = values["note"] + values["table"], values.number("step_time_s")
+    failed = bool(re.search(r"\bOOM\b|out of memory", values["note"])) and seconds is None
+    memory = values.number("mem_gb")
+    cluster = clusters.get(family_of(values["gpu"]).lower())
+    if cluster is None:
+        raise UnusableRowError(f"no file of configs/cluster for {values['gpu']}")
+    if seconds is None:
+        seconds = _seconds(values, setups[0], cluster.matmul.tflops if _format(told) == "bf16" else None)
+    cluster = replace(_cluster(values["gpu"], told, cluster), devices=devices, node=values.count("gpus_per_node", 8))
+    names = values["source"], values["table"], values["model"], values["gpu"], _format(told)
+    return Row(*names, cluster, setups, seconds, memory, failed)
 
 
-def _recompute(values: Mapping[str, str], shape: Shape, devices: int) -> Recompute:
-    """What is told, or else what the printed rate of FLOPs counts: a forward that backward repeats is a third more."""
-    words = values.get("recompute", "").strip()
-    if words == "full" or words.startswith("selective"):
-        return "full" if words == "full" else "selective"
-    seconds, rate = _number(values, "step_time_s"), _number(values, "tflops_per_gpu")
-    if words or seconds is None or rate is None:
-        return "none"
-    counted = rate * 1e12 * devices * seconds / shape.flops(_count(values, "global_batch"))
-    return "full" if counted > (1 + 4 / 3) / 2 else "none"
+def _cluster(device: str, told: str, cluster: ClusterConfig) -> ClusterConfig:
+    """Return the cluster of a row, from that of its device's family."""
+    rates, links, between, memory = cluster.matmul, cluster.inside, cluster.between, cluster.memory
+    if (format_ := _format(told)) != "bf16":  # a smaller share of a higher peak is reached
+        rates = replace(rates, tflops=rates.tflops * FORMAT_RATES[format_], efficiency=rates.efficiency * 0.9)
+    _, matmul, nvlink = DERIVATIVES.get(_model_of(device), ("", 1.0, 1.0))
+    rates, links = replace(rates, tflops=rates.tflops * matmul), replace(links, gb_s=links.gb_s * nvlink)
+    if (network := _network(told)) is not None:
+        nominal = NOMINAL.get(cluster.name, between.gb_s) * cluster.nics
+        between = replace(between, gb_s=between.gb_s * network / nominal)
+    if "40G" in device:  # NVIDIA's data sheet of the A100 of 40 GB
+        memory = replace(memory, gib=39.4, gb_s=1555.0)
+    return replace(cluster, matmul=rates, inside=links, between=between, memory=memory)
 
 
-def _format(note: str) -> str:
-    """The format of products."""
-    # torchtitan's products with a scale for each row take as long as those of 16 bits
-    formats = {"rowwise": "bf16", "nvfp4": "fp4", "fp8": "fp8", "float8": "fp8"}
-    return next((format_ for word, format_ in formats.items() if word in note.lower()), "bf16")
-
-
-def _network(note: str) -> float | None:
-    """GB/s of a node, from `4 NICs x 100Gb` or `800 Gb/s inter-node`."""
-    cards = re.search(r"(\d+) NICs x (\d+) ?Gb", note)
-    whole = re.search(r"(\d+) ?Gb(?:ps|/s) (?:inter-node|node-node)", note)
-    if cards:
-        return int(cards[1]) * int(cards[2]) / 8
-    return int(whole[1]) / 8 if whole else None
-
-
-def _shape(values: Mapping[str, str]) -> Shape:
-    layers, hidden, heads = (_count(values, name) for name in ("layers", "hidden", "heads"))
-    if layers > 1000 or hidden % heads:
-        raise UnusableRowError("hidden is no multiple of heads" if hidden % heads else "there are too many layers")
-    kv_heads = _count(values, "kv_heads", heads)
-    if heads % kv_heads:
-        raise UnusableRowError("heads is no multiple of kv_heads")
-    plain = Shape(
-        layers,
-        hidden,
-        heads,
-        kv_heads,
-        _count(values, "ffn", 4 * hidden),
-        _count(values, "vocab"),
-        _count(values, "seq"),
-    )
-    billions = _number(values, "params_b")
-    options = [plain._replace(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
-    llama = bool(re.search(r"llama|mistral|qwen|mixtral", values.get("model", ""), re.IGNORECASE))
+def _shape(values: _Values) -> Shape:
+    layers, hidden, heads = (values.count(name) for name in ("layers", "hidden", "heads"))
+    _refuse(hidden % heads, "hidden is no multiple of heads")
+    _refuse(layers > 1000, "there are too many layers")
+    kv_heads = values.count("kv_heads", heads)
+    _refuse(heads % kv_heads, "heads is no multiple of kv_heads")
+    sizes = values.count("ffn", 4 * hidden), values.count("vocab"), values.count("seq")
+    llama = bool(re.search(r"llama|mistral|qwen|mixtral", values["model"], re.IGNORECASE))
+    plain = Shape(layers, hidden, heads, kv_heads, *sizes, llama, not llama)
+    billions = values.number("params_b")
     if billions is None:
-        return plain._replace(gated=llama, tied=not llama)
-    # what is not told of the model follows from its size
+        return plain
+    # What is not told of the model follows from its size.
+    options = [plain._replace(gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
     return min(options, key=lambda one: (round(abs(one.parameters / 1e9 / billions - 1), 2), one.gated != llama))
 
 
-def _system(values: Mapping[str, str], recompute: str, gated: bool) -> System:
-    """Which program it was, by its name or else by what it can do."""
-    text = f"{values['source']} {values.get('note', '')}".lower()
-    zero = values.get("zero", "").strip()
+def _recompute(values: _Values, shape: Shape, devices: int) -> Recompute:
+    """Return what is told, or else what the printed FLOP rate counts: recomputing the forward pass adds a third."""
+    told = values["recompute"]
+    if told == "full" or told.startswith("selective"):
+        return "full" if told == "full" else "selective"
+    seconds, rate = values.number("step_time_s"), values.number("tflops_per_gpu")
+    if told or seconds is None or rate is None:
+        return "none"
+    counted = rate * 1e12 * devices * seconds / shape.flops(values.count("global_batch"))
+    return "full" if counted > (1 + 4 / 3) / 2 else "none"
+
+
+def _format(told: str) -> str:
+    """Return the format of matmuls."""
+    # torchtitan's matmuls with one scale per row take as long as those of 16 bits.
+    formats = {"rowwise": "bf16", "nvfp4": "fp4", "fp8": "fp8", "float8": "fp8"}
+    return next((format_ for word, format_ in formats.items() if word in told.lower()), "bf16")
+
+
+def _network(told: str) -> float | None:
+    """Return the GB/s of a node, from `4 NICs x 100Gb` or `800 Gb/s inter-node`."""
+    cards = re.search(r"(\d+) NICs x (\d+) ?Gb", told)
+    node = re.search(r"(\d+) ?Gb(?:ps|/s) (?:inter-node|node-node)", told)
+    if cards:
+        return int(cards[1]) * int(cards[2]) / 8
+    return int(node[1]) / 8 if node else None
+
+
+def _system(values: _Values, recompute: Recompute, gated: bool, zero: int) -> System:
+    """Return the system, by its name or else by what it can do."""
+    text = f"{values['source']} {values['note']}".lower()
     if "nanotron" in text:
-        return NANOTRON
-    if "fsdp" in text or zero in ("2", "3", "2.0", "3.0"):
-        beside = 1.0 if re.search("async ?tp", text) else 0.0
-        return replace(FSDP, fused="compile" in text or "async" in text, hidden_tensor=beside)
-    older = family_of(values["gpu"]) in ("A100", "V100", "Ascend910")
+        return published.NANOTRON
+    if "fsdp" in text or zero >= 2:
+        overlapped = 1.0 if re.search("async ?tp", text) else 0.0
+        return replace(published.FSDP, fused="compile" in text or "async" in text, hidden_tensor=overlapped)
+    if family_of(values["gpu"]) not in ("A100", "V100", "Ascend910"):
+        return published.MEGATRON_CORE
+    if gated:
+        return published.MEGATRON_UNFUSED
+    if zero == 1 or "deepspeed" in text:
+        return published.DEEPSPEED if "fp16" in text else published.DEEPSPEED_BF16
+    if _ZERO_BUBBLE.search(values["table"]):
+        return published.ZERO_BUBBLE
     year = re.search(r"arxiv:(\d{4})", text)
-    newer = recompute == "selective" or values.get("sp", "").strip() == "yes" or (year and year[1] >= SINCE_2022)
-    if older and gated:
-        return MEGATRON_UNFUSED
-    if older and (zero in ("1", "1.0") or "deepspeed" in text):
-        return DEEPSPEED if "fp16" in text else DEEPSPEED_BF16
-    if older:
-        late = _ZERO_BUBBLE.search(values.get("table", ""))
-        return ZERO_BUBBLE if late else MEGATRON_2022 if newer else MEGATRON_2021
-    return MEGATRON_CORE
+    newer = recompute == "selective" or values["sp"] == "yes" or (year and year[1] >= SINCE_2022)
+    return published.MEGATRON_2022 if newer else published.MEGATRON_2021
 
 
-_ZERO_BUBBLE = re.compile("schedule (zb-[12]p)", re.IGNORECASE)
+def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
+    """Return the setups that a row may mean."""
+    recompute = _recompute(values, shape, layout.world)
+    system = _system(values, recompute, shape.gated, layout.zero)
+    each, micro = values.count("global_batch") / layout.data, values.count("micro_batch", 0)
+    _refuse(each < 1, "the batch is smaller than the number of replicas")
+    named = _ZERO_BUBBLE.search(values["table"])
+    virtuals = [1] if named else _virtuals(values, system, layout.pipeline, shape.layers)
+    _refuse(layout.pipeline * min(virtuals) > shape.layers, "there are more chunks than layers")
+    counts_ends = bool(re.search("one layer fewer|counted as a layer", values["note"]))
+    setups = []
+    for size in [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]:
+        for virtual in virtuals:
+            schedule = named[1].lower() if named else "interleaved" if virtual > 1 else "1f1b"
+            chunks, by_cost = layout.pipeline * virtual, system is published.NANOTRON
+            layers = cut_by_cost(shape, chunks) if by_cost else cut_evenly(shape.layers, chunks, counts_ends)
+            one, times = replace(layout, virtual=virtual), max(1, round(each / size))
+            setups.append(Setup(shape, system, one, recompute, size, times, schedule, layers))
+    # Megatron's interleaved schedule goes in rounds of as many micro-batches as there are stages.
+    even = [one for one in setups if one.layout.virtual == 1 or one.micro_batches % layout.pipeline == 0]
+    return tuple(even or setups)
 
 
-def _plans(values: Mapping[str, str], row: Row, sizes: Mapping[str, int], recompute: Recompute) -> tuple[Plan, ...]:
-    """The layouts that a row may mean."""
-    batch, stages, layers = _count(values, "global_batch"), sizes["pipeline"], row.shape.layers
-    if batch < sizes["data"]:
-        raise UnusableRowError("the batch is smaller than the number of replicas")
-    micro = _count(values, "micro_batch", 0)
-    each = batch / sizes["data"]
-    micros = [micro] if micro else [size for size in (1, 2, 4, 8) if round(each) % size == 0]
-    virtuals = _virtuals(values, row.system, stages, layers)
-    named = _ZERO_BUBBLE.search(values.get("table", ""))
-    plans = []
-    for size in micros or [1]:
-        for chunks in virtuals:
-            schedule = named[1].lower() if named else "interleaved" if chunks > 1 else "1f1b"
-            times = max(1, round(each / size))
-            plans.append(
-                Plan(
-                    sizes["tensor"], stages, chunks, sizes["data"], sizes["context"], sizes["zero"],
-                    values.get("sp", "").strip() == "yes" and sizes["tensor"] > 1, recompute, size, times, schedule,
-                    bool(re.search("one layer fewer|counted as a layer", values.get("note", ""))),
-                    cut_by_cost(row.shape, stages) if row.system is NANOTRON else (),
-                )
-            )  # fmt: skip
-    if min(plan.pipeline * plan.virtual for plan in plans) > layers:
-        raise UnusableRowError("there are more chunks than layers")
-    return tuple(plans)
-
-
-def _virtuals(values: Mapping[str, str], system: System, stages: int, layers: int) -> list[int]:
-    """Chunks of a stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers of 2021
-    and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
-    virtual = _count(values, "vpp", 0)
+def _virtuals(values: _Values, system: System, stages: int, layers: int) -> list[int]:
+    """Return the chunks per stage that a row may mean: as told, or with Megatron any that divide the layers. Its papers
+    of 2021 and 2022 say only that they interleave, which means the fewest; since then as many as are fastest."""
+    virtual = values.count("vpp", 0)
     if virtual or stages == 1:
         return [virtual or 1]
     more = [count for count in range(2, layers // stages + 1) if layers % (stages * count) == 0]
-    if system is MEGATRON_CORE:
+    if system is published.MEGATRON_CORE:
         return [1, *more]
-    return more[:1] if more and "interleaved" in values.get("note", "") and "megatron" in system.name else [1]
+    return more[:1] if more and "interleaved" in values["note"] and "megatron" in system.name else [1]
 
 
-def cut_by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where the head counts as its weights: a layer goes to the first stage that has not yet had
-    its share of all weights (nanotron's `build_model`)."""
-    costs = [shape.layer_matrices] * shape.layers
-    whole, done, stage = sum(costs) + shape.vocab * shape.hidden, 0, 0
-    counts = [0] * stages
-    for cost in costs:
-        counts[stage] += 1
-        done += cost
-        stage += stage < stages - 1 and done > whole * (stage + 1) / stages
+def cut_evenly(layers: int, chunks: int, counts_ends: bool) -> tuple[int, ...]:
+    """Return the layers of each chunk, the larger ones first; embedding and head may count as a layer each."""
+    ends = int(counts_ends and chunks > 1)
+    each, rest = divmod(layers + 2 * ends, chunks)
+    counts = [each + (chunk < rest) for chunk in range(chunks)]
+    counts[0] -= ends
+    counts[-1] -= ends
     return tuple(counts)
 
 
-def _seconds(values: Mapping[str, str], row: Row, plan: Plan, note: str) -> float | None:
-    """Time of a step, as told or from a rate of FLOPs."""
-    seconds = _number(values, "step_time_s")
-    if seconds is not None:
-        return seconds
-    flops = row.shape.flops(_count(values, "global_batch"))
-    utilisation, rate = _number(values, "mfu_pct"), _number(values, "tflops_per_gpu")
-    if utilisation is not None and row.family in PEAKS and row.format == "bf16":
-        return flops / (utilisation / 100 * PEAKS[row.family] * 1e12 * row.devices)
+def cut_by_cost(shape: Shape, chunks: int) -> tuple[int, ...]:
+    """Return the layers of each chunk where the head costs its weights: a layer goes to the first chunk that has not
+    yet had its share of all weights (nanotron's `build_model`)."""
+    total, cost, chunk = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden, 0, 0
+    counts = [0] * chunks
+    for _ in range(shape.layers):
+        counts[chunk] += 1
+        cost += shape.layer_matrices
+        chunk += chunk < chunks - 1 and cost > total * (chunk + 1) / chunks
+    return tuple(counts)
+
+
+def _seconds(values: _Values, setup: Setup, peak: float | None) -> float | None:
+    """Return the step time from a printed rate; `peak`: TFLOP/s that a printed utilization is a share of."""
+    flops = setup.shape.flops(values.count("global_batch")) / setup.layout.world
+    utilization, rate = values.number("mfu_pct"), values.number("tflops_per_gpu")
+    if utilization is not None and peak is not None:
+        return flops / (utilization / 100 * peak * 1e12)
     if rate is None:
         return None
-    if plan.recompute == "full" and "model tflops" not in note.lower():
-        flops *= 4 / 3  # what older papers count: the forward that backward repeats is work done
-    return flops / (rate * 1e12 * row.devices)
-
-
-def load_clusters(folder: Path) -> dict[str, ClusterConfig]:
-    """Return the clusters by the names of their files, without those of another size."""
-    return {name: load_cluster(folder / f"{name}.yaml") for name in cluster_names(folder, whole=True)}
+    if setup.recompute == "full" and "model tflops" not in values["note"].lower():
+        flops *= 4 / 3  # older papers count recomputed FLOPs
+    return flops / (rate * 1e12)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy.accuracy import (
-    Coefficients,
-    Fitted,
-    Scope,
-    cluster_of,
-    fit_rows,
-    fitted_for,
-    predict_time,
-)
-from benchmarks.planner_accuracy.measurements import Row, load_clusters
-from tests.planner_accuracy.test_measurements import row
-from tests.spawn import repository
-
-CLUSTERS = load_clusters(repository() / "configs" / "cluster")
+from benchmarks.planner_accuracy.accuracy import Fitted, fit_rows, fitted_for, predict
+from benchmarks.planner_accuracy.measurements import Row
+from tests.planner_accuracy.test_measurements import CLUSTERS, row
 
 
 def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:
@@ -31,46 +21,38 @@ def measured(folder: Path, devices: int, stall: float = 0.0) -> list[Row]:
                 folder, source="nanotron", gpu="H100-80G", gpus=str(devices), pp=str(stages), micro_batch=str(size),
                 global_batch=str(4 * devices), params_b="39",
             )  # fmt: skip
-            (cluster, plan) = cluster_of(one, CLUSTERS), one.plans[0]
-            assert cluster is not None
-            messages = plan.micro_batches * 2 * (stages - 1) / stages
-            seconds = predict_time(one, plan, cluster, Fitted()).total + stall * messages
-            found.append(one._replace(seconds=seconds))
+            messages = one.setups[0].micro_batches * 2 * (stages - 1) / stages
+            found.append(one._replace(seconds=predict(one, Fitted()).seconds + stall * messages))
     return found
 
 
 def test_messages_that_wait_on_so_many_nodes_are_told_from_figures(tmp_path: Path) -> None:
     few, many = measured(tmp_path, 64), measured(tmp_path, 512, 1.0)
-    fitted = fit_rows([*few, *few[:4], *many], CLUSTERS)
+    fitted = fit_rows([*few, *few[:4], *many])
     assert fitted.stalls == {"64": pytest.approx(1.0, rel=0.15)}
 
 
 def test_a_row_that_takes_twice_as_long_as_its_like_moves_no_figure(tmp_path: Path) -> None:
     rows = measured(tmp_path, 64)[:6]
     odd = rows[5]._replace(seconds=20 * (rows[5].seconds or 0))
-    fitted = fit_rows([*rows[:5], odd], CLUSTERS)
+    fitted = fit_rows([*rows[:5], odd])
     assert list(fitted.times.values()) == pytest.approx([1.0] * len(fitted.times), rel=0.02)
 
 
 def test_times_and_memory_come_from_the_nearest_fit_that_tells_of_them(tmp_path: Path) -> None:
     one = row(tmp_path, gpus="16")
-    own, other = Scope("paper", "A100-80G", "bf16"), Scope("*", "A100", "bf16")
-    memory, times = (
-        Fitted(memory={"memory.fragmentation": 2.0}),
-        Fitted({"launch_us": 3.0}, {"memory.fragmentation": 4.0}),
-    )
-    fits = [Coefficients(own, "", memory, 4), Coefficients(other, one.system.name, times, 20)]
-    assert fitted_for(one, fits) == Fitted(times.times, memory.memory)
-    assert fitted_for(one, fits[1:]) == times
-    assert fitted_for(one._replace(format="fp8"), fits) == Fitted()
+    own = Fitted("paper", "A100-80G", "bf16", rows=4, memory={"memory.fragmentation": 2.0})
+    factors = {"launch_us": 3.0}, {"memory.fragmentation": 4.0}
+    other = Fitted("*", "A100", "bf16", one.setups[0].system.name, 20, *factors)
+    assert fitted_for(one, [own, other]) == replace(other, memory=own.memory)
+    assert fitted_for(one, [other]) == other
+    assert fitted_for(one._replace(format="fp8"), [own, other]) == Fitted()
 
 
 def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:
-    small, large = (cluster_of(row(tmp_path, gpu=f"A100-{size}G"), CLUSTERS) for size in (40, 80))
-    assert small is not None
-    assert large is not None
-    assert (small.memory.gib, small.memory.gb_s) == (39.4, 1555.0)
-    assert large.memory.gb_s == 2039.0
+    small, large = (row(tmp_path, gpu=f"A100-{size}G").cluster.memory for size in (40, 80))
+    assert (small.gib, small.gb_s) == (39.4, 1555.0)
+    assert large.gb_s == 2039.0
 
 
 @pytest.mark.parametrize(
@@ -85,8 +67,7 @@ def test_the_smaller_a100_reads_memory_slower(tmp_path: Path) -> None:
     ],
 )
 def test_devices_are_known_by_their_kin(gpu: str, file: str, products: float, links: float, tmp_path: Path) -> None:
-    cluster, kin = cluster_of(row(tmp_path, gpu=gpu), CLUSTERS), CLUSTERS[file]
-    assert cluster is not None
+    cluster, kin = row(tmp_path, gpu=gpu).cluster, CLUSTERS[file]
     assert cluster.name == file
     assert cluster.matmul.tflops == pytest.approx(kin.matmul.tflops * products)
     assert cluster.inside.gb_s == pytest.approx(kin.inside.gb_s * links)

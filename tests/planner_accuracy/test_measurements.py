@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, read_rows
+from benchmarks.planner_accuracy.measurements import Row, cut_by_cost, cut_evenly, load_clusters, read_rows
 from benchmarks.planner_accuracy.published import (
     DEEPSPEED,
     DEEPSPEED_BF16,
@@ -16,8 +16,12 @@ from benchmarks.planner_accuracy.published import (
     MEGATRON_CORE,
     MEGATRON_UNFUSED,
     ZERO_BUBBLE,
+    Shape,
+    System,
 )
-from pangu.planning.layout_work import Shape, System
+from tests.spawn import repository
+
+CLUSTERS = load_clusters(repository() / "configs" / "cluster")
 
 GPT = {
     "source": "paper", "layers": "48", "hidden": "8192", "heads": "64", "vocab": "51200", "seq": "2048",
@@ -33,7 +37,7 @@ def row(folder: Path, **values: str) -> Row:
         writer = csv.DictWriter(file, list(whole))
         writer.writeheader()
         writer.writerow(whole)
-    rows, skipped = read_rows(path)
+    rows, skipped = read_rows(path, CLUSTERS)
     assert not skipped
     return rows[0]
 
@@ -54,28 +58,31 @@ def row(folder: Path, **values: str) -> Row:
     ],
 )
 def test_programs_are_told_by_what_a_row_says(values: dict[str, str], system: System, tmp_path: Path) -> None:
-    assert row(tmp_path, **values).system == system
+    assert row(tmp_path, **values).setups[0].system == system
 
 
 def test_torchtitans_options_are_read(tmp_path: Path) -> None:
     def titan(note: str) -> Row:
         return row(tmp_path, gpu="H100-80G", zero="3", pp="1", note=f"FSDP2; {note}")
 
-    assert not titan("eager bf16").system.fused
-    assert titan("compile bf16").system.fused
-    assert titan("bf16 vanilla TP").system.hidden_tensor == 0
-    assert titan("bf16 async TP").system.hidden_tensor == titan("compile float8 AsyncTP").system.hidden_tensor == 1
+    def system(note: str) -> System:
+        return titan(note).setups[0].system
+
+    assert not system("eager bf16").fused
+    assert system("compile bf16").fused
+    assert system("bf16 vanilla TP").hidden_tensor == 0
+    assert system("bf16 async TP").hidden_tensor == system("compile float8 AsyncTP").hidden_tensor == 1
     assert titan("float8 tensorwise").format == "fp8"
     assert titan("float8 rowwise").format == "bf16"
 
 
 @pytest.mark.parametrize(("factor", "recompute"), [(1.0, "none"), (4 / 3, "full")])
 def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, tmp_path: Path) -> None:
-    rate = factor * row(tmp_path).shape.flops(64) / 128 / 10 / 1e12
+    rate = factor * row(tmp_path).setups[0].shape.flops(64) / 128 / 10 / 1e12
     found = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate))
-    assert found.plans[0].recompute == recompute
+    assert found.setups[0].recompute == recompute
     told = row(tmp_path, step_time_s="10", tflops_per_gpu=str(rate), recompute="none")
-    assert told.plans[0].recompute == "none"
+    assert told.setups[0].recompute == "none"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ def test_the_printed_rate_tells_of_recomputation(factor: float, recompute: str, 
     ],
 )
 def test_chunks_that_are_not_told(values: dict[str, str], chunks: set[int], tmp_path: Path) -> None:
-    assert {plan.virtual for plan in row(tmp_path, **values).plans} == chunks
+    assert {setup.layout.virtual for setup in row(tmp_path, **values).setups} == chunks
 
 
 def test_stages_are_cut_by_what_they_compute() -> None:
@@ -99,3 +106,15 @@ def test_stages_are_cut_by_what_they_compute() -> None:
     assert cut_by_cost(shape, 1) == (16,)
     assert cut_by_cost(shape._replace(vocab=1), 4) == (5, 4, 4, 3)
     assert cut_by_cost(shape, 4) == (6, 5, 5, 0)
+
+
+def test_chunks_are_even_and_ends_may_count_as_layers() -> None:
+    assert cut_evenly(10, 4, False) == (3, 3, 2, 2)
+    assert cut_evenly(10, 4, True) == (2, 3, 3, 2)
+    assert cut_evenly(10, 1, True) == (10,)
+
+
+def test_an_interleaved_schedule_goes_in_whole_rounds(tmp_path: Path) -> None:
+    values = {"gpus": "128", "pp": "4", "global_batch": "48", "micro_batch": "", "note": "interleaved schedule"}
+    assert [setup.micro_batches for setup in row(tmp_path, **values).setups] == [12]
+    assert row(tmp_path, **{**values, "micro_batch": "2"}).setups[0].micro_batches == 6

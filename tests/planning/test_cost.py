@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner_accuracy.measurements import load_clusters
-from benchmarks.planner_accuracy.published import FSDP, MEGATRON_2021, MEGATRON_2022, NANOTRON, describe, layer_work
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
@@ -22,16 +21,16 @@ from pangu.planning.cost import (
     collective_seconds,
     groups_of,
     matmul_seconds,
-    module_time,
     phase_seconds,
     step_time,
 )
 from pangu.planning.layout_work import Plan, Shape
-from pangu.planning.memory import memory_of_stages, most_held
+from pangu.planning.memory import most_held
 from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
 from pangu.planning.workload import Collective, Matmul
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
+from tests.formulas import describe
 from tests.spawn import repository
 
 A100 = load_cluster(repository() / "configs" / "cluster" / "a100.yaml")
@@ -124,37 +123,6 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
     assert microseconds("send", Group(2, 1)) == pytest.approx(between)
 
 
-def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
-    shape, plan = Shape(32, 4096, 32, 32, 14336, 131072, 4096, True, False), PLAN._replace(micro_size=1, sequence=True)
-    work = layer_work(shape, NANOTRON, plan).forward
-    inside, crossing = (groups_of(plan._replace(data=1, pipeline=stages).layout, 8) for stages in (1, 2))
-    held = phase_seconds(work, crossing, A100).compute - work.launches * A100.launch_us * 1e-6
-    assert held == pytest.approx(4 * 7 * NANOTRON.contended_us * 1e-6)
-    assert phase_seconds(work, inside, A100).compute < phase_seconds(work, crossing, A100).compute
-    quiet = layer_work(shape, MEGATRON_2022, plan).forward
-    assert phase_seconds(quiet, inside, A100) == phase_seconds(quiet, crossing, A100)
-
-
-def test_selective_recompute_with_flash_attention_repeats_every_other_product() -> None:
-    shape = Shape(32, 4096, 32, 8, 14336, 128256, 8192, True, False)
-    again = layer_work(shape, FSDP, PLAN._replace(tensor=1, recompute="selective")).recompute
-    forward = layer_work(shape, FSDP, PLAN._replace(tensor=1)).forward
-    products = sum(product.flops for product in forward.matmuls if not product.fused)
-    assert sum(product.flops for product in again.matmuls) == pytest.approx(products / 2)
-
-
-def test_layers_take_as_long_as_was_published() -> None:
-    # Korthikanti et al. 2022, table 4: a layer of the 22B model, milliseconds
-    def milliseconds(sequence: bool, recompute: str) -> tuple[float, float]:
-        plan = PLAN._replace(sequence=sequence, recompute=recompute)  # type: ignore[arg-type]
-        times = module_time(layer_work(GPT_22B, MEGATRON_2022, plan), groups_of(plan.layout, 8), A100)
-        return 1e3 * sum(times.forward), 1e3 * (sum(times.backward_input) + sum(times.backward_weight))
-
-    assert milliseconds(False, "none") == pytest.approx((7.7, 11.9), rel=0.1)
-    assert milliseconds(True, "none") == pytest.approx((7.2, 11.8), rel=0.1)
-    assert milliseconds(False, "full") == pytest.approx((7.7, 19.5), rel=0.1)
-
-
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 8), (4, 16)])
 def test_closed_forms_are_what_the_simulator_finds(
@@ -202,7 +170,7 @@ def test_activations_in_flight_are_what_the_simulator_finds(schedule: str, virtu
 
 def test_terms_add_up_and_more_links_help() -> None:
     plan = Plan(8, 2, 1, 4, 1, 1, False, "full", 1, 16, "1f1b")
-    workload = describe(GPT_22B, MEGATRON_2021, plan)
+    workload = describe(GPT_22B, plan)
     time = step_time(workload, plan.steps, plan.layout, A100)
     assert time.total == pytest.approx(sum(vars(time).values()))
     assert min(vars(time).values()) >= 0
@@ -211,7 +179,7 @@ def test_terms_add_up_and_more_links_help() -> None:
 
 
 def test_a_host_computes_after_it_has_started_a_kernel() -> None:
-    work = layer_work(GPT_22B, MEGATRON_2022, PLAN).forward
+    work = describe(GPT_22B, PLAN).modules["layer"].forward
     groups = groups_of(PLAN.layout, 8)
     slow = replace(A100, launch_us=100.0)
     starting = work.launches * 100e-6
@@ -224,7 +192,7 @@ def test_processes_that_share_cores_leave_none_idle() -> None:
     host = replace(A100, alone=2.0)
     for micro_batches, share in ((1, 2.0), (64, 1.0)):  # one stage at a time; nearly always all
         plan = Plan(1, 4, 1, 1, 1, 0, False, "none", 1, micro_batches, "1f1b")
-        workload = describe(GPT_22B, MEGATRON_2021, plan)
+        workload = describe(GPT_22B, plan)
         alone, shared = (step_time(workload, plan.steps, plan.layout, cluster) for cluster in (A100, host))
         assert alone.total - alone.update == pytest.approx((shared.total - shared.update) * share, rel=0.1)
         assert min(vars(shared).values()) >= 0
@@ -249,27 +217,6 @@ def test_what_was_timed_is_believed_and_other_sizes_lie_between() -> None:
         assert matmul_seconds(Matmul(size, size, size), slow) == pytest.approx(2 * size**3 / (312e12 * share))
     between = 2 * 2048**3 / (312e12 * matmul_seconds(Matmul(2048, 2048, 2048), slow))
     assert 0.3 < between < 0.4
-
-
-def test_memory_is_what_the_papers_formulas_say() -> None:
-    # 2 + 4 + 12 bytes a parameter in bf16, 2 more in fp16, all on one device
-    # 34 sbh + 5 a s^2 b a layer over 8 ranks (table 2)
-    for system, each in ((MEGATRON_2021, 20), (MEGATRON_2022, 18)):
-        workload = describe(GPT_22B, system, PLAN)
-        (memory,) = memory_of_stages(workload, PLAN.steps, A100)
-        assert memory.states == pytest.approx(each * GPT_22B.parameters / 8 / 2**30, rel=0.02)
-    s, b, h, a = 2048, 4, 6144, 64
-    layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
-    assert workload.modules["layer"].saved_bytes == pytest.approx(layer)
-
-
-def test_a_chunk_of_a_published_layout_may_have_no_layer() -> None:
-    plan = PLAN._replace(tensor=1, pipeline=2, layers=(0, 48))
-    stages = memory_of_stages(describe(GPT_22B, MEGATRON_2021, plan), plan.steps, A100)
-    assert 0 < stages[0].total < stages[1].total
-    plan = plan._replace(pipeline=3, layers=(48, 0, 0))
-    stages = memory_of_stages(describe(GPT_22B, MEGATRON_2021, plan), plan.steps, A100)
-    assert stages[1].states == 0 < stages[2].states < stages[0].states
 
 
 def test_every_shipped_cluster_loads() -> None:

@@ -1,0 +1,165 @@
+"""Predicts the time and the memory of a published system's step with the planner's cost model.
+
+Schedules: Narayanan et al. 2021, section 2.2; Qi et al. 2024, section 5 (ZB-1p, ZB-2p). Model states: Rajbhandari et
+al. 2020, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.planner_accuracy.published import Module, Setup, System, embedding_work, head_work, layer_work
+from pangu.config.cluster import ClusterConfig
+from pangu.pipeline.held import held_in
+from pangu.pipeline.orders import SCHEDULES
+from pangu.pipeline.spans import Axis, Collective, Work
+from pangu.planning.cost import Group, Phase, beside, collective_seconds, groups_of, phase_seconds, started
+
+OPTIMIZER_BYTES = 12
+"""Bytes of a parameter's fp32 copy and Adam moments."""
+UPDATE_BYTES = 34.0
+"""Bytes that fused Adam moves per parameter."""
+UPDATE_LAUNCHES = 24.0
+"""Kernel launches of the update per layer."""
+MESSAGES = 4
+"""Message buffers of a stage: one that is awaited and one that is sent, in each direction."""
+
+
+class Step(NamedTuple):
+    """Training step of a system, independent of the speed of its devices."""
+
+    modules: tuple[Module, ...]
+    """Embedding, layer and head."""
+    counts: Any
+    """[stages, modules]: how many of each module a stage has."""
+    message: Collective
+    """Message to the next stage."""
+    ends: set[Work]
+    """Different work of the stages after the micro-batches: communication of replicas, and the update."""
+    states: Any
+    """[stages]: bytes of parameters, gradients and optimizer states."""
+    activations: Any
+    """[stages]: peak bytes of saved activations and messages."""
+
+
+@lru_cache(maxsize=10_000)
+def describe(setup: Setup) -> Step:
+    """Return the step of a system."""
+    shape, system, layout = setup[:3]
+    last = len(setup.layers) - 1
+    modules = tuple(work(setup) for work in (embedding_work, layer_work, head_work))
+    chunks = np.array([(chunk == 0, layers, chunk == last) for chunk, layers in enumerate(setup.layers)], float)
+    chunks = chunks.reshape(layout.virtual, layout.pipeline, len(modules))
+    counts = chunks.sum(0)
+    # Tensor-parallel ranks send one part each: Narayanan et al. 2021, section 4.1.
+    sent = 2 * setup.micro_size * shape.sequence / layout.context * shape.hidden / layout.tensor
+    saved = (chunks @ [module.saved_bytes for module in modules]).T
+    # More micro-batches than these change nothing.
+    held = in_flight(setup.schedule, layout.pipeline, layout.virtual, min(setup.micro_batches, 4 * layout.pipeline))
+    activations = np.array([(moments @ of_chunks).max() for moments, of_chunks in zip(held, saved, strict=True)])
+    shared = modules[-1].parameters if shape.tied else 0
+    parameters = counts @ [module.parameters for module in modules] - (shared if layout.pipeline == 1 else 0)
+    ends = set()
+    for stage, (held_parameters, layers) in enumerate(zip(parameters.tolist(), counts[:, 1].tolist(), strict=True)):
+        collectives = [*_reductions(held_parameters, setup)]
+        if shared and stage in (0, layout.pipeline - 1):
+            collectives.append(Collective("all_reduce", "ends", shared * system.gradient_bytes))
+        moved = UPDATE_BYTES / layout.shards + (system.gradient_bytes + 4) / (layout.shards if layout.zero >= 2 else 1)
+        ends.add(Work((), held_parameters * moved, UPDATE_LAUNCHES * layers, tuple(collectives)))
+    gradients = system.gradient_bytes / (layout.shards if setup.reduces_each else 1) + system.spare_bytes
+    weights = 2 / (layout.shards if layout.zero == 3 else 1)
+    return Step(
+        modules,
+        counts,
+        Collective("send", "pipeline", sent),
+        ends,
+        parameters * (weights + gradients + OPTIMIZER_BYTES / layout.shards),
+        activations + (MESSAGES * sent if layout.pipeline > 1 else 0),
+    )
+
+
+@lru_cache(maxsize=1000)
+def in_flight(schedule: str, stages: int, virtual: int, micro_batches: int) -> list[Any]:
+    """Return, for each stage, an array [moments, chunks] of the micro-batches whose activations it holds."""
+    if virtual == 1:
+        most = 2 if schedule == "zb-2p" else 1  # of the memory of 1F1B
+        return [np.array([[min(micro_batches, most * (stages - stage))]]) for stage in range(stages)]
+    orders = SCHEDULES[schedule].order(stages, virtual, micro_batches)
+    return [np.array([one.forwards for one in held_in(order, schedule)]) for order in orders]
+
+
+def _reductions(parameters: float, setup: Setup) -> Iterator[Collective]:
+    """Yield the collectives between replicas that are not part of the layers' work, as those of ZeRO-3 are."""
+    layout, gradients = setup.layout, parameters * setup.system.gradient_bytes
+    hidden = setup.system.hidden_data
+    if layout.zero == 0:
+        yield Collective("all_reduce", "data", gradients, 1, hidden)
+    elif layout.zero < 3:
+        times = setup.micro_batches if setup.reduces_each else 1
+        yield Collective("reduce_scatter", "shard", gradients, times, hidden)
+        yield Collective("all_gather", "shard", 2 * parameters, 1, hidden)
+
+
+def memory_gib(setup: Setup, cluster: ClusterConfig) -> float:
+    """Return the GiB of the stage that needs most memory."""
+    step, layout, memory = describe(setup), setup.layout, cluster.memory
+    communicators = sum(size > 1 for size in (layout.tensor, layout.context, layout.data, layout.pipeline))
+    tensors = (step.states + (1 + memory.fragmentation) * step.activations).max()
+    return float(tensors) / 2**30 + memory.overhead_gib(communicators)
+
+
+def step_seconds(setup: Setup, cluster: ClusterConfig, slowdown: float = 1.0) -> float:
+    """Return the seconds of a step; `slowdown` is a factor of what the layers and the bubble take."""
+    step, layout, m = describe(setup), setup.layout, setup.micro_batches
+    groups = groups_of(layout, cluster.node)
+    phases = [[pass_time(work, setup.system, groups, cluster) for work in module.passes] for module in step.modules]
+    seconds = step.counts @ [[phase.total for phase in passes] for passes in phases]
+    longest = seconds.sum(1).argmax()
+    replicas = m * float(step.counts[longest] @ [sum(phase.replicas for phase in passes) for passes in phases])
+    link = collective_seconds(step.message, groups["pipeline"], cluster) * (1 - setup.system.hidden_messages)
+    link += cluster.message_us * 1e-6
+    total = makespan(seconds, setup, link)
+    waiting = min(2 * link * layout.virtual * m, total - m * float(seconds[longest].sum()))
+    backward = float(seconds[longest, 1:].sum())
+    end = max(_end_seconds(work, groups, cluster, backward) for work in step.ends)
+    return slowdown * (total - waiting - replicas) + waiting + replicas + end + cluster.step_us * 1e-6
+
+
+def pass_time(work: Work, system: System, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
+    """Return the seconds of one pass of a module."""
+    tensor, pipeline = groups["tensor"], groups["pipeline"]
+    if system.contended_us and pipeline.inside < pipeline.size:
+        rings = sum(one.calls for one in work.collectives if one.axis == "tensor" and one.kind != "all_reduce")
+        held_us = rings * (tensor.size - 1) * system.contended_us
+        work = replace(work, launches=work.launches + held_us / cluster.launch_us)
+    return phase_seconds(work, groups, cluster)
+
+
+def makespan(seconds: Any, setup: Setup, link: float) -> float:
+    """Return the seconds from the first to the last computation of a step, in closed form, where a micro-batch takes
+    `seconds` [stages, passes] and a message between stages takes `link`."""
+    p, v, m = setup.layout.pipeline, setup.layout.virtual, setup.micro_batches
+    stages = seconds.sum(1)
+    waiting = 2 * link * v if p > 1 else 0.0
+    if setup.splits_backward:
+        idle = stages.sum() - (2 if setup.schedule == "zb-1p" else 3) * seconds[:, 3].sum()
+        return float(m * (stages.max() + waiting) + (p - 1) / p * max(0.0, idle) + 2 * (p - 1) * link)
+    busy = ((v - 1) * max(m, p) + m - 1) / v * stages.max()
+    return float(stages.sum() / v + busy + (m - 1) * waiting + 2 * (p - 1) * link)
+
+
+def _end_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float) -> float:
+    """Return the seconds after the micro-batches, of which communication may overlap with the last `backward`."""
+    hidden = waited = 0.0
+    for collective in work.collectives:
+        taken = collective_seconds(collective, groups[collective.axis], cluster)
+        hidden += taken * collective.hidden
+        waited += taken * (1 - collective.hidden)
+    device = work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    update = started(device, work.launches * cluster.launch_us * 1e-6, cluster)
+    return waited + beside(backward, hidden, cluster) + update

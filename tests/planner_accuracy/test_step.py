@@ -1,0 +1,133 @@
+"""Steps of published systems against their papers, and against simulated schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.planner_accuracy.measurements import load_clusters
+from benchmarks.planner_accuracy.published import (
+    FSDP,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    NANOTRON,
+    Recompute,
+    Setup,
+    Shape,
+    System,
+    layer_work,
+)
+from benchmarks.planner_accuracy.step import describe, in_flight, makespan, memory_gib, pass_time, step_seconds
+from pangu.pipeline.actions import Durations
+from pangu.pipeline.schedule import make_schedule
+from pangu.pipeline.simulate import simulate
+from pangu.planning.cost import groups_of
+from pangu.topology.layout import Layout
+from tests.spawn import repository
+
+A100 = load_clusters(repository() / "configs" / "cluster")["a100"]
+GPT_22B = Shape(48, 6144, 64, 64, 24576, 51200, 2048)
+
+
+def setup(
+    layout: Layout,
+    system: System = MEGATRON_2022,
+    recompute: Recompute = "none",
+    micros: int = 1,
+    schedule: str = "1f1b",
+) -> Setup:
+    """The model of 22B with an even number of layers in each chunk."""
+    chunks = layout.pipeline * layout.virtual
+    return Setup(GPT_22B, system, layout, recompute, 4, micros, schedule, (48 // chunks,) * chunks)
+
+
+def test_layers_take_as_long_as_was_published() -> None:
+    # Korthikanti et al. 2022, table 4: a layer of the 22B model, milliseconds
+    def milliseconds(sequence: bool, recompute: Recompute) -> tuple[float, float]:
+        one = setup(Layout(8, sequence=sequence), recompute=recompute)
+        groups = groups_of(one.layout, 8)
+        forward, *backward = (1e3 * pass_time(work, one.system, groups, A100).total for work in layer_work(one).passes)
+        return forward, sum(backward)
+
+    assert milliseconds(False, "none") == pytest.approx((7.7, 11.9), rel=0.1)
+    assert milliseconds(True, "none") == pytest.approx((7.2, 11.8), rel=0.1)
+    assert milliseconds(False, "full") == pytest.approx((7.7, 19.5), rel=0.1)
+
+
+def test_rings_hold_the_host_where_a_pipeline_crosses_nodes() -> None:
+    def computing(system: System, stages: int) -> float:
+        one = setup(Layout(8, stages, sequence=True), system)
+        return pass_time(layer_work(one).passes[0], system, groups_of(one.layout, 8), A100).compute
+
+    launches = layer_work(setup(Layout(8, 2, sequence=True), NANOTRON)).passes[0].launches
+    held = launches * A100.launch_us + 4 * 7 * NANOTRON.contended_us
+    assert computing(NANOTRON, 2) == pytest.approx(1e-6 * held)
+    assert computing(NANOTRON, 1) < computing(NANOTRON, 2)
+    assert computing(MEGATRON_2022, 1) == computing(MEGATRON_2022, 2)
+
+
+def test_selective_recompute_with_flash_attention_repeats_every_other_matmul() -> None:
+    forward, again, *_ = layer_work(setup(Layout(), FSDP, "selective")).passes
+    flops = sum(matmul.flops for matmul in forward.matmuls if not matmul.fused)
+    assert sum(matmul.flops for matmul in again.matmuls) == pytest.approx(flops / 2)
+
+
+def test_memory_is_what_the_papers_formulas_say() -> None:
+    # 2 + 4 + 12 bytes a parameter in bf16, 2 more in fp16, all on one device
+    for system, each in ((MEGATRON_2021, 20), (MEGATRON_2022, 18)):
+        assert describe(setup(Layout(8), system)).states == pytest.approx(each * GPT_22B.parameters / 8, rel=0.02)
+    # 34 sbh + 5 a s^2 b a layer over 8 ranks (Korthikanti et al. 2022, table 2)
+    s, b, h, a = 2048, 4, 6144, 64
+    layer = s * b * h * (10 + 24 / 8 + 5 * a * s / (h * 8))
+    assert layer_work(setup(Layout(8))).saved_bytes == pytest.approx(layer)
+    # Rajbhandari et al. 2020, 3.1: what is sharded
+    for zero, each in ((0, 18), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)):
+        states = describe(setup(Layout(data=4, zero=zero))).states
+        assert states == pytest.approx(each * GPT_22B.parameters, rel=0.02)
+
+
+def test_gradients_are_sent_as_often_as_they_are_whole() -> None:
+    def sent(zero: int, schedule: str = "1f1b") -> dict[str, float]:
+        (end,) = describe(setup(Layout(data=4, zero=zero), micros=8, schedule=schedule)).ends
+        return {one.kind: one.calls for one in end.collectives if one.axis != "ends"}
+
+    assert sent(0) == {"all_reduce": 1}
+    assert sent(1) == {"reduce_scatter": 1, "all_gather": 1}
+    assert sent(2) == {"reduce_scatter": 8, "all_gather": 1}
+    assert sent(2, "zb-1p") == {"reduce_scatter": 1, "all_gather": 1}
+    assert sent(3) == {}
+    _, _, _, weights = layer_work(setup(Layout(data=4, zero=3))).passes
+    assert [one.kind for one in weights.collectives] == ["reduce_scatter"]
+
+
+def test_a_chunk_may_have_no_layer() -> None:
+    one = setup(Layout(pipeline=2))
+    first, last = describe(one._replace(layers=(0, 48))).states
+    assert 0 < first < last
+    first, middle, last = describe(setup(Layout(pipeline=3))._replace(layers=(48, 0, 0))).states
+    assert middle == 0 < last < first
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 8), (4, 16), (4, 1)])
+def test_closed_forms_are_what_the_simulator_finds(schedule: str, virtual: int, stages: int, micros: int) -> None:
+    one = setup(Layout(pipeline=stages, virtual=virtual), micros=micros, schedule=schedule)
+    exact = simulate(make_schedule(schedule, stages, virtual, micros), Durations())
+    assert makespan(np.full((stages, 4), [virtual, 0, virtual, virtual]), one, 0.0) == pytest.approx(exact.makespan)
+    held = in_flight(schedule, stages, virtual, micros)
+    assert [moments.sum(1).max() for moments in held] == pytest.approx(exact.peak_live(1.0))
+
+
+def test_zero_bubble_schedules_are_as_long_as_the_paper_says() -> None:
+    # Qi et al. 2024, table 2: idle (p-1)(F + I - W) with the memory of 1F1B, (p-1)(F + I - 2W) with twice that
+    for schedule, often, idle in (("zb-1p", 1, 3 * (2 + 3 - 1)), ("zb-2p", 2, 3 * (2 + 3 - 2))):
+        one = setup(Layout(pipeline=4), micros=16, schedule=schedule)
+        assert makespan(np.full((4, 4), [2, 0, 3, 1]), one, 0.0) == pytest.approx(16 * 6 + idle)
+        assert [int(held.max()) for held in in_flight(schedule, 4, 1, 16)] == [often * left for left in (4, 3, 2, 1)]
+
+
+def test_a_step_is_longer_on_a_slower_cluster_and_memory_holds_what_it_must() -> None:
+    one = setup(Layout(8, 2, 4, 1), MEGATRON_2021, "full", 16)
+    seconds, doubled = step_seconds(one, A100), step_seconds(one, A100, 2.0)
+    assert seconds < doubled < 2 * seconds
+    assert memory_gib(one, A100) > describe(one).states.max() / 2**30 + A100.memory.context_gib
