@@ -25,11 +25,11 @@ FLOORS = {
     "zero": 5,
     "pipeline": 6,
     "checkpoint": 7,
-    "planning": 7,
     "evaluation": 8,
     "library": 8,
     "training": 9,
     "dryrun": 10,
+    "planning": 11,
     "translation": 10,
     "reporting": 3,
 }
@@ -75,6 +75,14 @@ def test_imports_go_down_only(path: Path) -> None:
             assert FLOORS[parts[1]] < FLOORS[own], (
                 f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[parts[1]]})"
             )
+
+
+@pytest.mark.parametrize("folder", ["dryrun", "library", "training"])
+def test_what_is_planned_knows_no_planner(folder: str) -> None:
+    """Neither imports, lazy ones included, nor names of modules for subprocesses: only the command line joins both."""
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES if floor_of(path) == folder}
+    assert texts
+    assert not [path for path, text in texts.items() if re.search(r"pangu[./]planning|\bplanning\.\w", text)]
 
 
 def test_only_topology_and_collectives_know_torch_distributed() -> None:

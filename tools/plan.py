@@ -26,6 +26,7 @@ from pangu.config.errors import writing
 from pangu.config.exit_status import exit_status
 from pangu.config.schema import RunConfig
 from pangu.dryrun.report import WIDTH, plan_dry_run, print_dry_run, require_kernels
+from pangu.dryrun.roles import DryRunError
 from pangu.metrics.text import size
 from pangu.pipeline.advice import advise
 from pangu.pipeline.layouts import choose_layout
@@ -34,7 +35,6 @@ from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_c
 from pangu.planning.forecast import Forecast, plan_of
 from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
-from pangu.planning.roles import DryRunError
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
     Outcome,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_suite.setting import Setting
-from pangu.planning.roles import Worker
+from pangu.dryrun.roles import Worker
 
 SIZES = ("gpt2_124m", "pangu_350m", "gpt3_1_3b", "pangu_2_6b")
 SLICE = "pangu_13b"

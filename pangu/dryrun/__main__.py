@@ -1,4 +1,4 @@
-"""A process that carries out ranks, for `planning.roles.Worker`: reads a configuration, a rank and options a line, and
+"""A process that carries out ranks, for `roles.Worker`: reads a configuration, a rank and options a line, and
 writes what the rank does, a line."""
 
 from __future__ import annotations

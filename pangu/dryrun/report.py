@@ -13,9 +13,9 @@ from rich.table import Table
 from pangu.config.cluster import cluster_in
 from pangu.config.errors import ConfigError, Problem
 from pangu.config.schema import RunConfig
+from pangu.dryrun.roles import role_ranks, run_jobs
 from pangu.metrics.text import size
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.roles import role_ranks, run_jobs
 from pangu.topology.layout import Layout
 
 WIDTH = 200

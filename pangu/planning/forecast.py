@@ -11,13 +11,13 @@ from typing import Any
 from pangu.config.cluster import cluster_in
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
+from pangu.dryrun.roles import DryRunError, measured_gib, role_ranks
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import difference
 from pangu.planning.cost import StepTime
 from pangu.planning.layout_work import Plan
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
-from pangu.planning.roles import DryRunError, measured_gib, role_ranks
 from pangu.planning.search import search, space_of, time_of
 from pangu.planning.search_report import terms_of
 from pangu.topology.layout import Layout

@@ -30,6 +30,7 @@ from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.data.progress import ProgressBar
+from pangu.dryrun.roles import require_device, run_jobs
 from pangu.planning.module_reports import (
     Modules,
     Report,
@@ -40,7 +41,6 @@ from pangu.planning.module_reports import (
     recomputed,
     without_neighbours,
 )
-from pangu.planning.roles import require_device, run_jobs
 from pangu.planning.workload import ModuleWork
 from pangu.topology.layout import Layout
 from pangu.zero.states import BYTES

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pangu.planning import roles
-from pangu.planning.roles import Worker
+from pangu.dryrun import roles
+from pangu.dryrun.roles import Worker
 
 
 class SharedWorker:

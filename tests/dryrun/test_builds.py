@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pangu.planning.roles import Worker
+from pangu.dryrun.roles import Worker
 from tests.dryrun.conftest import SharedWorker
 from tests.dryrun.layouts import LAYOUTS, values
 

@@ -11,7 +11,7 @@ import pytest
 
 from pangu.config.errors import UserError
 from pangu.dryrun import report as reports
-from pangu.planning.roles import Worker, role_ranks
+from pangu.dryrun.roles import Worker, role_ranks
 from pangu.topology.layout import Layout
 from tests.configs import config
 from tests.dryrun.conftest import SharedWorker

@@ -14,10 +14,10 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.data.loader import Loader
 from pangu.data.sources import open_sources
+from pangu.dryrun.roles import Worker
 from pangu.dryrun.run import micro_batches
 from pangu.metrics.devices import peak_memory_gib
 from pangu.pipeline.layouts import choose_layout
-from pangu.planning.roles import Worker
 from pangu.topology.launch import Launch, choose_device
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh

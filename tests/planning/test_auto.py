@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from pangu.config.errors import ConfigError, UserError
+from pangu.dryrun.roles import DryRunError
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning import auto, forecast
 from pangu.planning.auto import choose_automatically, cluster_here, cluster_of_device, given_keys, with_cluster_here
 from pangu.planning.cluster import cluster_names
 from pangu.planning.forecast import Forecast
-from pangu.planning.roles import DryRunError
 from pangu.planning.search import Candidate
 from pangu.topology.launch import Launch
 from pangu.topology.layout import Layout

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from pangu.config.cluster import DeviceMemoryConfig
-from pangu.planning import module_work, roles
+from pangu.dryrun import roles
+from pangu.dryrun.roles import DryRunError
+from pangu.planning import module_work
 from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
-from pangu.planning.roles import DryRunError
 from pangu.topology.layout import Layout
 from tests.configs import config
 

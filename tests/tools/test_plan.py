@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from pangu.dryrun.roles import DryRunError
 from pangu.planning import auto
-from pangu.planning.roles import DryRunError
 from tests.end_to_end.commands import called, command
 from tests.formulas import Formulas
 from tests.tools.test_preprocess_data import shell

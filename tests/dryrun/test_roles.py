@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pangu.config.errors import UserError
-from pangu.planning.roles import Worker, run_jobs
+from pangu.dryrun.roles import Worker, run_jobs
 from tests.spawn import repository
 
 
