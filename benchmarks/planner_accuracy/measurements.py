@@ -281,9 +281,7 @@ def _setups(values: _Values, shape: Shape, layout: Layout) -> tuple[Setup, ...]:
             layers = cut_by_cost(shape, chunks) if by_cost else cut_evenly(shape.layers, chunks, counts_ends)
             one, times = replace(layout, virtual=virtual), max(1, round(each / size))
             setups.append(Setup(shape, system, one, recompute, size, times, schedule, layers))
-    # Megatron's interleaved schedule goes in rounds of as many micro-batches as there are stages.
-    even = [one for one in setups if one.layout.virtual == 1 or one.micro_batches % layout.pipeline == 0]
-    return tuple(even or setups)
+    return tuple(setups)
 
 
 def _virtuals(values: _Values, system: System, stages: int, layers: int) -> list[int]:

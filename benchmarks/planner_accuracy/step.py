@@ -149,6 +149,7 @@ def makespan(seconds: Any, setup: Setup, link: float) -> float:
     if setup.splits_backward:
         idle = stages.sum() - (2 if setup.schedule == "zb-1p" else 3) * seconds[:, 3].sum()
         return float(m * (stages.max() + waiting) + (p - 1) / p * max(0.0, idle) + 2 * (p - 1) * link)
+    # Exact where micro-batches are even and fill whole rounds of the stages, or less than one.
     busy = ((v - 1) * max(m, p) + m - 1) / v * stages.max()
     return float(stages.sum() / v + busy + (m - 1) * waiting + 2 * (p - 1) * link)
 

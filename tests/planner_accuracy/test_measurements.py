@@ -112,9 +112,3 @@ def test_chunks_are_even_and_ends_may_count_as_layers() -> None:
     assert cut_evenly(10, 4, False) == (3, 3, 2, 2)
     assert cut_evenly(10, 4, True) == (2, 3, 3, 2)
     assert cut_evenly(10, 1, True) == (10,)
-
-
-def test_an_interleaved_schedule_goes_in_whole_rounds(tmp_path: Path) -> None:
-    values = {"gpus": "128", "pp": "4", "global_batch": "48", "micro_batch": "", "note": "interleaved schedule"}
-    assert [setup.micro_batches for setup in row(tmp_path, **values).setups] == [12]
-    assert row(tmp_path, **{**values, "micro_batch": "2"}).setups[0].micro_batches == 6
