@@ -65,8 +65,6 @@ class Collective(NamedTuple):
     calls: float = 1
     hidden: float = 0.0
     """Share that can run beside computing."""
-    contended_us: float = 0.0
-    """Microseconds that each step of its ring holds the host while messages between stages cross nodes."""
     joined: float = 0.0
     """The share that is hidden where gradients of weights are computed at once behind those of inputs."""
 

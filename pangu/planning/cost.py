@@ -222,15 +222,12 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
     device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
     host = work.launches * cluster.launch_us * 1e-6
     hidden, waited = ({"tensor": 0.0, "replicas": 0.0, "expert": 0.0} for _ in range(2))
-    contended = groups["pipeline"].inside < groups["pipeline"].size
     for collective in work.collectives:
         group, axis = groups[collective.axis], collective.axis
         term = "replicas" if axis in REPLICAS else "expert" if axis == "expert" else "tensor"
         seconds = collective_seconds(collective, group, cluster)
         hidden[term] += seconds * collective.hidden
         waited[term] += seconds * (1 - collective.hidden)
-        if contended and group.size > 1:
-            host += collective.calls * steps(collective, group.size) * collective.contended_us * 1e-6
     hidden["replicas"] += work.host_bytes / (cluster.host_gb_s * 1e9)
     compute, everything = started(device, host, cluster), sum(hidden.values())
     added = beside(compute, everything, cluster) / everything if everything else 0.0
