@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Event
 from typing import Any
 
 import pytest
@@ -58,11 +59,13 @@ def test_the_next_save_takes_the_same_memory() -> None:
 
 
 class Slow:
-    """Memory that is filled in a while."""
+    """Memory that is filled a while after it may be."""
 
-    filled = False
+    def __init__(self, may_be_filled: Event) -> None:
+        self.may_be_filled, self.filled = may_be_filled, False
 
     def copy_(self, _: Tensor) -> None:
+        self.may_be_filled.wait(300)
         time.sleep(0.05)
         self.filled = True
 
@@ -70,9 +73,11 @@ class Slow:
 @pytest.mark.parametrize("way", ["wait", "precede"])
 def test_what_is_offloaded_is_copied_by_a_thread(way: str) -> None:
     """Writers wait for it, and the update."""
-    pairs: Any = [(Slow(), torch.zeros(1)), (Slow(), torch.zeros(1))]
+    may_be_filled = Event()
+    pairs: Any = [(Slow(may_be_filled), torch.zeros(1)) for _ in range(2)]
     moment = arena._CopiesMade(CPU, pairs)
     assert not pairs[1][0].filled
+    may_be_filled.set()
     getattr(moment, way)()
     assert pairs[0][0].filled
     assert pairs[1][0].filled

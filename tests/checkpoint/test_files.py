@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.checkpoint import files
@@ -52,7 +52,6 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return wanted
 
 
-@settings(deadline=None)  # a disk takes what it takes to confirm a write
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_any_cut_can_be_read_by_any_other(rows: int, columns: int, data: st.DataObject) -> None:
     tensor = torch.arange(float(rows * columns)).view(rows, columns)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -213,7 +213,7 @@ def read_anything(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "Qwen3Moe"])
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
     read_anything(kind, data)
@@ -221,7 +221,7 @@ def test_any_field_may_be_anything(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Pangu"])
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500)
 @given(data=st.data())
 def test_any_field_of_any_kind_may_be_anything(kind: str, data: st.DataObject) -> None:
     read_anything(kind, data)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.commands import wait_until
 from tests.end_to_end.test_pages import understood
 from tests.spawn import repository
 
@@ -22,7 +23,7 @@ COMMANDS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=0 SLURMD_NODENAME=a exec "$@"',
     "scancel": 'echo "$@" >> scancel; kill -TERM "$(cat step)"',
     "scontrol": 'echo "$@" >> scontrol',
-    "python": 'printf "%s\\n" "$@" > words; echo $$ > new; mv new step; trap "exit $STATUS" TERM; '
+    "python": 'trap "exit $STATUS" TERM; printf "%s\\n" "$@" > words; echo $$ > new; mv new step; '
     "[[ $STATUS != 2 ]] || exit 2; while :; do sleep 0.05; done",
 }
 
@@ -47,11 +48,7 @@ def job(folder: Path, *words: str, **variables: object) -> Iterator[subprocess.P
 
 def started(folder: Path) -> int:
     """Process number of the step, once it can be told to stop."""
-    deadline = time.monotonic() + 30
-    while not (folder / "step").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.1)  # until its trap is set
+    wait_until((folder / "step").exists)
     return int((folder / "step").read_text())
 
 
@@ -61,7 +58,7 @@ def test_before_its_limit_a_job_saves_and_is_queued_again(status: int, requeued:
     with job(tmp_path, "+config=quickstart", status=status) as shell:
         started(tmp_path)
         shell.send_signal(signal.SIGUSR1)
-        assert shell.wait(30) == status
+        assert shell.wait(300) == status
     assert (tmp_path / "scancel").read_text() == "--signal=TERM 7\n"
     asked = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
     assert asked == requeued
@@ -74,13 +71,13 @@ def test_where_slurm_itself_queues_it_again_the_job_waits_for_its_run(tmp_path: 
         time.sleep(0.3)
         assert shell.poll() is None
         os.kill(step, signal.SIGTERM)
-        assert shell.wait(30) == 0
+        assert shell.wait(300) == 0
     assert not (tmp_path / "scontrol").exists()
 
 
 def test_a_run_that_fails_is_a_job_that_fails(tmp_path: Path) -> None:
     with job(tmp_path, "model.heads=7", status=2) as shell:
-        assert shell.wait(30) == 2
+        assert shell.wait(300) == 2
     assert not (tmp_path / "scontrol").exists()
 
 
@@ -91,12 +88,12 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
         folder.mkdir()
         words = ("+config=pangu_2_6b", "data.train=[a b]")
         with job(folder, *words, ARRAY_TASK_ID=number, GPUS_ON_NODE=8, status=2) as shell:
-            shell.wait(30)
+            shell.wait(300)
         command = (folder / "words").read_text().splitlines()
         assert command[command.index("pretrain.py") + 1 :] == [*words, *line.split()]
         understood(["python", *command])
     with job(tmp_path, ARRAY_TASK_ID=len(lines) + 1) as shell:
-        _, said = shell.communicate(timeout=30)
+        _, said = shell.communicate(timeout=300)
         assert shell.returncode == 2
     assert said == f"error: {repository() / LAYOUTS} has no line {len(lines) + 1} (--array)\n"
 
@@ -104,7 +101,7 @@ def test_tasks_of_an_array_run_the_lines_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="bash of other systems may be too old")
 def test_the_words_of_the_launcher(tmp_path: Path) -> None:
     with job(tmp_path, "+config=quickstart", GPUS_ON_NODE=8, RESTART_COUNT=2, status=2) as shell:
-        shell.wait(30)
+        shell.wait(300)
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--nnodes=1", "--node-rank=0", "--nproc-per-node=8", "--master-port=20007"} < set(words)
     assert "--log-dir=logs/slurm-7/start-2/a" in words

@@ -19,6 +19,7 @@ from pangu.collectives.long_work import agree_on_long_work
 from pangu.config.errors import LostError, UserError
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
+from tests.pace import at_some_pace
 
 WORLD = 64
 
@@ -57,12 +58,13 @@ def test_the_error_of_one_is_that_of_all() -> None:
     assert [str(error) for error in outcomes] == ["no file"] * WORLD
 
 
-def test_work_that_makes_progress_may_take_long() -> None:
+@at_some_pace
+def test_work_that_makes_progress_may_take_long(pace: float) -> None:
     """One rank takes longer than the others would wait for it; meanwhile the foreground meets as well."""
 
     def action(note_progress: Callable[[], None]) -> int:
         for _ in range(8):
-            time.sleep(0.25)
+            time.sleep(0.25 * pace)
             note_progress()
         return 7
 
@@ -71,41 +73,43 @@ def test_work_that_makes_progress_may_take_long() -> None:
             work = thread.submit(agree_on_long_work, mesh.background(), "working", action, runs_here=mesh.rank == 1)
             return agree(mesh, work.done, runs_here=True), work.result()
 
-    (done, results), *others = on_ranks(both, 4, 1.0, dist.HashStore())
+    (done, results), *others = on_ranks(both, 4, pace, dist.HashStore())
     assert done == [False] * 4  # this meeting did not wait for the work
     assert results == [None, 7, None, None]
     assert [rest for _, rest in others] == [[]] * 3
 
 
-def test_a_rank_whose_work_hangs_is_named_on_all() -> None:
+@at_some_pace
+def test_a_rank_whose_work_hangs_is_named_on_all(pace: float) -> None:
     released = Event()
 
     def action(_: Callable[[], None]) -> None:
-        released.wait(20.0)
+        released.wait(300.0)
 
     outcomes = on_ranks(
         lambda mesh: agree_on_long_work(mesh, "writing FILE", action, runs_here=mesh.rank == 5),
         8,
-        2.0,  # in which all meet, however busy the machine is
+        pace,
         dist.HashStore(),
     )
     released.set()
     assert {(type(error), str(error)) for error in outcomes} == {
         (
             StuckError,
-            "rank 5: writing FILE does not get on for more than 2 s (parallel.timeout_s); look at the disk and "
+            f"rank 5: writing FILE does not get on for more than {pace:g} s (parallel.timeout_s); look at the disk and "
             "the network there, or raise the limit",
         )
     }
 
 
-def test_who_works_hears_of_its_own_progress_and_who_waits_of_all() -> None:
+@at_some_pace
+def test_who_works_hears_of_its_own_progress_and_who_waits_of_all(pace: float) -> None:
     heard: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(3)}
 
     def work(mesh: Mesh) -> None:
         def action(note_progress: Callable[[], None]) -> None:
             for _ in range(6):
-                time.sleep(0.25)
+                time.sleep(0.25 * pace)
                 if mesh.rank == 1:
                     note_progress()
 
@@ -113,26 +117,27 @@ def test_who_works_hears_of_its_own_progress_and_who_waits_of_all() -> None:
             mesh, "working", action, runs_here=mesh.rank < 2, watch=lambda *said: heard[mesh.rank].append(said)
         )
 
-    on_ranks(work, 3, 5.0, dist.HashStore())
+    on_ranks(work, 3, 5.0 * pace, dist.HashStore())
     assert {progress for words, progress in heard[0] if words == "working"} == {0}
     assert max(progress for words, progress in heard[1] if words == "working") > 0
     assert heard[2][-1] == ("waiting for others, working", 6)
 
 
-def test_work_that_nobody_waits_for_ends_and_cleans_up() -> None:
+@at_some_pace
+def test_work_that_nobody_waits_for_ends_and_cleans_up(pace: float) -> None:
     """Rank 0 hangs, until it is told to leave; that ends what rank 1 does well."""
     released = Event()
     ended = [Event(), Event()]
 
     def work(mesh: Mesh) -> bool:
         def hang(note_progress: Callable[[], None]) -> None:
-            released.wait(20)
+            released.wait(300.0)
             ended[0].set()
 
         def get_on(note_progress: Callable[[], None]) -> None:
             try:
                 for _ in range(400):
-                    time.sleep(0.05)
+                    time.sleep(0.05 * pace)
                     note_progress()
             finally:
                 ended[1].set()
@@ -144,18 +149,19 @@ def test_work_that_nobody_waits_for_ends_and_cleans_up() -> None:
             return ended[mesh.rank].is_set()
         return False
 
-    assert on_ranks(work, 2, 1.0, dist.HashStore()) == [True, True]
+    assert on_ranks(work, 2, pace, dist.HashStore()) == [True, True]
 
 
 @pytest.mark.parametrize("absent", [0, 5])
-def test_ranks_that_do_not_come_are_named(absent: int) -> None:
+@at_some_pace
+def test_ranks_that_do_not_come_are_named(absent: int, pace: float) -> None:
     def come(mesh: Mesh) -> None:
         with name_silent_ranks(mesh, lambda: "saving"):
             if mesh.rank not in (absent, 6):
                 agree(mesh, lambda: None, runs_here=True)
 
-    with patch.multiple(meeting, SILENCE_SECONDS=0.2):
-        outcomes = on_ranks(come, 8, 0.5, dist.HashStore())
+    with patch.multiple(meeting, SILENCE_SECONDS=0.2 * pace):
+        outcomes = on_ranks(come, 8, 0.5 * pace, dist.HashStore())
     for rank, error in enumerate(outcomes):
         if rank in (absent, 6):
             assert error is None
@@ -174,11 +180,11 @@ class _Stopped(dist.Store):
         self.ended = Event()
 
     def add(self, key: str, amount: int) -> int:
-        self.ended.wait(20.0)
+        self.ended.wait(300.0)
         return 0
 
     def set(self, key: str, value: str) -> None:
-        self.ended.wait(20.0)
+        self.ended.wait(300.0)
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:

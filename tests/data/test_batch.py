@@ -30,7 +30,7 @@ def mask_and_positions(inputs: list[int], eod: int | None) -> tuple[list[list[bo
     return mask, positions
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     samples=st.integers(1, 12).flatmap(
         lambda size: st.lists(st.lists(st.integers(0, 4), min_size=size + 1, max_size=size + 1), min_size=1, max_size=3)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
@@ -145,7 +145,6 @@ def texts_of(chunk: inputs.Chunk) -> list[tuple[int, str]]:
     return [(document.size, document.text) for document in found]
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(st.sampled_from(["a", " b ", "", " ", "\t", "\u3000", "\r", "c\x1c", "你"]), max_size=30),
     newline=st.sampled_from(["\n", "\r\n"]),

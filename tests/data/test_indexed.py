@@ -24,7 +24,7 @@ def write(prefix: Path, documents: Iterable[list[int]], vocab: int = 100) -> Non
             writer.add(document)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     vocab=st.sampled_from([70, 65499, 65500, 200_000]),
     shape=st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(any),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.data import InstructionsData, PackingConfig, TokenizerConfig
@@ -109,7 +109,7 @@ def test_the_loss_counts_at_responses_only(tmp_path: Path) -> None:
     assert stream.padding(0) == 64 - 10 - 5 - 6
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.text("abcdef", max_size=30), st.text("ghijkl", min_size=1, max_size=40)), min_size=1, max_size=30

@@ -87,7 +87,7 @@ def test_reading_ahead_does_not_wait_to_be_asked() -> None:
 
     with Loader(Signalling(), PACKING, 4, 4, 0, 1) as loader:
         loader.micro_batches(0)
-        assert reached.wait(timeout=20)
+        assert reached.wait(timeout=300)
 
 
 def test_a_slow_disk_is_hidden_until_a_step_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_slow_disk_is_hidden_until_a_step_is_shorter(monkeypatch: pytest.Monke
         def __getitem__(self, index: int) -> NDArray[np.int64]:
             nonlocal clock
             if index in may_be_read:
-                assert may_be_read[index].wait(timeout=20)
+                assert may_be_read[index].wait(timeout=300)
                 clock += 3
             return super().__getitem__(index)
 

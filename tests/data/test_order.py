@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from pangu.data.order import Blend, permuted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 1200), key=st.integers())
 def test_permutation_is_a_bijection(size: int, key: int) -> None:
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
 
 
 @given(size=st.integers(2, 2**62), places=st.sets(st.integers(0, 2**62), min_size=2, max_size=20), key=st.integers())
-@settings(deadline=None)
 def test_large_permutations_stay_inside_and_apart(size: int, places: set[int], key: int) -> None:
     inside = {place % size for place in places}
     images = {permuted(place, size, "key", key) for place in inside}
@@ -84,7 +83,7 @@ def follow(weights: list[float], made: Blend, start: int, length: int) -> None:
         assert worst_drift(weights, counts) < 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weights=weights, start=st.one_of(st.just(0), st.integers(0, 3000), st.integers(0, 10**15)))
 def test_every_prefix_of_a_blend_is_within_one_sample_of_its_weights(weights: list[float], start: int) -> None:
     """Prefixes of any length, of any number of datasets, of any weights."""
@@ -92,13 +91,13 @@ def test_every_prefix_of_a_blend_is_within_one_sample_of_its_weights(weights: li
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weights=weights, start=st.one_of(st.just(0), st.integers(0, 10**15)))
 def test_every_prefix_at_length(weights: list[float], start: int) -> None:
     follow(weights, Blend(weights), start, 1000)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(weights=weights, samples=st.lists(st.integers(0, 2000), min_size=1, max_size=4))
 def test_a_place_in_a_blend_does_not_depend_on_how_it_was_come_to(weights: list[float], samples: list[int]) -> None:
     in_turn = Blend(weights)

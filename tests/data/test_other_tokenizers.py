@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.config.data import TokenizerConfig
@@ -71,7 +71,6 @@ def test_files_of_tiktoken(folder: Path, kind: str) -> None:
         assert max(ids) < len(PIECES)
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_bytes(text: str) -> None:
     tokenizer = load_tokenizer(TokenizerConfig("bytes"))

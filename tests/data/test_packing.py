@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.data import PackingConfig
@@ -33,7 +33,7 @@ from tests.evaluation.models import random_model
 WriteTokens = Callable[[str, int, Sequence[Sequence[int]]], IndexedTokens]
 VOCAB, EOD, PAD = 5000, 4998, 4999
 IDS = PackingConfig(EOD, PAD, reset_mask=True, reset_positions=True, method="best_fit")
-SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(max_examples=40)
 
 
 def documents_of(lengths: Sequence[int]) -> list[list[int]]:
@@ -117,7 +117,7 @@ def one_by_one(lengths: Sequence[int], capacity: int) -> list[int]:
     return rooms
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 30).flatmap(lambda most: st.tuples(st.just(most), st.lists(st.integers(1, most), min_size=1))))
 def test_best_fit_decreasing_is_that_of_one_piece_at_a_time(drawn: tuple[int, list[int]]) -> None:
     capacity, lengths = drawn

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pangu.data.passing_shuffle import PassingShuffle
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     span=st.integers(0, 400),

@@ -45,7 +45,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(PARTS, max_size=30).map("".join))
 @example("他来到了网易杭研大厦 C++\r\n3.14%的\u3000a-b")
 @example("𠀀𠀁龥龦" * 40)

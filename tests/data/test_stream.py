@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.errors import UserError
@@ -42,7 +42,7 @@ def test_one_token_less_is_one_sample_less(write_tokens: WriteTokens) -> None:
     assert stream.num_samples == 3
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(size=st.integers(9, 200), sequence=st.integers(1, 8), seed=st.integers(0, 10**6))
 def test_an_epoch_has_each_window_once(write_tokens: WriteTokens, size: int, sequence: int, seed: int) -> None:
     stream = SampleStream([(counting(write_tokens, size), 1.0)], sequence, VOCAB, seed)
@@ -181,7 +181,6 @@ def test_negative_ids_are_told(write_tokens: WriteTokens) -> None:
         SampleStream([(reader, 1.0)], 2, 40, seed=0)
 
 
-@settings(deadline=None)
 @given(vocab=st.integers(5, 300), seed=st.integers(0, 100), index=st.integers(0, 10**9))
 def test_synthetic_tokens(vocab: int, seed: int, index: int) -> None:
     stream = SyntheticStream(sequence=400, vocab=vocab, seed=seed, avoid={0, 3})

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pangu.config.data import PackingConfig, StreamData, TokenizerConfig
@@ -101,7 +101,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_source, "_AT_ONCE", 60)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=5, max_size=60),
     span=st.sampled_from([0, 1, 40, 300, 10**9]),

@@ -47,7 +47,7 @@ import signal, time
 
 def hang():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun would wait 30 s for it to end
-    time.sleep(150)
+    time.sleep(900)
 """
 """For scripts of tests."""
 

@@ -46,8 +46,8 @@ WORDS = (
     "metrics.tensorboard=false",
     "metrics.every=100000",
 )
-CONF = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""The agents wait so long for more of them, and hold one for dead that says nothing for 3 s."""
+CONF = "last_call_timeout={},keep_alive_interval={},keep_alive_max_attempt=3"
+"""The agents wait so many seconds for more of them, and hold one for dead that says nothing in three intervals."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,15 @@ class Phase:
     """0: not yet known."""
 
 
-def agent(log: Path, port: int, words: Sequence[str], is_host: bool) -> AbstractContextManager[ForkServerProcess]:
+def agent(
+    log: Path, port: int, words: Sequence[str], is_host: bool, pace: float
+) -> AbstractContextManager[ForkServerProcess]:
     """One of torchrun's agents with one process, as if it were a node; killed at the end."""
     options = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-id=elastic", "--rdzv-backend=c10d"]
-    options += [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf=is_host={int(is_host)},{CONF}"]
+    options += [
+        f"--rdzv-endpoint=localhost:{port}",
+        f"--rdzv-conf=is_host={int(is_host)},{CONF.format(round(6 * pace), round(pace))}",
+    ]
     return torchrun(log, options, repository() / "pretrain.py", *words)
 
 
@@ -79,9 +84,10 @@ def phases(log: Path) -> list[Phase]:
     return told
 
 
-def run(folder: Path, min_steps: int) -> list[Phase]:
+def run(folder: Path, min_steps: int, pace: float = 1.0) -> list[Phase]:
     """The elastic run in `folder`/elastic, of at least so many steps with each number of processes, and the unbroken
     one, on one process, in `folder`/whole."""
+    folder.mkdir(exist_ok=True)
     with IndexedWriter(folder / "corpus", 256) as writer:
         for path in sorted((repository() / "pangu").glob("*/*.py")):
             writer.add(list(path.read_bytes()))
@@ -101,13 +107,13 @@ def run(folder: Path, min_steps: int) -> list[Phase]:
     endless = (*words, "train.steps=1000000", f"train.output={output}")
     with ExitStack() as running:
         agents = [
-            running.enter_context(agent(folder / f"agent-{n}.log", port, endless, is_host=n == 0)) for n in range(4)
+            running.enter_context(agent(folder / f"agent-{n}.log", port, endless, n == 0, pace)) for n in range(4)
         ]
         wait_until(lambda: made(4))
         for lost in agents[2:]:
             kill_all(lost)
         wait_until(lambda: made(2))
-        agents[2] = running.enter_context(agent(folder / "agent-4.log", port, endless, is_host=False))
+        agents[2] = running.enter_context(agent(folder / "agent-4.log", port, endless, False, pace))
         wait_until(lambda: made(3))
         os.kill(workers(agents[0])[0], signal.SIGTERM)
         for each in agents[:3]:

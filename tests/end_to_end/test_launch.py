@@ -9,14 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pangu.config.exit_status import INTERRUPTED, RETRYABLE, USER_ERROR
+from pangu.training.interrupts import SAME_SECONDS
 from scripts import launch
-from tests.end_to_end.commands import is_running, wait_until
+from tests.end_to_end.commands import is_running, kill_all, wait_until
 from tests.spawn import repository
 
 WORKER = "trap 'sleep 1; exit {status}' {name}; echo ready; while :; do sleep 0.1; done"
@@ -28,50 +32,59 @@ def obey_signals() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@contextmanager
+def launched(processes: int, worker: str, launcher: Sequence[str] = ("scripts/launch.py",)) -> Iterator[Any]:
+    """A launcher of bash that runs `worker`; it and its processes are killed at the end if they still run."""
+    line = [sys.executable, *launcher, "--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*line, "bash", "-c", worker], cwd=repository(), stdout=pipe, stderr=pipe, text=True, preexec_fn=obey_signals
+    ) as process:
+        try:
+            yield process
+        finally:
+            kill_all(process)
+
+
 @pytest.mark.parametrize(
     ("name", "status"), [("TERM", 0), ("INT", 3), ("HUP", 0), pytest.param("TERM", 3, marks=pytest.mark.long)]
 )
 def test_the_launcher_passes_signals_on_and_ends_with_the_status_of_its_processes(name: str, status: int) -> None:
-    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=1", "--no-python"]
-    line += ["bash", "-c", WORKER.format(name=name, status=status)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        line, cwd=repository(), stdout=pipe, stderr=pipe, text=True, preexec_fn=obey_signals
-    ) as launcher:
-        assert launcher.stdout is not None
+    with launched(1, WORKER.format(name=name, status=status)) as launcher:
         assert launcher.stdout.readline() == "ready\n"
         launcher.send_signal(signal.Signals[f"SIG{name}"])
-        _, said = launcher.communicate(timeout=60)
+        _, said = launcher.communicate(timeout=300)
     assert launcher.returncode == status, said
     assert "SignalException" not in said
 
 
 def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
-    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=2", "--no-python"]
-    line += ["bash", "-c", "trap '' INT; echo $BASHPID; while :; do sleep 0.1; done"]
-    with subprocess.Popen(
-        line, cwd=repository(), stdout=subprocess.PIPE, text=True, preexec_fn=obey_signals
-    ) as launcher:
-        assert launcher.stdout is not None
+    with launched(2, "trap 'echo heard' INT; echo $BASHPID; while :; do sleep 0.1; done") as launcher:
         workers = [int(launcher.stdout.readline()) for _ in range(2)]
-        for _ in range(2):
-            launcher.send_signal(signal.SIGINT)
-            time.sleep(0.5)
-        assert launcher.wait(timeout=10) == INTERRUPTED
-    wait_until(lambda: not any(map(is_running, workers)), 5)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "heard\n"
+        time.sleep(SAME_SECONDS)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=300) == INTERRUPTED
+        wait_until(lambda: not any(map(is_running, workers)))
+
+
+PATIENT_LAUNCHER = """
+import runpy
+from pangu.training import interrupts
+interrupts.SAME_SECONDS = 300.0  # however long the machine takes to send and hear them
+runpy.run_path("scripts/launch.py", run_name="__main__")
+"""
 
 
 def test_ctrl_c_pressed_twice_at_once_is_one_for_the_launcher_too() -> None:
-    line = [sys.executable, "scripts/launch.py", "--standalone", "--nproc-per-node=1", "--no-python"]
-    line += ["bash", "-c", "trap 'sleep 3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.1; done"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(line, cwd=repository(), stdout=pipe, text=True, preexec_fn=obey_signals) as launcher:
-        assert launcher.stdout is not None
+    worker = "trap 'trap : INT; echo heard; sleep 3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.1; done"
+    with launched(1, worker, ("-c", PATIENT_LAUNCHER)) as launcher:
         assert launcher.stdout.readline() == "ready\n"
-        for _ in range(2):
-            launcher.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-        said, _ = launcher.communicate(timeout=60)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "heard\n"
+        launcher.send_signal(signal.SIGINT)
+        said, _ = launcher.communicate(timeout=300)
     assert (launcher.returncode, said) == (0, "saved\n")
 
 

@@ -144,7 +144,7 @@ def test_hydras_own_options_work() -> None:
 def test_a_sweep_on_two_processes(tmp_path: Path) -> None:
     """Its runs follow one another in the same processes, whose launcher's store stays."""
     words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "checkpoint.every=0", "train.device=cpu")
-    words += (f"train.output={tmp_path}/${{optimizer.lr}}", "optimizer.lr=1e-3,2e-3", "parallel.timeout_s=20")
+    words += (f"train.output={tmp_path}/${{optimizer.lr}}", "optimizer.lr=1e-3,2e-3", "parallel.timeout_s=300")
     done = command("pretrain.py", "--multirun", *words, "train.steps=2", f"hydra.sweep.dir={tmp_path}/h", processes=2)
     assert done.returncode == 0, done.stderr
     assert [len(metrics(tmp_path / name)) for name in ("0.001", "0.002")] == [2, 2]

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pangu.layers import initial
@@ -25,7 +25,6 @@ def matrix(rows: int, columns: int, name: str = "m") -> Placement:
     return Placement(name, (rows, columns), 0.02)
 
 
-@settings(deadline=None)  # threads draw, on a machine that may be busy
 @given(st.integers(1, 300), st.integers(1, 300), st.data())
 def test_any_block_equals_that_of_the_whole(rows: int, columns: int, data: st.DataObject) -> None:
     top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
@@ -36,7 +35,6 @@ def test_any_block_equals_that_of_the_whole(rows: int, columns: int, data: st.Da
     assert torch.equal(block, whole[top:bottom, left:right])
 
 
-@settings(deadline=None)  # threads draw, on a machine that may be busy
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_tensors_size_does_not_change_its_numbers(rows: int, columns: int) -> None:
     """So a padded vocabulary or a wider model starts from the same corner."""

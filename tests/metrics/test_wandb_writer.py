@@ -175,16 +175,19 @@ def test_a_broken_installation_is_one_warning(tmp_path: Path, record: Make, capl
 def test_a_server_that_does_not_answer_holds_up_nothing(
     tmp_path: Path, record: Make, calls: list[dict[str, Any]], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = threading.Event()
-    monkeypatch.setattr(wandb, "init", lambda **_: answer.wait(30))
+    answer, answered = threading.Event(), threading.Event()
+
+    def init(**_: object) -> None:
+        answer.wait(300)
+        answered.set()
+
+    monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(trackers, "_START_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.2)
-    began = time.perf_counter()
     writer = WandbWriter(tmp_path, "offline", "zh", 0, {})
     writer.write(record())
-    assert time.perf_counter() - began < 0.2
     writer.close()
-    assert time.perf_counter() - began < 2
+    assert not answered.is_set()
     answer.set()  # it comes back too late, and with something that is not a run
     writer._thread.join()
     assert len(warnings_of(caplog)) == 1
@@ -211,7 +214,7 @@ def run_in_process(tmp_path: Path, body: str, **environment: str) -> subprocess.
     root = str(Path(__file__).parents[2])
     variables = kept | {"PYTHONPATH": root, "NETRC": os.devnull, "HOME": str(tmp_path)} | environment
     return subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
 
 

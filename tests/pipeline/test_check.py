@@ -224,7 +224,7 @@ def test_stages_that_wait_for_each_other() -> None:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6), st.data())
 def test_no_action_can_be_spared_or_done_twice(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule = make_schedule(name, p, data.draw(st.sampled_from(virtuals(name))), m)
@@ -237,7 +237,7 @@ def test_no_action_can_be_spared_or_done_twice(name: str, p: int, m: int, data: 
         simulate(changed(schedule, stage, lambda actions: actions.insert(again, actions[index])), Durations())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(NAMES), st.integers(2, 4), st.integers(2, 6), st.data())
 def test_messages_keep_their_order(name: str, p: int, m: int, data: st.DataObject) -> None:
     """Two messages of one channel that change places at one end are refused."""
@@ -255,7 +255,7 @@ def test_messages_keep_their_order(name: str, p: int, m: int, data: st.DataObjec
         simulate(changed(schedule, stage, exchange), Durations())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6), st.data())
 def test_a_change_of_order_is_refused_or_harmless(name: str, p: int, m: int, data: st.DataObject) -> None:
     """Any two actions of a stage change places: it is refused, or all computations still take place."""

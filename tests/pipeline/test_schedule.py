@@ -48,7 +48,7 @@ def drawn(name: str, p: int, m: int, data: st.DataObject) -> tuple[Schedule, Dur
     return make_schedule(name, p, v, m), durations
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 14), st.data())
 def test_any_times_keep_the_order_and_lose_no_work(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule, durations = drawn(name, p, m, data)
@@ -89,7 +89,7 @@ def run(name: str, p: int, v: int, m: int, times: Durations) -> Timeline:
     return simulate(make_schedule(name, p, v, m), times)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(0, 12), st.tuples(*[st.floats(0.1, 3)] * 3))
 def test_bubbles_of_the_papers(p: int, v: int, more: int, fiw: tuple[float, float, float]) -> None:
     """With m >= p. All stages take the same times; these are any, with W no longer than F and I."""
@@ -106,7 +106,7 @@ def test_bubbles_of_the_papers(p: int, v: int, more: int, fiw: tuple[float, floa
     assert run("zb_v", p, 2, m, Durations(f, f, f)).bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_activations_of_the_papers(p: int, m: int) -> None:
     one_f_one_b = tuple(float(min(m, p - r)) for r in range(p))

@@ -157,11 +157,11 @@ def test_a_kill_leaves_no_process_and_nothing_under_the_names(folder: Path, tmp_
             with pipe.open("w") as text:
                 text.write("\n\n".join(["a b c d e " * 100] * 3000))
                 text.flush()
-                wait_until(lambda: len(workers(process)) >= 3, 60)  # and the tracker of their semaphores
+                wait_until(lambda: len(workers(process)) >= 3)  # and the tracker of their semaphores
                 started = workers(process)
                 process.kill()
                 process.wait()
-                wait_until(lambda: not any(map(runs, started)), 60)
+                wait_until(lambda: not any(map(runs, started)))
         finally:
             kill_all(process)
     assert [path.name for path in output.iterdir()] == ["c.partial"]

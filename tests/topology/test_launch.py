@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -165,10 +164,9 @@ def test_the_message_comes_at_once(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    began = time.monotonic()
+    monkeypatch.delattr("pangu.config.exit_status.FIRST_SPEAKS_SECONDS")
     words = (*SMALL, "data=synthetic", "model.vocab=64", "validation.every=0", "train.steps=1")
     assert exit_status(lambda: run(composed(*words, "train.device=cpu")), "error", is_first_process()) == status
-    assert time.monotonic() - began < 10
     said = capsys.readouterr().err
     assert said.startswith(
         "error: RANK = x" if variables["RANK"] == "x" else "error: MASTER_ADDR = '', MASTER_PORT = ''"

@@ -20,6 +20,7 @@ from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh, require_own_device
 from pangu.topology.recorder import AxisGroup
 from pangu.zero import gradients
+from tests.pace import at_some_pace
 from tests.parallel.harness import small_trainer
 from tests.spawn import Pool
 
@@ -39,7 +40,8 @@ def test_a_process_whose_peer_never_comes_ends_with_one_message(rank: int, monke
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@at_some_pace
+def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
     """As where a process hangs while it loads libraries."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     for rank in (0, 1, 3):
@@ -47,8 +49,8 @@ def test_those_who_did_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "1", "WORLD_SIZE": "4"}
     for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LocalError, match=r"within 1 s \(parallel.timeout_s\), rank 2 did not; a process that"):
-        Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=1.0)
+    with pytest.raises(LocalError, match=rf"within {pace:g} s \(parallel.timeout_s\), rank 2 did not; a process that"):
+        Mesh.connect(Layout(data=4), torch.device("cpu"), timeout_s=pace)
 
 
 def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_a_process_with_another_layout_ends_before_it_waits_for_others(monkeypat
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: None)
     with pytest.raises(LocalError, match=r"rank 1 on \S+ has Layout\(tensor=2.* another one Layout\(tensor=1"):
-        Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=5.0)
+        Mesh.connect(Layout(tensor=2), torch.device("cpu"), timeout_s=300.0)
 
 
 class _Options(SimpleNamespace):

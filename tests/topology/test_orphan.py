@@ -13,9 +13,9 @@ import os, time
 from threading import Thread
 from pangu.topology.orphan import end_with_launcher
 end_with_launcher()
-Thread(target=time.sleep, args=(60,)).start()  # such a thread keeps a process that returns alive
+Thread(target=time.sleep, args=(600,)).start()  # such a thread keeps a process that returns alive
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
@@ -29,5 +29,5 @@ def test_a_process_ends_when_its_launcher_is_killed() -> None:
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
         # until the worker, which has the same pipes, has ended
-        _, said = launcher.communicate(timeout=30)
+        _, said = launcher.communicate(timeout=300)
     assert f"rank 3 on {socket.gethostname()}: torchrun is gone (process {launcher.pid})" in said

@@ -38,7 +38,7 @@ def test_another_run_is_named(tmp_path: Path) -> None:
     program = (
         f"import fcntl, time; f = open({str(path)!r}, 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True)"
     )
-    other = subprocess.Popen(["python3", "-c", f"{program}; time.sleep(60)"], stdout=subprocess.PIPE)
+    other = subprocess.Popen(["python3", "-c", f"{program}; time.sleep(600)"], stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"

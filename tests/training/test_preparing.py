@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.commands import SMALL, metrics, run_script
+from tests.pace import at_some_pace
 from tests.spawn import Program, repository, run_ranks
 
 FILES = 8
@@ -17,6 +18,7 @@ import os, signal, sys, time
 from multiprocessing import active_children, current_process
 from pathlib import Path
 
+from pangu.collectives import long_work
 from pangu.config.errors import UserError
 from pangu.data import instructions
 from pangu.pretrain import pretrain
@@ -43,6 +45,7 @@ if __name__ == "__main__":
 
 def run_changed(folder: Path, processes: int, code: str, *words: str) -> Program:
     """A run that fine-tunes on files of one conversation each, before each of which this code runs."""
+    folder.mkdir(exist_ok=True)
     script = folder / "changed.py"
     script.write_text(SCRIPT.replace("CODE", code), encoding="utf-8")
     (folder / "files").mkdir(exist_ok=True)
@@ -52,36 +55,40 @@ def run_changed(folder: Path, processes: int, code: str, *words: str) -> Program
     data = ("data=instructions", f"data.train=[{folder}/files]", "data.tokenizer={kind:bytes}", "data.template=plain")
     small = (*SMALL, "model.vocab=257", "train.device=cpu", "train.steps=2", "checkpoint.every=0", "validation.every=0")
     words = (*small, *data, "lr_schedule.warmup_steps=1", *words, f"train.output={folder / 'run'}")
-    return run_ranks(processes, run_script, str(script), *words, timeout=100)
+    return run_ranks(processes, run_script, str(script), *words, timeout=600)
 
 
 def left_over(folder: Path) -> list[str]:
     return [path.name for path in (folder / "run" / "data-0").iterdir()]
 
 
-def test_data_may_be_prepared_for_longer_than_processes_wait(tmp_path: Path) -> None:
+@at_some_pace
+def test_data_may_be_prepared_for_longer_than_processes_wait(tmp_path: Path, pace: float) -> None:
     """First on one node, then on the other."""
-    done = run_changed(tmp_path, 2, "time.sleep(0.6)", "parallel.timeout_s=3")
+    folder = tmp_path / f"{pace:g}"
+    done = run_changed(folder, 2, f"time.sleep({0.6 * pace})", f"parallel.timeout_s={3 * pace}")
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "run")) == 2
+    assert len(metrics(folder / "run")) == 2
     assert "no progress" not in done.stderr  # as the watchdog says
 
 
 @pytest.mark.parametrize(
     ("rank", "workers", "code"),
-    [(1, 1, "time.sleep(90)"), (0, 2, "[os.kill(worker.pid, signal.SIGSTOP) for worker in active_children()]")],
+    [(1, 1, "time.sleep(900)"), (0, 2, "[os.kill(worker.pid, signal.SIGSTOP) for worker in active_children()]")],
     ids=["the process", "its workers"],
 )
-def test_a_preparation_that_hangs_ends_the_run(tmp_path: Path, rank: int, workers: int, code: str) -> None:
+@at_some_pace
+def test_a_preparation_that_hangs_ends_the_run(tmp_path: Path, rank: int, workers: int, code: str, pace: float) -> None:
+    folder, limit_s = tmp_path / f"{pace:g}", 3 * pace
     code = f"if number == 4 and RANK == '{rank}': {code}"
-    done = run_changed(tmp_path, 2, code, "parallel.timeout_s=3", f"data.workers={workers}")
+    done = run_changed(folder, 2, code, f"parallel.timeout_s={limit_s}", f"data.workers={workers}")
     assert done.statuses[0] == 2, done.stderr
     assert done.stderr.count("\nerror: ") == 1
     assert (
-        f"\nerror: rank {rank}: preparing data=instructions does not get on for more than 3 s (parallel.timeout_s); "
-        "look at the disk and the network there, or raise the limit\n"
+        f"\nerror: rank {rank}: preparing data=instructions does not get on for more than {limit_s:g} s "
+        "(parallel.timeout_s); look at the disk and the network there, or raise the limit\n"
     ) in done.stderr
-    stacks = (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
+    stacks = (folder / "run" / "stacks" / f"rank-{rank}.txt").read_text()
     assert stacks.startswith(f"rank {rank}: preparing data=instructions\n")
     assert "parallel_map" in stacks
 
@@ -97,7 +104,8 @@ def test_an_error_of_one_process_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])
 @pytest.mark.parametrize(("processes", "workers"), [(1, 2), (2, 1), (2, 2)])
 def test_a_signal_ends_a_preparation(tmp_path: Path, number: str, status: int, processes: int, workers: int) -> None:
-    code = f"if number == 4: os.kill(os.getpid(), signal.{number}); time.sleep(0.5)"
+    # to clean up takes a slow machine longer
+    code = f"if number == 4: long_work.LEAVE_SECONDS = 300.0; os.kill(os.getpid(), signal.{number}); time.sleep(0.5)"
     done = run_changed(tmp_path, processes, code, f"data.workers={workers}")
     assert done.statuses[0] == status
     assert "Traceback" not in done.stderr

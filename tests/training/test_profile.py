@@ -35,6 +35,7 @@ from pangu.training.profile import PARTS, Profile, RankProfile, breakdown, event
 from pangu.training.saving import Saver
 from pangu.training.step import Trainer
 from tests.end_to_end.commands import metrics
+from tests.pace import at_some_pace
 from tests.parallel.harness import OVERRIDES, small_trainer
 from tests.spawn import Pool
 from tests.threads import Ranks
@@ -169,17 +170,13 @@ def test_parts_add_up_to_the_step(ranks: Ranks, layout: Layout, axes: str, tmp_p
     assert all(ended[one] >= begun[one] for one in begun)
 
 
-LATE = 0.3
-"""Seconds that one rank comes late, or works beside a collective."""
-
-
-def one_is_late(rank: int, world: int) -> tuple[RankProfile, ...]:
-    """Rank 1 comes late to one collective; both work while another one is under way."""
+def one_is_late(rank: int, world: int, late_s: float) -> tuple[RankProfile, ...]:
+    """Rank 1 comes `late_s` seconds late to one collective; both work while another one is under way."""
     mesh = Mesh.connect(Layout(data=2), torch.device("cpu"))
     mesh.recorder.watches = True
     group, values = mesh.group("replicas"), torch.ones(1000)
     recordings = []
-    for works_before, works_beside in ((LATE * rank, 0.0), (0.0, LATE)):
+    for works_before, works_beside in ((late_s * rank, 0.0), (0.0, late_s)):
         Profile.begin(mesh)
         time.sleep(works_before)
         work = start_all_reduce(values, group)
@@ -192,14 +189,18 @@ def one_is_late(rank: int, world: int) -> tuple[RankProfile, ...]:
     return tuple(breakdown(one, {"replicas": [came]}, {}) for one, came in zip(recordings, last.tolist(), strict=True))
 
 
-def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is_not_exposed(pool: Pool) -> None:
-    (waiting, beside), (late, beside_too) = pool.run(2, one_is_late)
-    assert waiting.parts["bubble"] > 0.9 * LATE > late.parts["bubble"]
-    assert waiting.parts["data"] < 0.9 * LATE
-    assert late.parts["logging"] >= LATE
+@at_some_pace
+def test_waiting_for_a_late_rank_is_no_communication_and_hidden_communication_is_not_exposed(
+    pool: Pool, pace: float
+) -> None:
+    late_s = 0.3 * pace
+    (waiting, beside), (late, beside_too) = pool.run(2, one_is_late, late_s)
+    assert waiting.parts["bubble"] > 0.9 * late_s > late.parts["bubble"]
+    assert waiting.parts["data"] < 0.9 * late_s
+    assert late.parts["logging"] >= late_s
     # what it took, not how long it was left alone; the clocks of the two begin a little apart, and the last one to come
     # counts by its own
-    assert 0 < max(each.hidden["replicas"] for each in (beside, beside_too)) < 0.9 * LATE
+    assert 0 < max(each.hidden["replicas"] for each in (beside, beside_too)) < 0.9 * late_s
 
 
 OWN = Algorithms("own", "own")
