@@ -52,7 +52,7 @@ def measure(
     """Carry out each chunk's forward and backward on one rank, and return the spans as plain data, for each size.
 
     Args:
-        chosen: a run whose pipeline has two stages.
+        chosen: a run without a pipeline; chunks are carried out as if there was a second stage.
         device: that tensors are said to be on.
         fake: what tells its streams apart.
         chunks: their `layers` (as large as the real chunk's, without those between equal ones), where the real one
@@ -60,7 +60,7 @@ def measure(
         sizes: sequences of a micro-batch.
         splits: whether gradients of weights are computed apart, both if both ways are asked for.
     """
-    config, layout = replace(chosen.config, compile=False), chosen.layout
+    config, layout = replace(chosen.config, compile=False), replace(chosen.layout, pipeline=2)
     parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
     schedule = _schedule(parts, splits)
     together = ModelPart(
@@ -134,7 +134,7 @@ def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: S
     for boundary, span in spans_in(recorder.log, audit.counts):
         action = boundary.action
         if isinstance(action, Action) and action.micro:
-            spans[_key(boundary, action, kinds[action.chunk])] = span
+            spans[key_of(boundary, action, kinds[action.chunk])] = span
         elif boundary.module in beside and not isinstance(action, Action):
             beside[boundary.module].append(span)
     return {
@@ -146,7 +146,7 @@ def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: S
     }
 
 
-def _key(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> tuple[str, ...]:
+def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> tuple[str, ...]:
     """The fields of the `SpanKey` of a span."""
     if boundary.module == MOVE:
         return "", "", str(action.kind), ""

@@ -49,9 +49,9 @@ class Recorder(Observer, ModuleHooks):
         assert store is not None
         sum_of, complete, put = gradients.sum_of, gradients.complete, store.put
 
-        def begin_sum(parameter: Tensor) -> tuple[Tensor, bool]:
+        def begin_sum(parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
             self._mark("add", names[parameter], 0 if parameter.grad is None else parameter.grad.nbytes)
-            return sum_of(parameter)
+            return sum_of(parameter, cleared)[0], False  # as in most micro-batches
 
         def end_sum(parameter: Tensor) -> None:
             self._mark("complete", names[parameter])

@@ -23,6 +23,7 @@ from pangu.config.expert_layout import least_data
 from pangu.config.files import read_json, write_atomically
 from pangu.config.schema import RunConfig
 from pangu.data.progress import ProgressBar
+from pangu.dryrun.roles import require_device, run_jobs
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.spans import (
     Collective,
@@ -37,7 +38,6 @@ from pangu.pipeline.spans import (
     keys_of,
     module_kinds,
 )
-from pangu.planning.roles import require_device, run_jobs
 from pangu.topology.placement import TensorRank
 
 log = logging.getLogger("pangu")
@@ -69,7 +69,7 @@ class Request(NamedTuple):
         return {key for action in actions for key in keys_of(action, chunk)}
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """A way to compute a model."""
 
     values: str
@@ -81,7 +81,7 @@ class _Way(NamedTuple):
     """Sequences of a micro-batch."""
 
     @classmethod
-    def of(cls, request: Request) -> _Way:
+    def of(cls, request: Request) -> Way:
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
         apart = config.model.tied_head and not {"embedding", "head"} <= kinds
         return cls(json.dumps(_values(config)), "head" in kinds if apart else None, config.batch.micro_size)
@@ -101,16 +101,16 @@ class Traces:
 
     note_progress: Callable[[], None] = lambda: None
     """Called after each dry run."""
-    _known: dict[_Way, dict[str, Any]] = field(default_factory=dict)
+    _known: dict[Way, dict[str, Any]] = field(default_factory=dict)
     """What was measured, as plain data; `spans` by key."""
-    _traces: dict[_Way, Trace] = field(default_factory=dict)
+    _traces: dict[Way, Trace] = field(default_factory=dict)
 
     def of(self, request: Request) -> Trace:
         """The trace of some chunks, measured if it has not been. Raises DryRunError as `measure`."""
         self.measure([request])
-        way = _Way.of(request)
+        way = Way.of(request)
         if way not in self._traces:
-            self._traces[way] = _trace(self._known[way])
+            self._traces[way] = trace_of(self._known[way])
         return self._traces[way]
 
     def measure(self, requests: Collection[Request]) -> None:
@@ -119,7 +119,7 @@ class Traces:
         Raises:
             DryRunError: if the dry run is unavailable here, or the model cannot be carried out so.
         """
-        ways = [(_Way.of(request), request) for request in requests]
+        ways = [(Way.of(request), request) for request in requests]
         if not self._missing(ways):
             return
         self._read(ways)
@@ -134,16 +134,16 @@ class Traces:
                     content = json.dumps({"digest": _digest(whole), "trace": whole})
                     write_atomically(way.file, content.encode(), sync=False)
 
-    def _spans(self, way: _Way) -> dict[SpanKey, Any]:
+    def _spans(self, way: Way) -> dict[SpanKey, Any]:
         return self._known[way]["spans"] if way in self._known else {}
 
-    def _add(self, way: _Way, trace: Mapping[str, Any]) -> None:
+    def _add(self, way: Way, trace: Mapping[str, Any]) -> None:
         """Add what was measured to what is known."""
         spans = {SpanKey(*key): span for *key, span in trace["spans"]}
         self._known[way] = {**trace, "spans": self._spans(way) | spans}
         self._traces.pop(way, None)
 
-    def _read(self, ways: Iterable[tuple[_Way, Request]]) -> None:
+    def _read(self, ways: Iterable[tuple[Way, Request]]) -> None:
         """Read what was measured before."""
         for way in dict(ways):
             with suppress(OSError, UserError):
@@ -151,7 +151,7 @@ class Traces:
                 if isinstance(content, dict) and content.get("digest") == _digest(content.get("trace")):
                     self._add(way, content["trace"])
 
-    def _missing(self, ways: Iterable[tuple[_Way, Request]]) -> list[tuple[_Way, Request]]:
+    def _missing(self, ways: Iterable[tuple[Way, Request]]) -> list[tuple[Way, Request]]:
         """Requests for chunks that have not been measured, and for these alone."""
         missing = []
         for way, request in ways:
@@ -165,15 +165,15 @@ class Traces:
 class _Job(NamedTuple):
     """Dry run of one rank."""
 
-    ways: tuple[_Way, ...]
+    ways: tuple[Way, ...]
     """Of micro-batches of different sizes."""
     chunks: list[dict[str, Any]]
     splits: list[bool]
 
 
-def _jobs(missing: Iterable[tuple[_Way, Request]]) -> list[_Job]:
+def jobs_of(missing: Iterable[tuple[Way, Request]]) -> list[_Job]:
     """A dry run for all micro-batches and chunks that one model can have."""
-    groups: dict[tuple[str, bool | None], list[tuple[_Way, Request]]] = {}
+    groups: dict[tuple[str, bool | None], list[tuple[Way, Request]]] = {}
     for way, request in missing:
         groups.setdefault((way.values, way.head), []).append((way, request))
     jobs = []
@@ -244,19 +244,26 @@ def _values(config: RunConfig) -> dict[str, Any]:
     """The configuration that is carried out: what modules do depends on nothing else of a run's."""
     parallel, model = config.parallel, config.model
     data = least_data(parallel.expert, parallel.expert_tensor, parallel.tensor, parallel.context)
+    offload = [what for what in config.memory.offload if what == "activations"]
+    # below the first trained module backward ends, unless the weights of that module have to be resharded
+    reshards = parallel.zero > 0 and (parallel.zero_group or (parallel.data or 1) * parallel.context) > 1
+    if config.train.frozen and (reshards or len(config.memory.offload) > len(offload)):
+        data, zero = 2 * data, 1
+    else:
+        zero = 0
     values = {**asdict(config), "dry_run": True, "cluster": None}
     changes: dict[str, dict[str, Any]] = {
         # a kernel that a dry run cannot carry out keeps as much
         "model": {"attention": "auto" if model.attention == "flash_attn" else model.attention},
         "parallel": {
-            **{"pipeline": 2 if model.layers > 1 else 1, "virtual": 1, "schedule": "1f1b", "layers": None},
-            **{"data": data, "zero": 0, "zero_group": None, "bucket_mib": None, "overlap": True},
+            **{"pipeline": 1, "virtual": 1, "schedule": "1f1b", "layers": None},
+            **{"data": data, "zero": zero, "zero_group": None, "bucket_mib": None, "overlap": True},
             **{"allowed": (), "auto": False, "timeout_s": 600.0},
         },
         "batch": {"micro_size": 1, "global_size": 2 * data},
         "memory": {
             "recompute": "selective" if config.memory.recompute == "selective" else _RECOMPUTED,
-            "offload": [what for what in config.memory.offload if what == "activations"],
+            "offload": offload,
         },
         "precision": {"reduce": "fp32"},
         "checkpoint": {"upcycle": False},
@@ -266,14 +273,14 @@ def _values(config: RunConfig) -> dict[str, Any]:
 
 
 def _carry_out(
-    missing: Sequence[tuple[_Way, Request]], note_progress: Callable[[], None]
-) -> Iterator[tuple[_Way, dict[str, Any]]]:
+    missing: Sequence[tuple[Way, Request]], note_progress: Callable[[], None]
+) -> Iterator[tuple[Way, dict[str, Any]]]:
     """Measure all that is missing, which may take a minute, and yield the traces.
 
     Raises:
         DryRunError: if the dry run is unavailable here, or one fails.
     """
-    jobs = _jobs(missing)
+    jobs = jobs_of(missing)
     described = [
         (json.loads(job.ways[0].values), 0, {"chunks": job.chunks, "splits": job.splits, "sizes": sizes})
         for job in jobs
@@ -300,8 +307,14 @@ def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -
         yield report
 
 
-def _trace(known: Mapping[str, Any]) -> Trace:
-    spans = {key: None if span is None else _span(span) for key, span in known["spans"].items()}
+def trace_of(known: Mapping[str, Any]) -> Trace:
+    """What was measured, with its spans as a table or as a list."""
+    pairs = (
+        known["spans"].items()
+        if isinstance(known["spans"], dict)
+        else ((SpanKey(*key), span) for *key, span in known["spans"])
+    )
+    spans = {key: None if span is None else _span(span) for key, span in pairs}
     begin, move, finish = (_span(known[name]) for name in ("begin", "move", "finish"))
     return Trace(spans, begin, move, finish, UpdateTrace(*known["update"]), known["lasting_bytes"])
 

@@ -136,8 +136,9 @@ class LanguageModel(nn.Module):
                     hidden = self.final_norm(hidden) if self.config.norms_before_query else hidden
                     # the query at a token's position is for the token after it; the index is not shifted
                     queries = self.query_embedding(batch.positions)
-                block, below = self.layers[str(layer)], HiddenStates(hidden, scores)
-                hidden, scores = self.compute(block, below, context, queries, on=layer < part.layers.start + recomputed)
+                block, on = self.layers[str(layer)], layer < part.layers.start + recomputed
+                # what is below has no other name here, which would keep it while the next layer computes
+                hidden, scores = self.compute(block, HiddenStates(hidden, scores), context, queries, on=on)
                 hidden = hooks.after(f"layers.{layer}", hidden)
         if not part.last:
             return HiddenStates(hidden, scores)

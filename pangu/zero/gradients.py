@@ -122,13 +122,16 @@ class GradientSum(ReduceRules[FlatParameter]):
         parameter.grad = None
         self.complete(parameter)
 
-    def sum_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
-        """Where a parameter's gradients are summed, in its shape, and whether the sum begins; it has begun then."""
+    def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
+        """Where a parameter's gradients are summed, in its shape, and whether the sum begins; it has begun then.
+        `cleared`: it begins with zeros."""
         chunk, index, span = self._places[parameter]
-        total = self._total(self.flat_parameters[chunk][index])
+        total = self._total(self.flat_parameters[chunk][index])[span].view(parameter.shape)
         begins = parameter in self._empty
         self._empty.discard(parameter)
-        return total[span].view(parameter.shape), begins
+        if begins and cleared:
+            total.zero_()
+        return total, begins
 
     def _total(self, flat: FlatParameter) -> Tensor:
         if flat.total is None:

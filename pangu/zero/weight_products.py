@@ -56,9 +56,7 @@ class WeightProducts:
     def add_rows(self, table: Tensor, rows: Tensor, grad: Tensor) -> None:
         """Add gradients [..., width] of rows [...] that were looked up, the last ones of a table in each backward: the
         dense gradient would be written, read and added for all words."""
-        total, begins = self._gradients.sum_of(table)
-        if begins:
-            total.zero_()
+        total, _ = self._gradients.sum_of(table, cleared=True)
         grad = grad.to(total.dtype)
         if total.device.type == "cpu":  # a CPU adds in one order by this one, a GPU by the other
             total.index_add_(0, rows.flatten(), grad.flatten(0, -2))

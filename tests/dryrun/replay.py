@@ -1,0 +1,94 @@
+"""A process that carries out layouts as they are, and the shortened chunks that stand for them, and compares every
+span: reads composed configurations and writes what differs, a line for each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pangu.dryrun.device import load_device
+
+if __name__ == "__main__":
+    fake = load_device()
+
+import torch
+
+from pangu.dryrun.measure import key_of, measure
+from pangu.dryrun.ownership import label_states
+from pangu.dryrun.recorder import Recorder, spans_in
+from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
+from pangu.dryrun.traces import Request, Way, jobs_of, trace_of
+from pangu.models.parameters import place_tensors
+from pangu.pipeline.actions import Action
+from pangu.pipeline.layouts import Chosen, choose_layout
+from pangu.pipeline.spans import Span, SpanKey, Trace, module_kinds
+from pangu.topology.layout import Coordinates
+from pangu.topology.mesh import Mesh
+from pangu.topology.placement import TensorRank
+from pangu.training.step import Trainer
+
+Found = Iterator[tuple[str, SpanKey, Span]]
+
+
+def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
+    """The spans of a step of a stage, each with its action."""
+    layout = chosen.layout
+    rank = layout.rank(Coordinates(stage, 0, 0))
+    with on_fake_tensors(rank, layout.world):
+        mesh = Mesh.connect(layout, device, 60.0)
+        with audited(chosen.config, mesh, fake) as audit:
+            trainer = Trainer(chosen.config, mesh, chosen.stages)
+            if trainer.scales is not None:
+                trainer.scales.known = True
+            label_states(audit, trainer)
+            parts = chosen.stages.of(stage)
+            table = place_tensors(chosen.config.model, list(parts.values()), TensorRank(), chosen.config.train.frozen)
+            kinds = {chunk: module_kinds(chosen.config, table, part) for chunk, part in parts.items()}
+            recorder = Recorder(audit, trainer, kinds)
+            for _ in range(2):  # the first step makes what stays
+                audit.counts.clear()
+                recorder.log.clear()
+                carry_out(recorder, trainer, micro_batches(chosen.config, layout))
+                recorder.finish()
+            for boundary, span in spans_in(recorder.log, audit.counts):
+                if isinstance(boundary.action, Action):
+                    key = SpanKey(*key_of(boundary, boundary.action, kinds[boundary.action.chunk]))
+                    yield f"{boundary.action}", key, span
+
+
+def measured(chosen: Chosen, stage: int, device: torch.device) -> Trace:
+    """The trace of a stage."""
+    config, parts = chosen.config, chosen.stages.of(stage)
+    table = place_tensors(config.model, list(parts.values()), TensorRank(), config.train.frozen)
+    chunks = tuple(tuple(module_kinds(config, table, part).values()) for part in parts.values())
+    request = Request(config, chunks, (chosen.stages.schedule.splits_backward,))
+    way = Way.of(request)
+    (job,) = jobs_of([(way, request)])
+    (trace,) = measure(choose_layout(json.loads(way.values), 1), device, fake, job.chunks, [way.size], job.splits)
+    return trace_of(json.loads(json.dumps(trace)))
+
+
+def differences(values: dict[str, Any], device: torch.device) -> Iterator[str]:
+    """What of each stage's spans is not as it was measured."""
+    chosen = choose_layout(values, 1)
+    for stage in range(chosen.layout.pipeline):
+        trace, count = measured(chosen, stage, device), 0
+        for action, key, span in carried_out(chosen, stage, device):
+            told, count = trace.spans.get(key), count + 1
+            if not key.action and key.module in ("UNSHARD", "RESHARD"):
+                told = Span()
+            if told is None:
+                yield f"stage {stage}, {action}: {key} was not measured"
+            elif told.segments != span.segments:
+                yield f"stage {stage}, {action}: {key}: {told.segments} instead of {span.segments}"
+            elif told.work != span.work:
+                yield f"stage {stage}, {action}: {key}: {told.work} instead of {span.work}"
+        assert count > 10
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(list(differences(json.loads(line), torch.device("cuda", 0)))), flush=True)
