@@ -202,7 +202,7 @@ class Trace:
 
 def full_name(module: str, parameter: str) -> str:
     """The name of a mark's parameter in the span of a module, such as `layers.3`."""
-    return f"{module}.{parameter}" if module.startswith("layers.") and parameter[0] == "." else parameter
+    return f"{module}{parameter}" if module.startswith("layers.") and parameter[0] == "." else parameter
 
 
 def module_kinds(config: RunConfig, table: PlacementTable, part: ModelPart) -> dict[str, str]:

@@ -58,6 +58,11 @@ def _most_shards(layout: Layout) -> int:
     return max(layout.shards, ExpertLayout(layout).shards)
 
 
+def reduces_each(layout: Layout) -> bool:
+    """Return whether sums of gradients are sharded, where a schedule reduces them after every micro-batch."""
+    return layout.zero >= 2 and _most_shards(layout) > 1
+
+
 def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     """Cut the model into chunks that take equal time, or as `parallel.layers` says, and make the schedule. Raises
     ConfigError, naming the keys, if the schedule does not allow these numbers or the layers do not fit."""
@@ -65,8 +70,9 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        each = layout.zero >= 2 and _most_shards(layout) > 1
-        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, each)
+        schedule = make_schedule(
+            parallel.schedule, layout.pipeline, layout.virtual, micro_batches, reduces_each(layout)
+        )
     except NumbersError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
         problems.append(Problem(f"parallel.{key}", getattr(parallel, key), error.rule))

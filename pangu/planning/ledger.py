@@ -16,7 +16,7 @@ from operator import add
 from typing import NamedTuple
 
 from pangu.pipeline.expand import StepOp
-from pangu.pipeline.spans import Collective, Span, full_name
+from pangu.pipeline.spans import Collective, Mark, Span, full_name
 from pangu.zero.rules import Operation
 
 GRAIN = 512
@@ -118,6 +118,8 @@ class Fold:
         self._spans: list[Span] = []
         self._collectives: list[Collective] = []
         self._fetched = 0.0
+        self._module = self._before = ""
+        """Module that is computed, and the one before it."""
         self._in_flight: dict[int, range] = {}
         """Flat parameters being gathered or reduced -> places of their collectives; not those known to be hidden."""
 
@@ -162,19 +164,21 @@ class Fold:
         """Carry out a span of a module, with the reductions that its gradients complete."""
         self._hide()
         self._spans.append(span)
+        if module != self._module:
+            self._before, self._module = self._module, module
         meter, start, waiting = self._meter, self._meter.level[ACTIVATIONS], self._placed(module, span, reductions)
         for number, segment in enumerate(span.segments):
             meter.note(start + segment.peak - meter.level[ACTIVATIONS], place)
             meter.change(ACTIVATIONS, start + segment.end - meter.level[ACTIVATIONS], place)
             if segment.mark is not None and segment.mark.event == "add":
-                self._begin_sum(self._flat_of[full_name(module, segment.mark.parameter)])
+                self._begin_sum(self._flat(module, segment.mark))
             self.operations(waiting.get(number, ()))
 
     def _placed(self, module: str, span: Span, reductions: Sequence[StepOp]) -> dict[int, list[StepOp]]:
         """Return the operations that follow each segment: a flat parameter is reduced behind its last gradient, and
         behind those that are reduced before it."""
         last = {
-            self._flat_of[full_name(module, segment.mark.parameter)]: number
+            self._flat(module, segment.mark): number
             for number, segment in enumerate(span.segments)
             if segment.mark is not None and segment.mark.event == "complete"
         }
@@ -188,6 +192,13 @@ class Fold:
                 waits = []
         placed.setdefault(place, []).extend(waits)
         return placed
+
+    def _flat(self, module: str, mark: Mark) -> int:
+        """Return the flat parameter of a gradient in the span of a module."""
+        name = mark.parameter
+        if name.startswith("layers."):  # of the layer before, whose number is that of the model that was measured
+            module, name = self._before, name[name.index(".", len("layers.")) :]
+        return self._flat_of[full_name(module, name)]
 
     def _begin_sum(self, flat: int) -> None:
         """Allocate the sum of a flat parameter's gradients, unless it exists."""

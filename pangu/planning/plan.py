@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from pangu.config.schema import RunConfig
 from pangu.pipeline.orders import SCHEDULES, reduces_each
 from pangu.planning.pipeline_time import Pipeline
 from pangu.topology.layout import Layout
@@ -33,7 +35,7 @@ class Plan(NamedTuple):
     """With `recompute` = none, layers of each chunk that are computed again in full."""
     zero_group: int = 0
     """Replicas that share states; 0: all."""
-    offload: tuple[str, ...] = ()
+    offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
     """What waits in host memory, as `memory.offload`."""
     chunks: int = 1
     """Of products, whose communication hides behind one another."""
@@ -84,3 +86,21 @@ class Plan(NamedTuple):
     def steps(self) -> Pipeline:
         """Its schedule."""
         return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
+
+
+def configured(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return a configuration with a layout, for one step of its micro-batches."""
+    parallel = replace(
+        config.parallel,
+        **{name: getattr(plan, name) for name in ("tensor", "pipeline", "virtual", "schedule", "data", "context")},
+        **{name: getattr(plan, name) for name in ("context_kind", "expert", "sequence", "zero")},
+        zero_group=plan.zero_group or None,
+        expert_tensor=plan.expert_tensor or None,
+        overlap_chunks=plan.chunks,
+        layers=plan.layers or None,
+    )
+    batch = replace(
+        config.batch, micro_size=plan.micro_size, global_size=plan.micro_batches * plan.micro_size * plan.data
+    )
+    memory = replace(config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
+    return replace(config, parallel=parallel, batch=batch, memory=memory, dry_run=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem
@@ -39,7 +39,7 @@ CHUNKS = (2, 4)
 KINDS = ("gather", "ring", "ulysses")
 """Of exchange between ranks that share sequences, tried for them too."""
 CUT = 10
-OFFLOADED = ("optimizer", "activations", "parameters")
+OFFLOADED: tuple[Literal["optimizer", "activations", "parameters"], ...] = ("optimizer", "activations", "parameters")
 """What may wait in host memory, tried where a layout does not fit."""
 LONG = 16_384
 """Tokens of sequences that a search lets several ranks share."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
@@ -157,15 +158,48 @@ class StageLedger:
         return total
 
 
+class StepRun(NamedTuple):
+    """What a stage's step depends on besides its modules and actions."""
+
+    micro_batches: int
+    """Those of the actions."""
+    more: int
+    """Further ones, which are like the middle one."""
+    message: tuple[int, ...]
+    """Bytes of the tensors that a chunk hands to the next one."""
+    sizes: Mapping[str, int]
+    """Axis -> ranks that communicate (`group_sizes`)."""
+
+
+class _Walked:
+    """What the actions of a step come to."""
+
+    def __init__(self) -> None:
+        self.passes: dict[tuple[Kind, int], Pass] = {}
+        self.counts: Counter[int] = Counter()
+        """`id` of a pass -> how often it occurs."""
+        self.messages: Counter[Action] = Counter()
+        self.left = 0
+        """Bytes that a micro-batch leaves behind."""
+
+    def add(self, action: Action, one: Pass, run: StepRun) -> None:
+        """Count an action; those of the middle micro-batch stand for all that are alike."""
+        is_middle = action.micro == (run.micro_batches - 1) // 2
+        count = 1 + run.more * is_middle
+        self.counts[id(one)] += count
+        self.left += is_middle * sum(one.change)
+        if action.kind in MESSAGES:
+            self.messages[action._replace(micro=None)] += count
+        elif is_middle:
+            self.passes[action.kind, action.chunk] = one
+
+
 class StageProgram:
     """A stage whose steps can be folded: any list of actions."""
 
-    def __init__(
-        self, config: RunConfig, layout: Layout, parameters: StageParameters, kinds: ModuleKinds, trace: Trace
-    ) -> None:
+    def __init__(self, config: RunConfig, parameters: StageParameters, kinds: ModuleKinds, trace: Trace) -> None:
         """`kinds`: chunk -> its modules, in the order of forward, with their kinds (`module_kinds`)."""
         self.config, self.parameters, self.trace, self._kinds = config, parameters, trace, kinds
-        self._sizes = group_sizes(layout)
         self._hidden = HIDDEN if config.parallel.overlap else 0.0
         self.formats = Formats.of(config)
         flats, table = parameters.flats, parameters.table
@@ -180,50 +214,69 @@ class StageProgram:
         self._passes: dict[Any, tuple[Pass, Any]] = {}
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
         self.lasting = lasting_bytes(flats, self.shards, self.formats, fused)
+        self._lasting = sum(self.lasting.values()) + trace.lasting_bytes
 
-    def ledger(self, actions: Sequence[Action], micro_batches: int, message: Sequence[int]) -> StageLedger:
-        """Fold the actions of a step. `message`: bytes of the tensors that one chunk hands to the next."""
-        meter, passes, counts = Meter(), dict[tuple[Kind, int], Pass](), Counter[int]()
-        sends: Counter[tuple[Kind, int | None]] = Counter()
-        self._begin(meter, micro_batches)
+    def ledger(self, actions: Iterable[Action], run: StepRun) -> StageLedger:
+        """Fold the actions of a step."""
+        meter, walked = self._begun(run.micro_batches), _Walked()
         state: Any = (self._first, frozenset())
-        for action in (*actions, None):
+        for action in actions:
             one, state = self._pass(action, state)
-            meter.follow(one, "adding up gradients" if action is None else str(action))
-            counts[id(one)] += 1
-            if action is not None and action.kind in MESSAGES:
-                sends[action.kind, action.peer] += 1
-            elif action is not None and action.micro == (micro_batches - 1) // 2:
-                passes[action.kind, action.chunk] = one
+            meter.follow(one, str(action))
+            walked.add(action, one, run)
+        last, _ = self._pass(None, state)
+        walked.counts[id(last)] += 1
+        meter.follow(last, "adding up gradients")
         meter.follow(Pass.of(self.trace.finish), "adding up losses and norms")
-        update, working = self._update()
-        meter.level[ACTIVATIONS] = sum(self.lasting.values()) + self.trace.lasting_bytes
+        meter.level[ACTIVATIONS] = self._lasting
+        update, host_update_bytes, working = self._update()
         meter.note(working, "the update")
-        besides: Counter[Collective] = Counter(self._ending())
+        left = run.more * (walked.left + self.trace.move.end)
+        besides, sent = self._collectives(walked, run)
+        channels = len({(action.kind, action.peer) for action in walked.messages})
+        axes = {each.axis for each, often in sent.items() if often and not is_message(each)}
+        return StageLedger(
+            self.lasting,
+            meter.peak + left,
+            {
+                **dict(zip(KINDS, meter.kinds, strict=True)),
+                "activations": meter.kinds[ACTIVATIONS] - self._lasting + left,
+            },
+            meter.place,
+            sent,
+            len(axes) + channels,
+            walked.passes,
+            besides,
+            update,
+            host_update_bytes,
+        )
+
+    def _begun(self, micro_batches: int) -> Meter:
+        """Return the live bytes before the first action."""
+        meter = Meter()
+        meter.change(ACTIVATIONS, self._lasting)
+        for _ in range(micro_batches):
+            meter.follow(Pass.of(self.trace.move), "moving a micro-batch to the device")
+        meter.follow(Pass.of(self.trace.begin), "the beginning")
+        return meter
+
+    def _collectives(self, walked: _Walked, run: StepRun) -> tuple[Counter[Collective], Counter[Collective]]:
+        """Return the collectives of a step besides those of `passes`, and all of them with the messages."""
+        besides: Counter[Collective] = Counter(each for each in self._ending() if run.sizes[each.axis] > 1)
         sent = besides.copy()
-        for (kind, _), count in sends.items():
-            for size in message:
-                sent[message_of(kind, size)] += count
-        for one, count in [(one, counts[id(one)]) for one, _ in self._passes.values()]:
+        for action, count in walked.messages.items():
+            for size in run.message:
+                sent[message_of(action.kind, size)] += count
+        for one, count in [(one, walked.counts[id(one)]) for one, _ in self._passes.values()]:
             for each in one.collectives:
                 besides[each] += count
                 sent[each] += count
             for each in (each for span in one.spans for each in span.work.collectives):
                 sent[each] += count
-        for one in passes.values():
+        for one in walked.passes.values():
             for each in one.collectives:
-                besides[each] -= micro_batches
-        axes = {each.axis for each, often in sent.items() if often and each.kind not in ("send", "receive")}
-        kinds = dict(zip(KINDS, meter.kinds, strict=True))
-        groups = len(axes) + len(sends)
-        return StageLedger(self.lasting, meter.peak, kinds, meter.place, sent, groups, passes, besides, update)
-
-    def _begin(self, meter: Meter, micro_batches: int) -> None:
-        """Fold what precedes the first action."""
-        meter.change(ACTIVATIONS, sum(self.lasting.values()) + self.trace.lasting_bytes)
-        for _ in range(micro_batches):
-            meter.follow(Pass.of(self.trace.move), "moving a micro-batch to the device")
-        meter.follow(Pass.of(self.trace.begin), "the beginning")
+                besides[each] -= run.micro_batches + run.more
+        return besides, sent
 
     def _ending(self) -> Iterator[Collective]:
         """Yield the collectives of a step besides those of micro-batches, gathers and reductions: of gradients of which
@@ -255,11 +308,26 @@ class StageProgram:
             sent += [
                 Collective("all_reduce", axis, 3 * count * formats.sums) for axis, count in counts.items() if count
             ]
-        return (each for each in sent if self._sizes[each.axis] > 1)
+        return iter(sent)
 
-    def _update(self) -> tuple[Work, int]:
-        """Return the optimizer's step and the bytes that it works with."""
-        return Work(), 0
+    def _update(self) -> tuple[Work, float, int]:
+        """Return the optimizer's step, the bytes that it reads and writes on the host, and those that it works with."""
+        flats = [flat for flat in self.parameters.flats if flat.trained]
+        numels = [held.numels for flat, held in zip(self.parameters.flats, self.shards, strict=True) if flat.trained]
+        on_host = any("optimizer" in flat.sharding.offload for flat in flats)
+        elements, tensors = sum(map(sum, numels)), sum(map(len, numels))
+        moved, launches, working = self.trace.update.at(elements, tensors, UPDATED_AT_ONCE)
+        copied = 0.0
+        for flat in flats:
+            rows = {row.name: row for row in buffer_table(flat.padded, True, flat.sharding, True)}
+            share = flat.padded // flat.sharding.size
+            published = rows["rounded"].on_host != rows["local"].on_host
+            copied += share * (self.formats.sums * on_host + self.formats.weights * published)
+        return (
+            Work((), moved * (not on_host), launches, host_bytes=copied),
+            moved * on_host,
+            int(working) * (not on_host),
+        )
 
     def _pass(self, action: Action | None, state: Any) -> tuple[Pass, Any]:
         """Return an action in a state of the flat parameters, and the state behind it; None: the end of the step."""
@@ -278,7 +346,8 @@ class StageProgram:
                 spans = self.trace.of_action(action.kind, list(kinds.values()))
                 fold_modules(fold, operations, zip(["", *names, ""], spans, strict=True))
             elif action is not None and action.kind in MESSAGES:
-                fold.span(action.kind, "", self.trace.spans[SpanKey("", "", action.kind, "")])
+                span = self.trace.spans[SpanKey("", "", action.kind, "")]
+                fold.span(action.kind, "", span or Span())
             else:
                 fold.operations(operations)
             self._passes[key] = fold.result(), (self._expansion.state, frozenset(begun))
@@ -289,22 +358,30 @@ def fold_modules(
     fold: Fold, operations: Iterable[StepOp], modules: Iterable[tuple[str, tuple[str, Span | None]]]
 ) -> None:
     """Fold the operations of an action on a chunk, among them the computation of its modules, over their spans."""
-    left = deque(operations)
+    left, last, reductions = deque(operations), "", list[StepOp]()
     for module, (kind, span) in modules:
         at = next((place for place, one in enumerate(left) if module and one.module == module), None)
         if at is not None:
             fold.operations(left.popleft() for _ in range(at))
             left.popleft()
-        reductions = list[StepOp]()
+            last = module
         while left and left[0].kind.endswith("REDUCE"):
             reductions.append(left.popleft())
-        fold.span(kind, module, span or Span(), reductions)
+        if span is not None:  # a module that begins backward may not end: what it does belongs to the end of all
+            fold.span(kind, last, span, reductions)
+            reductions = []
+    fold.operations(reductions)
     fold.operations(left)
 
 
 def message_of(kind: Kind, nbytes: int) -> Collective:
     """Return the message of a tensor between stages."""
     return Collective(cast(Any, "send" if kind in SENDS else "receive"), "pipeline", nbytes)
+
+
+def is_message(one: Collective) -> bool:
+    """Return whether it is a message between stages."""
+    return one.axis == "pipeline" and one.kind in ("send", "receive")
 
 
 def group_sizes(layout: Layout) -> dict[str, int]:
