@@ -118,7 +118,7 @@ class Expansion:
         for action in actions:
             self.add(action)
         self.reducing.finish_all()
-        on_host = any("optimizer" in flat.sharding.offload for flat in self.trained)
+        on_host = any("optimizer" in flat.sharding.offload for flat in self.parameters.flats)
         groups = [[flat] for flat in self.trained] if one_by_one and on_host else [self.trained]
         for flats in groups:
             self.ops.append(StepOp(UPDATE, flat=flats[0] if len(groups) > 1 else None))

@@ -75,8 +75,10 @@ class _Live:
 
 @dataclass
 class ParameterHooks:
-    """Called with a chunk when the schedule says so."""
+    """Called when the schedule says so, all but `begin` with a chunk."""
 
+    begin: Callable[[Action], None] = lambda action: None
+    """An action begins."""
     unshard: Callable[[int], None] = lambda chunk: None
     """Its parameters, once gathered, are needed until `reshard`."""
     reshard: Callable[[int], None] = lambda chunk: None
@@ -162,6 +164,7 @@ class Runner(Generic[M]):
 
         for action in schedule.actions[self.stage]:
             self.action, self.began = action, time.perf_counter()
+            self.hooks.begin(action)
             with self.recorder.span(action):
                 match action.kind:
                     case Kind.FORWARD:

@@ -128,10 +128,17 @@ class Trainer:
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
         dtype, region = DTYPES[config.precision.compute], TensorRegion.of(mesh)
-        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
+        hooks = ParameterHooks(
+            unshard=unsharder.unshard, reshard=unsharder.reshard, expect=gradients.expect, reduce=gradients.reduce
+        )
         self.runner = Runner.on(
             mesh, self.model, chunks, schedule, dtype=dtype, region=region, store=store, hooks=hooks
         )
+        self.check = None
+        if config.train.check_step:
+            from pangu.training.step_check import StepCheck
+
+            self.check = StepCheck(self)
 
     @property
     def shards(self) -> list[Shard]:
@@ -172,6 +179,8 @@ class Trainer:
         The loss of every token is divided by the number of target tokens of the *global* batch, so that neither the
         micro-batch size nor the number of replicas changes the gradient, however uneven the loss masks are.
         """
+        if self.check is not None:
+            self.check.begin()
         self.doing = "counting target tokens"
         batches = [batch.cut(self.model.context).to(self.mesh.device) for batch in micro_batches]
         num_targets = torch.stack([batch.weights for batch in batches]).sum(dtype=torch.float64)
@@ -214,6 +223,8 @@ class Trainer:
         self.copied.precede()
         # LAMB meets the other ranks in its step
         self.parameters.update(self.optimizer, (overflow, divisor), one_by_one=optimizer.name == "adam")
+        if self.check is not None:
+            self.check.end()
         self.loss_scale.update(overflow)
         if self.scales is not None:
             self.scales.finish_update(self.step)

@@ -85,6 +85,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         )
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
+        if self.note is not None:
+            self.note(operation, flat)
         if operation is Operation.REDUCE:
             self._handles.append(self._start(flat))
         else:

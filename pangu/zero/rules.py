@@ -3,7 +3,7 @@ tensors. The runtime carries these operations out, and `pipeline.expand` lists t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
@@ -71,6 +71,9 @@ class UnshardRules(Generic[F]):
         self._users = dict.fromkeys(self.flat_parameters, 0)
         self._kept: set[F] = set()
         """Those of chunks that a schedule has unsharded."""
+
+    note: Callable[[Operation, F], None] | None = None
+    """Told of every operation before it is carried out."""
 
     @property
     def state(self) -> Hashable:
@@ -181,6 +184,9 @@ class ReduceRules(Generic[F]):
         self._num_sent: dict[int, int] = {}
         self._reducing: list[F] = []
         """Oldest first."""
+
+    note: Callable[[Operation, F], None] | None = None
+    """Told of every operation before it is carried out."""
 
     @property
     def state(self) -> Hashable:

@@ -39,6 +39,11 @@ def _nothing() -> None:
     pass
 
 
+def passing(x: Tensor, in_forward: Callable[[], None], in_backward: Callable[[], None]) -> Tensor:
+    """Call one function now, and another when the gradient of what is returned, `x`, has been made."""
+    return _Passing.apply(x, in_forward, in_backward)
+
+
 class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
     """Unshards the weights before a module uses them."""
 
@@ -58,6 +63,8 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
         """Gathers and copies in flight."""
 
     def do(self, operation: Operation, flat: FlatParameter) -> None:
+        if self.note is not None:
+            self.note(operation, flat)
         match operation:
             case Operation.UNSHARD:
                 self._unshard(flat)

@@ -257,6 +257,7 @@ def keys_of(case: Case, *others: Case) -> tuple[list[str], list[str]]:
         f"memory.offload=[{case['offload']}]",
         f"loss.chunk={case['loss_chunk']}",
         f"model.attention={case['attention']}",
+        "train.check_step=true",
         *RECOMPUTE[case["recompute"]].split(),
     ]
     if case["cut"] == "uneven":

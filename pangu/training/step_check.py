@@ -1,0 +1,108 @@
+"""`train.check_step`: compares every operation of a step, as it happens, with the list that the planner prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pangu.config.errors import LostError
+from pangu.models.language_model import ModuleHooks
+from pangu.pipeline.actions import MESSAGES, Action, Kind
+from pangu.pipeline.expand import UPDATE, StepOp, expand
+from pangu.zero.flat_parameter import FlatParameter
+from pangu.zero.rules import Operation
+from pangu.zero.stage_parameters import StageParameters
+from pangu.zero.unshard import passing
+
+if TYPE_CHECKING:
+    from pangu.training.step import Trainer
+
+
+class StepCheck(ModuleHooks):
+    """The list of a trainer's step, and how far the step has come in it.
+
+    Weight gradients that a schedule postpones are made parameter by parameter, and those of lookups when no module is
+    left: of these the reductions are compared, not the modules.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Watch a trainer's steps from now on."""
+        mesh, schedule, parameters = trainer.mesh, trainer.stages.schedule, trainer.parameters
+        chunks = trainer.stages.of(mesh.at.pipeline)
+        self._stage = StageParameters.of_run(trainer.config, mesh.layout, mesh.at, chunks, schedule.reduce_each)
+        self._actions = schedule.actions[mesh.at.pipeline]
+        self._numbers = dict(zip(parameters.flat_parameters, self._stage.flats, strict=True))
+        self._one_by_one = trainer.config.optimizer.name == "adam"
+        self._name = mesh.name
+        self._expected: Iterator[StepOp] | None = None
+        """What follows; None outside of a step."""
+        self._action: Action | None = None
+        self._count = 0
+        """Operations of the step so far."""
+        self._below, trainer.model.hooks = trainer.model.hooks, self
+        self._unsharder = parameters.unsharder
+        parameters.unsharder.note = parameters.gradients.note = self._note_flat
+        trainer.runner.hooks.begin = self._begin_action
+        trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
+
+    def begin(self) -> None:
+        """A step begins."""
+        in_flight = {self._numbers[flat].index for flat in self._unsharder.in_flight}
+        ops = expand(self._actions, self._stage, in_flight, self._one_by_one)
+        self._expected, self._count = filter(self._is_compared, ops), 0
+
+    def end(self) -> None:
+        """A step has ended. Raises LostError if the list goes on."""
+        if self._expected is not None and (rest := next(self._expected, None)) is not None:
+            self._refuse(rest, "the end of the step")
+        self._expected = None
+
+    def before(self, module: str, x: Tensor) -> Tensor:
+        """Note the module's forward, behind what its weights need."""
+        return passing(self._below.before(module, x), lambda: self._note_module(module), lambda: None)
+
+    def after(self, module: str, x: Tensor) -> Tensor:
+        """Note the module's backward, behind what its weights need."""
+        return self._below.after(module, passing(x, lambda: None, lambda: self._note_module(module)))
+
+    def _begin_action(self, action: Action) -> None:
+        self._action = action
+        if action.kind in MESSAGES:
+            self._note(StepOp(action.kind.value, "", None, action.chunk, action.micro, action.peer))
+
+    def _note_module(self, module: str) -> None:
+        if (action := self._action) is not None and module in self._stage.uses[action.chunk]:
+            op = StepOp(action.kind.value, module, None, action.chunk, action.micro)
+            if self._is_compared(op):
+                self._note(op)
+
+    def _is_compared(self, op: StepOp) -> bool:
+        is_forward = op.kind == Kind.FORWARD
+        alone = op.kind == Kind.BACKWARD_WEIGHT or (op.module in self._stage.regions.lookups and not is_forward)
+        return not op.module or not alone
+
+    def _note_flat(self, operation: Operation, flat: FlatParameter) -> None:
+        self._note(StepOp(operation.value, flat=self._numbers[flat]))
+
+    def _note_update(self) -> None:
+        self._note(StepOp(UPDATE))
+
+    def _note(self, op: StepOp) -> None:
+        if self._expected is None:
+            return
+        expected = next(self._expected, None)
+        if expected is not None and expected.kind == UPDATE:
+            expected = expected._replace(flat=None)
+        if expected != op:
+            self._refuse(expected, str(op))
+        self._count += 1
+
+    def _refuse(self, expected: StepOp | None, found: str) -> None:
+        number = self._count + 1
+        self._expected = None
+        raise LostError(
+            f"{self._name}: train.check_step: operation {number} of the step is {found}, where the list of the "
+            f"step has {'its end' if expected is None else expected}; this is a fault of pangu"
+        )
