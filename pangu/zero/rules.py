@@ -34,6 +34,9 @@ class Shardable(Hashable, Protocol):
     @property
     def sharding(self) -> Sharding: ...
 
+    @property
+    def main_on_host(self) -> bool: ...
+
 
 F = TypeVar("F", bound=Shardable)
 Following = Mapping[str, str]
@@ -99,7 +102,7 @@ class UnshardRules(Generic[F]):
             sharding = flat.sharding
             if sharding.stage == 3:
                 self.release(flat)
-            elif sharding.size > 1 or "optimizer" in sharding.offload:
+            elif sharding.size > 1 or flat.main_on_host:
                 self.in_flight[flat] = None
             if not self.overlap:
                 self.finish(flat)

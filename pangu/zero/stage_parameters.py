@@ -38,6 +38,11 @@ class FlatNumbers:
     sharding: Sharding
     trained: bool
 
+    @property
+    def main_on_host(self) -> bool:
+        """Whether its main parameters are in host memory."""
+        return self.trained and "optimizer" in self.sharding.offload
+
     def __str__(self) -> str:
         return f"flat parameter {self.index} ({self.names[0]}{', ...' if len(self.names) > 1 else ''})"
 

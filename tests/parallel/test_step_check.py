@@ -1,0 +1,65 @@
+"""What a step does is what its list says, operation by operation (`train.check_step`).
+
+The covering array of `test_layouts.py` compares both in every case. Here are buckets of several sizes, and what a difference is.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pangu.config.errors import LostError
+from pangu.topology.layout import Layout
+from pangu.zero.gradients import GradientSum
+from pangu.zero.unshard import Unsharder
+from tests.parallel.harness import OVERRIDES, small_trainer
+from tests.threads import Ranks, replaced_here
+
+LAYERS = ("model.layers=4", "batch.global_size=8", "batch.micro_size=2", "train.check_step=true")
+
+
+def two_steps(rank: int, world: int, layout: Layout, *overrides: str) -> int:
+    """Number of flat parameters, after two steps that were compared with their lists."""
+    trainer, batches = small_trainer(layout, *overrides)
+    for _ in range(2):
+        trainer.train_step(batches)
+    return len(trainer.parameters.flat_parameters)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("frozen", ["", "layers.1.*"])
+def test_buckets_of_all_sizes(ranks: Ranks, zero: int, frozen: str) -> None:
+    """One flat parameter for each module, for some of them together, and for all that is trained."""
+    words = (*OVERRIDES, *LAYERS, f"train.frozen=[{frozen}]")
+    sizes = [
+        ranks.run(2, two_steps, Layout(data=2, zero=zero), *words, f"parallel.bucket_mib={mib}")[0]
+        for mib in (0.001, 0.1, 100)
+    ]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def reduced_late(rank: int, world: int, layout: Layout, what: str) -> str:
+    """What the check says of a step whose gradients wait for the end of backward, or whose weights stay whole."""
+    late = replaced_here(GradientSum, count=lambda *_: None)
+    whole = replaced_here(Unsharder, end=lambda *_: None)
+    with late if what == "reduced late" else whole, pytest.raises(LostError) as error:
+        two_steps(rank, world, layout, *OVERRIDES, *LAYERS)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "reduced late",
+            r"is RESHARD flat parameter (\d+) .*, where the list of the step has REDUCE flat parameter \1 ",
+        ),
+        ("not resharded", r"where the list of the step has RESHARD flat parameter \d+ \("),
+    ],
+)
+def test_the_first_difference_ends_the_run(ranks: Ranks, what: str, said: str) -> None:
+    """It names the operation, its number and what should have been."""
+    for message in ranks.run(2, reduced_late, Layout(data=2, zero=3), what):
+        assert re.match(r"rank [01]: train.check_step: operation \d+ of the step is ", message)
+        assert re.search(said, message), message
