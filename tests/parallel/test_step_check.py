@@ -1,6 +1,7 @@
 """What a step does is what its list says, operation by operation (`train.check_step`).
 
-The covering array of `test_layouts.py` compares both in every case. Here are buckets of several sizes, and what a difference is.
+The covering array of `test_layouts.py` compares both in every case. Here are buckets of several sizes, and what a
+difference is.
 """
 
 from __future__ import annotations
