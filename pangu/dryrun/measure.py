@@ -22,7 +22,7 @@ from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
 from pangu.pipeline.layouts import Chosen
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.spans import END, START, Span, UpdateTrace, keys_of, module_kinds
+from pangu.pipeline.spans import END, START, Span, SpanKey, UpdateTrace, keys_of, module_kinds
 from pangu.pipeline.stages import Stages
 from pangu.topology.mesh import Mesh
 from pangu.topology.placement import Placement, TensorRank
@@ -124,7 +124,7 @@ def _schedule(parts: Mapping[int, ModelPart], splits: Sequence[bool]) -> Schedul
 def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: Sequence[bool]) -> dict[str, Any]:
     """What `Trace` says, as plain data."""
     audit: Audit = recorder.audit
-    spans: dict[tuple[str, ...], Span | None] = {
+    spans: dict[SpanKey, Span | None] = {
         key: None
         for modules in kinds.values()
         for action in ("F", *(kind for split in splits for kind in ("IW" if split else "B")))
@@ -134,7 +134,9 @@ def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: S
     for boundary, span in spans_in(recorder.log, audit.counts):
         action = boundary.action
         if isinstance(action, Action) and action.micro:
-            spans[key_of(boundary, action, kinds[action.chunk])] = span
+            key = key_of(boundary, action, kinds[action.chunk])
+            until = dict(span.until) | dict(before.until if (before := spans.get(key)) else ())
+            spans[key] = replace(span, until=tuple(sorted(until.items())))
         elif boundary.module in beside and not isinstance(action, Action):
             beside[boundary.module].append(span)
     return {
@@ -146,15 +148,12 @@ def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: S
     }
 
 
-def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> tuple[str, ...]:
-    """The fields of the `SpanKey` of a span."""
+def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:
+    """The key of a span of a chunk with these kinds of modules."""
     if boundary.module == MOVE:
-        return "", "", str(action.kind), ""
-    modules = list(kinds) if action.kind is Kind.FORWARD else [*reversed([*kinds])]
-    order = ["", START, *modules, END, ""]
-    place = order.index(boundary.module)
-    around = [kinds.get(module, module) for module in order[place - 1 : place + 2]]
-    return str(action.kind), *around
+        return SpanKey("", "", action.kind.value, "")
+    order = [START, *(kinds if action.kind is Kind.FORWARD else reversed([*kinds])), END]
+    return keys_of(action.kind.value, list(kinds.values()))[order.index(boundary.module)]
 
 
 def _measure_update(audit: Audit, config: RunConfig, device: torch.device) -> UpdateTrace:

@@ -15,7 +15,7 @@ from pangu.dryrun.audit import Audit, Scope
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.run import Observer
 from pangu.models.language_model import ModuleHooks
-from pangu.pipeline.actions import COMPUTE, Kind
+from pangu.pipeline.actions import COMPUTE, Action, Kind
 from pangu.pipeline.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work
 from pangu.training.step import Trainer
 from pangu.zero.unshard import _Passing
@@ -144,24 +144,45 @@ class Recorder(Observer, ModuleHooks):
         self.log.append(Mark(event, name, grad_bytes))
 
 
-def spans_in(log: list[Any], counts: Mapping[Scope, Counter[tuple[Any, ...]]]) -> Iterator[tuple[Boundary, Span]]:
+def spans_in(log: Sequence[Any], counts: Mapping[Scope, Counter[tuple[Any, ...]]]) -> Iterator[tuple[Boundary, Span]]:
     """Yield the spans of a log with what was counted in them."""
     works = {scope.part: counted for scope, counted in counts.items() if not scope.owner}
-    level = start = peak = 0
-    segments: list[Segment] = []
+    pieces: list[list[Any]] = [[]]
+    born: dict[int, int] = {}
     for entry in log:
-        match entry:
-            case Mark() | Boundary():
-                mark = entry if isinstance(entry, Mark) else None
-                segments.append(Segment(peak - start, level - start, mark))
-                peak = level
-                if isinstance(entry, Boundary):
-                    yield entry, Span(tuple(segments), work_of(works.get(entry.part, Counter())))
-                    segments, start = [], level
-            case storage, change:
-                if storage.kind not in OWNED:
-                    level += change
-                    peak = max(peak, level)
+        pieces[-1].append(entry)
+        if isinstance(entry, Boundary):
+            pieces.append([])
+        elif not isinstance(entry, Mark):
+            born.setdefault(id(entry[0]), len(pieces) - 1)
+    ends: list[Boundary] = [piece[-1] for piece in pieces[:-1]]
+    kept = [Counter[str]() for _ in ends]
+    segments: list[tuple[Segment, ...]] = []
+    for piece, end in zip(pieces, ends, strict=False):
+        of_piece, level, peak = list[Segment](), 0, 0
+        for entry in piece:
+            match entry:
+                case Mark() | Boundary():
+                    of_piece.append(Segment(peak, level, entry if isinstance(entry, Mark) else None))
+                    peak = level
+                case storage, change if storage.kind not in OWNED:
+                    maker = born[id(storage)]
+                    if change < 0 and end.module == END and _is_module(ends[maker], end.action):
+                        kept[maker][end.action.kind.value] -= change
+                    else:
+                        level += change
+                        peak = max(peak, level)
+        segments.append(tuple(of_piece))
+    for end, of_span, until in zip(ends, segments, kept, strict=True):
+        work = work_of(works.get(end.part, Counter()))
+        yield end, Span(of_span, work, tuple(sorted(until.items())))
+
+
+def _is_module(end: Boundary, action: Action) -> bool:
+    """Whether a span is a module's, of the same chunk and micro-batch as an action."""
+    one = end.action
+    same = isinstance(one, Action) and one[1:3] == action[1:3]
+    return same and one.kind in COMPUTE and end.module not in (START, END)
 
 
 def joined(spans: Sequence[Span]) -> Span:

@@ -323,7 +323,8 @@ def _span(data: Mapping[str, Any]) -> Span:
     segments = (Segment(peak, end, mark and Mark(*mark)) for peak, end, mark in data["segments"])
     work = data["work"]
     matmuls, collectives = (Matmul(*one) for one in work["matmuls"]), (Collective(*one) for one in work["collectives"])
-    return Span(tuple(segments), Work(**{**work, "matmuls": tuple(matmuls), "collectives": tuple(collectives)}))
+    whole = Work(**{**work, "matmuls": tuple(matmuls), "collectives": tuple(collectives)})
+    return Span(tuple(segments), whole, tuple((kind, kept) for kind, kept in data["until"]))
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
@@ -117,6 +117,9 @@ class Span:
 
     segments: tuple[Segment, ...] = (Segment(0, 0),)
     work: Work = field(default_factory=Work)
+    until: tuple[tuple[str, int], ...] = ()
+    """Kinds of actions on the chunk, with bytes of what it leaves behind that their `END` frees, whose own span leaves
+    this out: a chunk frees as much as its modules keep (`Trace.of_action`)."""
 
     @property
     def peak(self) -> int:
@@ -133,8 +136,9 @@ class SpanKey(NamedTuple):
     """Name of a span: an action, a kind of module (see `module_kinds`) and its neighbours in the chunk.
 
     An action passes through `START`, the modules, `END`, in forward from the first module to the last and in backward
-    the other way round; `before` and `after` are neighbours in this order, "" at both ends. A module that an action
-    does not reach, as frozen ones in backward, has no span. A message's span has its action's kind as `module`.
+    the other way round; `before` and `after` are neighbours in this order, and outside of `START` and `END` what the
+    chunk has of embedding and head: others receive and send. A module that an action does not reach, as frozen ones in
+    backward, has no span. A message's span has its action's kind as `module`.
     """
 
     action: str
@@ -152,7 +156,8 @@ def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
     """The spans of an action on a chunk in the order in which they are carried out: `START`, the chunk's modules
     (`modules` are their kinds, in the order of forward), `END`."""
     order = [START, *(modules if action == "F" else reversed(modules)), END]
-    return [SpanKey(action, *key) for key in zip(["", *order], order, [*order[1:], ""], strict=False)]
+    ends = " ".join(name for name in ("embedding", "head") if any(kind.startswith(name) for kind in modules))
+    return [SpanKey(action, *key) for key in zip([ends, *order], order, [*order[1:], ends], strict=False)]
 
 
 class UpdateTrace(NamedTuple):
@@ -197,7 +202,15 @@ class Trace:
 
     def of_action(self, action: str, modules: Sequence[str]) -> list[tuple[str, Span | None]]:
         """The spans of an action on a chunk, each with its kind of module, in the order of `keys_of`."""
-        return [(key.module, self.spans[key]) for key in keys_of(action, modules)]
+        spans = [(key.module, self.spans[key]) for key in keys_of(action, modules)]
+        kept = 0
+        for other in {"F", action, "I" if action == "W" else action}:
+            made = (self.spans.get(key) for key in keys_of(other, modules))
+            kept += sum(dict(span.until).get(action, 0) for span in made if span is not None)
+        if (end := spans[-1][1]) is not None:
+            *before, last = end.segments
+            spans[-1] = END, replace(end, segments=(*before, last._replace(end=last.end - kept)))
+        return spans
 
 
 def full_name(module: str, parameter: str) -> str:

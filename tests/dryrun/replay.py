@@ -54,7 +54,7 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
                 recorder.finish()
             for boundary, span in spans_in(recorder.log, audit.counts):
                 if isinstance(boundary.action, Action):
-                    key = SpanKey(*key_of(boundary, boundary.action, kinds[boundary.action.chunk]))
+                    key = key_of(boundary, boundary.action, kinds[boundary.action.chunk])
                     yield f"{boundary.action}", key, span
 
 
@@ -83,6 +83,8 @@ def differences(values: dict[str, Any], device: torch.device) -> Iterator[str]:
                 yield f"stage {stage}, {action}: {key} was not measured"
             elif told.segments != span.segments:
                 yield f"stage {stage}, {action}: {key}: {told.segments} instead of {span.segments}"
+            elif not set(span.until) <= set(told.until):
+                yield f"stage {stage}, {action}: {key}: {told.until} instead of {span.until}"
             elif told.work != span.work:
                 yield f"stage {stage}, {action}: {key}: {told.work} instead of {span.work}"
         assert count > 10
