@@ -78,13 +78,17 @@ def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: 
     return report["peak"] / 2**30 + memory.overhead_gib(report["groups"])
 
 
+def environment() -> dict[str, str]:
+    """Variables of a process that carries out ranks."""
+    one_device = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}  # and no process opens a real one
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **one_device}
+
+
 class Worker:
     """A process in which torch finds the fake device: it must be there before torch is imported."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # there can be one kind of device
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # and no process opens a real one
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pangu.dryrun"],
             stdin=subprocess.PIPE,
@@ -92,7 +96,7 @@ class Worker:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environment,
+            env=environment(),
         )
         self._said: deque[str] = deque(maxlen=20)
         """Its last lines of standard error, which is read at once: a full pipe would stop it."""
