@@ -151,7 +151,8 @@ def _trace(recorder: Recorder, kinds: Mapping[int, Mapping[str, str]], splits: S
 def key_of(boundary: Boundary, action: Action, kinds: Mapping[str, str]) -> SpanKey:
     """The key of a span of a chunk with these kinds of modules."""
     if boundary.module == MOVE:
-        return SpanKey("", "", action.kind.value, "")
+        modules = list(kinds.values())
+        return SpanKey("", modules[0], action.kind.value, modules[-1])
     order = [START, *(kinds if action.kind is Kind.FORWARD else reversed([*kinds])), END]
     return keys_of(action.kind.value, list(kinds.values()))[order.index(boundary.module)]
 

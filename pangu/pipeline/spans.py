@@ -138,7 +138,8 @@ class SpanKey(NamedTuple):
     An action passes through `START`, the modules, `END`, in forward from the first module to the last and in backward
     the other way round; `before` and `after` are neighbours in this order, and outside of `START` and `END` what the
     chunk has of embedding and head: others receive and send. A module that an action does not reach, as frozen ones in
-    backward, has no span. A message's span has its action's kind as `module`.
+    backward, has no span. A message's span has its action's kind as `module`, between the first and the last module of
+    its chunk.
     """
 
     action: str
@@ -211,6 +212,11 @@ class Trace:
             *before, last = end.segments
             spans[-1] = END, replace(end, segments=(*before, last._replace(end=last.end - kept)))
         return spans
+
+    def message(self, kind: str, modules: Sequence[str]) -> Span:
+        """The span of a message of a chunk, or of another one's that was measured."""
+        span = self.spans.get(SpanKey("", modules[0], kind, modules[-1]))
+        return span or next(span for key, span in self.spans.items() if key.module == kind and span is not None)
 
 
 def full_name(module: str, parameter: str) -> str:

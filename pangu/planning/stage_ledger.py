@@ -13,7 +13,7 @@ from pangu.config.schema import RunConfig
 from pangu.models.parameters import logical_shapes
 from pangu.pipeline.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
 from pangu.pipeline.expand import Expansion, StepOp
-from pangu.pipeline.spans import Axis, Collective, Span, SpanKey, Trace, Work
+from pangu.pipeline.spans import Axis, Collective, Span, Trace, Work
 from pangu.planning.ledger import ACTIVATIONS, KINDS, Buffers, Fold, Meter, Pass, allocated
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
@@ -346,8 +346,8 @@ class StageProgram:
                 spans = self.trace.of_action(action.kind, list(kinds.values()))
                 fold_modules(fold, operations, zip(["", *names, ""], spans, strict=True))
             elif action is not None and action.kind in MESSAGES:
-                span = self.trace.spans[SpanKey("", "", action.kind, "")]
-                fold.span(action.kind, "", span or Span())
+                span = self.trace.message(action.kind, list(self._kinds[action.chunk].values()))
+                fold.span(action.kind, "", span)
             else:
                 fold.operations(operations)
             self._passes[key] = fold.result(), (self._expansion.state, frozenset(begun))

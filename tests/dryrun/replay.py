@@ -77,8 +77,8 @@ def differences(values: dict[str, Any], device: torch.device) -> Iterator[str]:
         trace, count = measured(chosen, stage, device), 0
         for action, key, span in carried_out(chosen, stage, device):
             told, count = trace.spans.get(key), count + 1
-            if not key.action and key.module in ("UNSHARD", "RESHARD"):
-                told = Span()
+            if not key.action:
+                told = Span() if key.module in ("UNSHARD", "RESHARD") else trace.message(key.module, [key[1], key[3]])
             if told is None:
                 yield f"stage {stage}, {action}: {key} was not measured"
             elif told.segments != span.segments:
