@@ -6,7 +6,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from pangu.dryrun.operators import (
     size_of,
     tensors_in,
 )
-from pangu.dryrun.races import HOST, Clock, RaceDetector, Stream
+from pangu.dryrun.races import HOST, Begun, Clock, OnItsWay, RaceDetector, Stream
 from pangu.layers.weight_gradient_store import WeightGradientStore
 from pangu.training.determinism import REFUSED, REPLACED
 
@@ -63,33 +62,6 @@ class Scope(NamedTuple):
     """Place in the log of a recorder (see `spans`)."""
     owner: str = ""
     """Kind of memory (see `memory.KINDS`) of whoever has taken over, such as `gathered`; "": the model computes."""
-
-
-class _OnItsWay(NamedTuple):
-    """A collective from its start to its wait."""
-
-    work: Any
-    clock: Clock
-    """What its stream knows once it is done."""
-    buffers: list[Tensor]
-    """NCCL keeps them until somebody waits."""
-    begun: _Begun
-
-
-@dataclass
-class _Begun:
-    """A collective of which it is not known yet whether a product hides it."""
-
-    stream: Stream
-    tick: int
-    """When it began."""
-    scope: Scope
-    axis: str
-    kind: str
-    size: int
-    """Bytes."""
-    postponed: bool = False
-    """A product that would hide it was left for later."""
 
 
 class Audit(TorchDispatchMode):
@@ -128,8 +100,8 @@ class Audit(TorchDispatchMode):
         self.pinned = Memory(self.detector.forget)
         """Memory of the host that copies read and write beside the computation."""
         self._device, self._groups, self._fake, self._vocab, self._share = device, groups, fake, vocab, share
-        self._works: dict[int, _OnItsWay] = {}
-        self._begun: list[_Begun] = []
+        self._works: dict[int, OnItsWay] = {}
+        self._begun: list[Begun] = []
         """Collectives since the last product."""
         self._answered: object = None
         """The storage that was read last; reading its elements one by one is one copy."""
@@ -326,8 +298,8 @@ class Audit(TorchDispatchMode):
             self._allocated(tensor, False)
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
-        self._begun.append(_Begun(stream, clock.get(stream, 0), self.scope, axis, kind, size))
-        self._works[id(work)] = _OnItsWay(work, clock, sources + targets, self._begun[-1])
+        self._begun.append(Begun(stream, clock.get(stream, 0), self.scope, axis, kind, size))
+        self._works[id(work)] = OnItsWay(work, clock, sources + targets, self._begun[-1])
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:
@@ -361,11 +333,11 @@ class Audit(TorchDispatchMode):
                 one.postponed = True
                 self._count_hidden("postponed", one)
 
-    def _under_way(self, computing: Stream) -> list[_Begun]:
+    def _under_way(self, computing: Stream) -> list[Begun]:
         seen = self.detector.clock(computing)
         return [one for one in self._begun if seen.get(one.stream, 0) < one.tick]
 
-    def _count_hidden(self, what: str, one: _Begun, sign: int = 1) -> None:
+    def _count_hidden(self, what: str, one: Begun, sign: int = 1) -> None:
         self.counts[one.scope][f"{what}_calls", one.axis, one.kind] += sign
         self.counts[one.scope][f"{what}_bytes", one.axis, one.kind] += sign * one.size
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pangu.dryrun.device import StreamEntry
 
@@ -32,6 +35,33 @@ class _Buffer:
     """That it was allocated on, and may be used by again once it is freed."""
     written: _Use | None = None
     read: dict[Stream, _Use] = field(default_factory=dict)
+
+
+@dataclass
+class Begun:
+    """A collective of which it is not known yet whether a product hides it."""
+
+    stream: Stream
+    tick: int
+    """When it began."""
+    scope: Any
+    axis: str
+    kind: str
+    size: int
+    """Bytes."""
+    postponed: bool = False
+    """A product that would hide it was left for later."""
+
+
+class OnItsWay(NamedTuple):
+    """A collective from its start to its wait."""
+
+    work: Any
+    clock: Clock
+    """What its stream knows once it is done."""
+    buffers: list[Tensor]
+    """NCCL keeps them until somebody waits."""
+    begun: Begun
 
 
 class RaceDetector:
