@@ -188,9 +188,10 @@ def test_the_package_stays_small() -> None:
     that no layer which stays on the device is copied to the host; 136 data
     that is prepared for as long as it gets on, and leaves nothing where it is given up; 10 a GELU
     that compilers make fast; 3,435 inputs, tokenizers, checkpoints, consoles and faults of outsiders, which gave wrong
-    numbers or lost work before."""
+    numbers or lost work before; 1,107 the step as a list, which the trainer follows and can be compared with, the
+    data of its ledger, and what the planner had of states, clusters, memory and descriptions of runs."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_533
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_640
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -232,7 +233,7 @@ pretrain(Path("configs").resolve())
 print("compilers", {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 6_806, "run": 13_698}
+MOST_LINES = {"trainer": 7_109, "run": 14_058}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what
@@ -249,7 +250,8 @@ postponed ones hide; 7 of a run the folder that torch makes for compiled code; 4
 make; 25 and 95 keys of masks that kernels of attention make, and their trials; 6 and 46 what is told to backends and
 watched from its start, and who did not come; 34 what keeps torch's compiler out; 4
 what knows the last layer of a forward; 10 a GELU that compilers make fast; 39 of a run who hears that its data gets
-on."""
+on; 303 when weights are gathered and gradients reduced, apart from tensors, and 57 of a run its
+description and states, which the planner had."""
 
 
 def test_what_an_option_asks_for_is_loaded_when_it_does(tmp_path: Path) -> None:

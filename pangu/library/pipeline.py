@@ -135,9 +135,7 @@ class Pipeline:
         """Its `lamb`, `adamw` and `step`, and what `save` and `load` take; names of parameters begin with the number of
         their chunk."""
         unsharder, gradients = self.sharded.parameters.unsharder, self.sharded.parameters.gradients
-        hooks = ParameterHooks(
-            unshard=unsharder.unshard, reshard=unsharder.reshard, expect=gradients.expect, reduce=gradients.reduce
-        )
+        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
         parts = {c: ModelPart(range(c, c + 1), first=c == 0, last=c == self._last) for c in local}
         self._chunks = _Chunks(self.modules, {})
         fields: dict[str, Any] = {"dtype": torch.float32, "region": TensorRegion.of(mesh), "store": store}

@@ -77,8 +77,6 @@ class _Live:
 class ParameterHooks:
     """Called when the schedule says so, all but `begin` with a chunk."""
 
-    begin: Callable[[Action], None] = lambda action: None
-    """An action begins."""
     unshard: Callable[[int], None] = lambda chunk: None
     """Its parameters, once gathered, are needed until `reshard`."""
     reshard: Callable[[int], None] = lambda chunk: None
@@ -86,6 +84,8 @@ class ParameterHooks:
     """The gradients of these parameters (None: of all) are about to be made, with `reduce` behind them: what becomes
     complete may be reduced at once."""
     reduce: Callable[[int], None] = lambda chunk: None
+    begin: Callable[[Action], None] = lambda action: None
+    """An action begins."""
 
 
 @dataclass

@@ -128,9 +128,7 @@ class Trainer:
         self.loss_scale = LossScale(config.precision.loss_scale, mesh.device)
         unsharder, gradients = self.parameters.unsharder, self.parameters.gradients
         dtype, region = DTYPES[config.precision.compute], TensorRegion.of(mesh)
-        hooks = ParameterHooks(
-            unshard=unsharder.unshard, reshard=unsharder.reshard, expect=gradients.expect, reduce=gradients.reduce
-        )
+        hooks = ParameterHooks(unsharder.unshard, unsharder.reshard, gradients.expect, gradients.reduce)
         self.runner = Runner.on(
             mesh, self.model, chunks, schedule, dtype=dtype, region=region, store=store, hooks=hooks
         )
