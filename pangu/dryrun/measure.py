@@ -16,7 +16,7 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, Recorder, joined, spans_in
-from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
+from pangu.dryrun.run import as_carried_out, audited, carry_out, micro_batches, on_fake_tensors
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
@@ -60,7 +60,7 @@ def measure(
         sizes: sequences of a micro-batch.
         splits: whether gradients of weights are computed apart, both if both ways are asked for.
     """
-    config, layout = replace(chosen.config, compile=False), replace(chosen.layout, pipeline=2)
+    config, layout = as_carried_out(chosen.config), replace(chosen.layout, pipeline=2)
     parts = {2 * place + 1: _part(chunk) for place, chunk in enumerate(chunks)}
     schedule = _schedule(parts, splits)
     together = ModelPart(

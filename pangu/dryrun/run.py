@@ -111,8 +111,7 @@ def dry_run(
     """
     layout = chosen.layout
     total = chosen.stages.schedule.micro_batches
-    # nothing compiles for a device that is not there
-    config, stages = replace(chosen.config, compile=False), chosen.stages
+    config, stages = as_carried_out(chosen.config), chosen.stages
     if not whole:
         config, stages = shortened(config, layout, stages, layout.coordinates(rank).pipeline)
     if joins and stages.schedule.splits_backward:
@@ -132,6 +131,12 @@ def dry_run(
                 audit.memory.restart()
                 carry_out(Observer(audit), trainer, micro_batches(config, layout))
         return report_of(audit, mesh, total, lasting)
+
+
+def as_carried_out(config: RunConfig) -> RunConfig:
+    """Return a configuration as a dry run takes it: nothing compiles for a device that is not there, and a step that is
+    shortened has another list."""
+    return replace(config, compile=False, train=replace(config.train, check_step=False))
 
 
 def shortened(config: RunConfig, layout: Layout, stages: Stages, stage: int) -> tuple[RunConfig, Stages]:
