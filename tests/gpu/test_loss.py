@@ -60,7 +60,7 @@ def test_rows_that_were_looked_up_get_their_gradients() -> None:
     device, total = choose_device("auto", Launch()), torch.full((8, 64, 32), torch.nan)
     rows = torch.randint(64, (3, 128)).where(torch.rand(3, 128) < 0.5, 7)
     grad = torch.randn(3, 128, 32, dtype=torch.bfloat16)
-    sums = Mock(sum_of=lambda _: (total[2], True))
+    sums = Mock(sum_of=lambda _, cleared: (total[2].zero_(), cleared))
     total = total.to(device)
     WeightProducts(sums, Mock(embedding=None)).add_rows(total[2], rows.to(device), grad.to(device))
     expected = torch.zeros(64, 32).index_add_(0, rows.flatten(), grad.flatten(0, 1).float())
@@ -79,7 +79,9 @@ def test_rows_that_were_looked_up_are_added_in_one_order() -> None:
     torch.set_num_threads(2)
     try:
         for total in sums:
-            products = WeightProducts(Mock(sum_of=lambda _, total=total: (total, True)), Mock(embedding=None))
+            products = WeightProducts(
+                Mock(sum_of=lambda _, cleared, total=total: (total.zero_(), cleared)), Mock(embedding=None)
+            )
             products.add_rows(total, rows, grad)
     finally:
         torch.set_num_threads(threads)
