@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,16 +15,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, whose kernels a CPU then runs
 
 from filelock import FileLock
-from hypothesis import HealthCheck, settings
 
 from pangu.data.stdlib import StdlibPaths
 from tests.library import prepare_library
 from tests.spawn import Pool
 from tests.threads import Ranks
 
-# on any machine, however busy; examples share what fixtures make
-settings.register_profile("pangu", deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("pangu")
+with suppress(ImportError):  # the tests of an accelerator do without
+    from hypothesis import HealthCheck, settings
+
+    # on any machine, however busy; examples share what fixtures make
+    settings.register_profile("pangu", deadline=None, suppress_health_check=list(HealthCheck))
+    settings.load_profile("pangu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

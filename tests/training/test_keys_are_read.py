@@ -16,6 +16,7 @@ from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
 from pangu.data.indexed_writer import IndexedWriter
 from pangu.data.stdlib import StdlibPaths
+from pangu.pretrain import forecast
 from pangu.topology.layout import Layout
 from pangu.training.run import run
 from tests.configs import composed
@@ -156,7 +157,7 @@ def test_a_few_runs_read_every_key(reads: set[str], tmp_path: Path, prepared: St
         ("data=synthetic", "precision=fp16", "precision.loss_scale.initial=1e30", "profile=true", patterns[2], *quiet),
     ]
     for number, overrides in enumerate(runs):
-        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"))
+        run(composed(*SMALL, *overrides, f"train.output={tmp_path}/{number}"), forecast)
     (tmp_path / "chat.jsonl").write_text('{"p": "one", "r": "two"}\nx\n', encoding="utf-8")
     words = (f"data.train=[{tmp_path}/chat.jsonl]", f"data.validation=[{tmp_path}/chat.jsonl]", "data.weights=[1]")
     keys = (
