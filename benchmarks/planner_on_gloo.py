@@ -36,7 +36,7 @@ from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import load_cluster
 from pangu.planning.layout_work import Plan
-from pangu.planning.search import Space, configured, enumerate_plans, space_of, time_of
+from pangu.planning.search import Space, enumerate_plans, space_of, time_of, with_layout
 from pangu.planning.search_report import TERMS, overrides_of
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Mesh
@@ -116,7 +116,7 @@ def rows_of(processes: int, config: RunConfig, arguments: argparse.Namespace) ->
     plans = drawn(space, arguments.layouts // len(arguments.processes), Random(arguments.seed))
     space.program.prepare(plans)
     expected = [time_of(space, plan) for plan in plans]
-    configs = [configured(space, plan) for plan in plans]
+    configs = [with_layout(space, plan) for plan in plans]
     rounds = [fresh(processes, steps_of, configs, arguments.steps)[0] for _ in range(arguments.rounds)]
     rows = []
     for number, (plan, time_) in enumerate(zip(plans, expected, strict=True)):

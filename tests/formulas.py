@@ -15,7 +15,7 @@ from pangu.planning.program import Program
 from pangu.planning.workload import ModuleWork, Workload
 from pangu.topology.layout import Layout
 
-MEGATRON = System("megatron", False, True, True, 22, 2, 8, spare_bytes=4)
+MEGATRON = System(2, spare_bytes=4)
 """Megatron-LM of 2021, as `MEGATRON_2021`."""
 
 

@@ -163,8 +163,8 @@ class TrainConfig:
     """Steps between checks that all copies of weights, as they compute, and of moments are the same, bit for bit; the
     run ends if they differ, and checkpoints since the last check are condemned. 0: no checks."""
     check_step: bool
-    """Compare every operation of a step, as it happens, with the list that the planner prices, and end the run at the
-    first difference: for those who change how parameters are sharded, or add a schedule."""
+    """Compare every operation of a step, as it happens, with the list that `pangu/pipeline/expand.py` makes, and end
+    the run at the first difference. Use it after a change to sharding, or with a new schedule."""
     device: Literal["auto", "cpu", "cuda", "npu"]
     """`auto`: the accelerator if there is one. `npu`: Huawei's Ascend, by its plug-in torch_npu."""
     deterministic: bool

@@ -1,5 +1,5 @@
-"""Who owns the memory that a step allocates: flat parameters, sums of gradients, the optimizer; the rest is what the
-modules compute."""
+"""Owners of the memory that a step allocates: flat parameters, gradient sums and the optimizer own theirs; activations
+own the rest."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@ work into spans."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from pangu.dryrun.memory import OWNED
 from pangu.dryrun.run import Observer
 from pangu.models.language_model import ModuleHooks
 from pangu.pipeline.actions import COMPUTE, Action, Kind
-from pangu.pipeline.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work
+from pangu.pipeline.spans import END, START, Axis, Collective, Mark, Matmul, Segment, Span, Work, matmuls_of
 from pangu.training.step import Trainer
 from pangu.zero.unshard import _Passing
 
@@ -212,7 +211,8 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
     plain: Counter[str] = Counter()
     for (what, *of), amount in counts.items():
         if what == "product":
-            for matmul in _matmuls(*of):
+            operator, shapes, _, computed = of
+            for matmul in matmuls_of(operator, shapes, computed):
                 matmuls[matmul._replace(calls=1)] += matmul.calls * amount
         elif what == "calls" and of[0] != "pipeline":  # messages are the schedule's
             calls[of[0], of[1]] += amount
@@ -233,30 +233,3 @@ def work_of(counts: Mapping[tuple[Any, ...], int]) -> Work:
         plain["copy_bytes"],
         plain["host_sync"] + plain["blocking_copy"],
     )
-
-
-def _matmuls(operator: str, shapes: Any, format_: str, computed: float) -> list[Matmul]:
-    """The products of one kernel, or of a fused attention kernel, forward or backward."""
-    if "attention" in operator:
-        # shapes of the gradient, then of query, key and value; or of the latter
-        backward = "backward" in operator
-        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
-
-        def fused(m: int, n: int, depth: int) -> Matmul:
-            return Matmul(m, n, depth, rows * heads, computed, fused=True)
-
-        scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
-        if not backward:
-            return [scores, mixed]
-        grad_query = fused(queries, width, keys)
-        # the scores again, the gradients of probabilities, values, queries and keys
-        return [scores, fused(queries, keys, columns), mixed, grad_query, grad_query]
-    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
-        (rows, depth), other, (groups,) = shapes
-        of_each = math.ceil(rows / groups)
-        if len(other) == 2:  # gradients of matrices: the rows are summed over
-            return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
-        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
-    fp8 = operator == "_scaled_mm"  # its scales follow
-    first, second = shapes[:2] if fp8 else shapes[-2:]
-    return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]

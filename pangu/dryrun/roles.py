@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -18,7 +19,11 @@ from typing import Any
 from pangu.config.cluster import DeviceMemoryConfig
 from pangu.config.cores import available_cores
 from pangu.config.errors import UserError
+from pangu.data.progress import ProgressBar
 from pangu.topology.layout import Coordinates, Layout
+
+REPORT_SECONDS = 30.0
+"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
 
 
 class DryRunError(UserError):
@@ -65,6 +70,25 @@ def require_device(report: Mapping[str, Any]) -> None:
     """Raise a DryRunError for the report of a CPU, whose counts and memory are not those of a device."""
     if report["device"] is not None:
         raise DryRunError(f"the dry run is unavailable: {report['device']}")
+
+
+def with_progress(
+    reports: Iterable[dict[str, Any]], total: int, note_progress: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield the reports of `total` jobs, and show how many are done. Raises DryRunError as `require_device`."""
+    description = f"{'counting':<12} what layers do, in {total} dry runs"
+    with ProgressBar(show=True, note_progress=note_progress) as bar:
+        if not bar.console.is_terminal:
+            bar.console.print(description)
+        task, said = bar.add_task(description, total=total), time.monotonic()
+        for count, report in enumerate(reports, 1):
+            require_device(report)
+            bar.note_progress()
+            bar.advance(task)
+            if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
+                said = time.monotonic()
+                bar.console.print(f"{'counting':<12} {count} of {total} dry runs are done")
+            yield report
 
 
 def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: DeviceMemoryConfig) -> float:

@@ -3,27 +3,17 @@ in the user's cache folder."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
-import os
-import tempfile
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pangu.config.errors import UserError
 from pangu.config.expert_layout import least_data
-from pangu.config.files import read_json, write_atomically
 from pangu.config.schema import RunConfig
-from pangu.data.progress import ProgressBar
-from pangu.dryrun.roles import require_device, run_jobs
+from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
+from pangu.dryrun.roles import run_jobs, with_progress
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.pipeline.spans import (
     Collective,
@@ -41,10 +31,6 @@ from pangu.pipeline.spans import (
 from pangu.topology.placement import TensorRank
 
 log = logging.getLogger("pangu")
-PATIENCE_SECONDS = 120.0
-"""With another process that measures."""
-REPORT_SECONDS = 30.0
-"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Groups of a configuration that a module's work depends on."""
 _RECOMPUTED = 1
@@ -91,8 +77,7 @@ class Way(NamedTuple):
         """Where what was measured is kept."""
         values = json.loads(self.values)
         matters = [{group: values[group] for group in _MATTERS}, values["train"]["frozen"], self.head, self.size]
-        identity = hashlib.sha256(_program() + json.dumps(matters, sort_keys=True).encode()).hexdigest()[:32]
-        return cache_folder() / f"trace-{identity}.json"
+        return cache_folder() / f"trace-{identify(matters)}.json"
 
 
 @dataclass
@@ -125,14 +110,12 @@ class Traces:
         self._read(ways)
         if not self._missing(ways):
             return
-        with _alone(cache_folder()):
+        with one_process(cache_folder()):
             self._read(ways)  # another process may have measured meanwhile
             for way, trace in _carry_out(self._missing(ways), self.note_progress):
                 self._add(way, trace)
-                with suppress(OSError):
-                    whole = {**self._known[way], "spans": [[*key, span] for key, span in self._spans(way).items()]}
-                    content = json.dumps({"digest": _digest(whole), "trace": whole})
-                    write_atomically(way.file, content.encode(), sync=False)
+                spans = [[*key, span] for key, span in self._spans(way).items()]
+                write_cached(way.file, {**self._known[way], "spans": spans})
 
     def _spans(self, way: Way) -> dict[SpanKey, Any]:
         return self._known[way]["spans"] if way in self._known else {}
@@ -146,10 +129,8 @@ class Traces:
     def _read(self, ways: Iterable[tuple[Way, Request]]) -> None:
         """Read what was measured before."""
         for way in dict(ways):
-            with suppress(OSError, UserError):
-                content = read_json(way.file)
-                if isinstance(content, dict) and content.get("digest") == _digest(content.get("trace")):
-                    self._add(way, content["trace"])
+            if (trace := read_cached(way.file)) is not None:
+                self._add(way, trace)
 
     def _missing(self, ways: Iterable[tuple[Way, Request]]) -> list[tuple[Way, Request]]:
         """Requests for chunks that have not been measured, and for these alone."""
@@ -286,25 +267,9 @@ def _carry_out(
         for job in jobs
         if (sizes := [way.size for way in job.ways])
     ]
-    with ProgressBar(show=True, note_progress=note_progress) as bar:
-        for job, report in zip(jobs, _reported(run_jobs(described), len(jobs), bar), strict=True):
-            yield from zip(job.ways, report["traces"], strict=True)
-
-
-def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -> Iterator[dict[str, Any]]:
-    """Yield the reports, and show how many there are. Raises DryRunError for one of a CPU: its counts are another's."""
-    description = f"{'measuring':<12} what layers do, in {total} dry runs"
-    if not bar.console.is_terminal:
-        bar.console.print(description)
-    task, said = bar.add_task(description, total=total), time.monotonic()
-    for count, report in enumerate(reports, 1):
-        require_device(report)
-        bar.note_progress()
-        bar.advance(task)
-        if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
-            said = time.monotonic()
-            bar.console.print(f"{'measuring':<12} {count} of {total} dry runs are done")
-        yield report
+    reports = with_progress(run_jobs(described), len(jobs), note_progress)
+    for job, report in zip(jobs, reports, strict=True):
+        yield from zip(job.ways, report["traces"], strict=True)
 
 
 def trace_of(known: Mapping[str, Any]) -> Trace:
@@ -325,52 +290,3 @@ def _span(data: Mapping[str, Any]) -> Span:
     matmuls, collectives = (Matmul(*one) for one in work["matmuls"]), (Collective(*one) for one in work["collectives"])
     whole = Work(**{**work, "matmuls": tuple(matmuls), "collectives": tuple(collectives)})
     return Span(tuple(segments), whole, tuple((kind, kept) for kind, kept in data["until"]))
-
-
-def cache_folder() -> Path:
-    """Where what this machine has measured is kept; where the user's folder cannot be written, a temporary one."""
-    temporary = Path(tempfile.gettempdir()) / f"pangu-{os.getuid()}"
-    try:
-        home = Path.home()
-    except RuntimeError:  # as of a user who is a mere number, in a container
-        home = temporary
-    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-                return folder
-    return temporary
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Of many processes that want the same, one measures at a time. One that takes too long is not waited for: it may
-    be stopped."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            lock = stack.enter_context((folder / "modules.lock").open("w"))
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            if not _locked(lock):
-                log.warning("%-12s another process measures, which this one waits for (%s)", "measuring", lock.name)
-                while not _locked(lock) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-        yield
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@cache
-def _program() -> bytes:
-    """What tells this version of the program from others."""
-    files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
-    return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
-
-
-def _digest(trace: Any) -> str:
-    return hashlib.sha256(json.dumps(trace).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""The step of one rank as a list: every action of its schedule, module by module, with what happens to its parameters.
+"""The step of one rank as a list: its schedule's actions module by module, and the operations on its parameters.
 
-It is made by the rules that the trainer follows (`zero.rules`), so it is what the trainer does; nothing is computed.
+The list is made by the same rules that the trainer follows (`zero.rules`); no tensor is involved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UPDATE = "UPDATE"
 
 
 class _Unsharding(UnshardRules[FlatNumbers]):
-    """Lists what is done to weights."""
+    """Lists operations on weights."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters.uses, parameters.regions, parameters.trained, parameters.overlap)
@@ -51,7 +51,7 @@ class _Unsharding(UnshardRules[FlatNumbers]):
 
 
 class _Reducing(ReduceRules[FlatNumbers]):
-    """Lists what is done to gradients."""
+    """Lists operations on gradients."""
 
     def __init__(self, parameters: StageParameters, ops: list[StepOp]) -> None:
         super().__init__(parameters.reduced, parameters.reduce_each, parameters.overlap)
@@ -80,7 +80,7 @@ def expand(
 
 
 class Expansion:
-    """A list that grows."""
+    """Builds the list."""
 
     def __init__(self, parameters: StageParameters, in_flight: Collection[int] | None) -> None:
         self.parameters, self.ops = parameters, list[StepOp]()
@@ -94,7 +94,7 @@ class Expansion:
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """What decides what follows, between two actions."""
+        """State between two actions, on which all later operations depend."""
         return self.unsharding.state, self.reducing.state
 
     @state.setter
@@ -163,11 +163,11 @@ class Expansion:
             self.unsharding.end(module, self.unsharding.backward)
 
     def _adds(self, flats: Sequence[FlatNumbers]) -> bool:
-        """Whether a module has weights that are trained."""
+        """Return whether a module has trained weights."""
         return any(flat.trained for flat in flats)
 
     def _postpones(self, module: str) -> bool:
-        """Whether gradients of a module's weights are made apart from those of its input."""
+        """Return whether a module's weight gradients are computed apart from its input gradient."""
         parameters = self.parameters
         adds = any(self._adds(modules.get(module, ())) for modules in parameters.uses.values())
         return adds and not (module == parameters.regions.last and parameters.loss_in_chunks)

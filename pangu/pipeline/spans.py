@@ -1,10 +1,11 @@
-"""What a rank does between entering and leaving each module, as plain data: what a ledger folds over a step.
+"""Work and memory between entering and leaving each module, as plain data that a ledger folds over a step.
 
 `pangu.dryrun` measures spans in dry runs of small models that have the same kinds of modules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -45,7 +46,7 @@ class Matmul(NamedTuple):
     fused: bool = False
     """Part of a fused attention kernel, which writes no scores."""
     fp8: bool = False
-    """Of operands in fp8."""
+    """The operands are fp8."""
     grouped: Literal["", "rows", "depth"] = ""
     """Of experts, each product with another one's matrix: the dimension that its tokens lie along."""
 
@@ -53,6 +54,33 @@ class Matmul(NamedTuple):
     def flops(self) -> float:
         """Of all of them, a multiplication and an addition each."""
         return 2.0 * self.rows * self.columns * self.depth * self.batch * self.calls
+
+
+def matmuls_of(operator: str, shapes: Sequence[Sequence[int]], computed: float) -> list[Matmul]:
+    """Return the products of one kernel; a fused attention kernel, forward or backward, has several."""
+    if "attention" in operator:
+        # shapes of the gradient, then of query, key and value; or of the latter
+        backward = "backward" in operator
+        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
+
+        def fused(m: int, n: int, depth: int) -> Matmul:
+            return Matmul(m, n, depth, rows * heads, computed, fused=True)
+
+        scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
+        if not backward:
+            return [scores, mixed]
+        grad_query = fused(queries, width, keys)
+        # the scores again, the gradients of probabilities, values, queries and keys
+        return [scores, fused(queries, keys, columns), mixed, grad_query, grad_query]
+    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
+        (rows, depth), other, (groups,) = shapes
+        of_each = math.ceil(rows / groups)
+        if len(other) == 2:  # gradients of matrices: the rows are summed over
+            return [Matmul(depth, other[1], of_each, groups, grouped="depth")]
+        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, grouped="rows")]
+    fp8 = operator == "_scaled_mm"  # its scales follow
+    first, second = shapes[:2] if fp8 else shapes[-2:]
+    return [Matmul(first[-2], second[-1], first[-1], first[0] if len(first) == 3 else 1, fp8=fp8)]
 
 
 class Collective(NamedTuple):
@@ -71,7 +99,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in one go, e.g. the forward of one layer for one micro-batch."""
+    """A unit of work, e.g. the forward of one layer for one micro-batch."""
 
     matmuls: tuple[Matmul, ...] = ()
     bytes: float = 0.0
@@ -105,12 +133,12 @@ class Segment(NamedTuple):
     end: int
     """At its end."""
     mark: Mark | None = None
-    """What ends it; None: the end of the span."""
+    """Event that ends it; None: the end of the span."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What is done from the end of the module before to the end of this one, for one micro-batch.
+    """Work and memory from the end of the module before to the end of this one, for one micro-batch.
 
     Gathering, resharding and reducing flat parameters are no part of it, nor are the sums of gradients.
     """
@@ -162,7 +190,7 @@ def keys_of(action: str, modules: Sequence[str]) -> list[SpanKey]:
 
 
 class UpdateTrace(NamedTuple):
-    """What an optimizer's step does, as a function of the shards that it updates."""
+    """Work and memory of an optimizer's step, as a function of the shards that it updates."""
 
     bytes_per_element: float
     """Bytes that it reads and writes for each element."""

@@ -58,8 +58,8 @@ def _most_shards(layout: Layout) -> int:
     return max(layout.shards, ExpertLayout(layout).shards)
 
 
-def reduces_each(layout: Layout) -> bool:
-    """Return whether sums of gradients are sharded, where a schedule reduces them after every micro-batch."""
+def shards_sums(layout: Layout) -> bool:
+    """Return whether gradient sums are sharded, if the schedule reduces them after every micro-batch."""
     return layout.zero >= 2 and _most_shards(layout) > 1
 
 
@@ -70,9 +70,7 @@ def plan_stages(config: RunConfig, layout: Layout) -> Stages:
     micro_batches = config.batch.global_size // (config.batch.micro_size * layout.data)
     problems = []
     try:
-        schedule = make_schedule(
-            parallel.schedule, layout.pipeline, layout.virtual, micro_batches, reduces_each(layout)
-        )
+        schedule = make_schedule(parallel.schedule, layout.pipeline, layout.virtual, micro_batches, shards_sums(layout))
     except NumbersError as error:
         key = "virtual" if parallel.schedule in SCHEDULES else "schedule"
         problems.append(Problem(f"parallel.{key}", getattr(parallel, key), error.rule))

@@ -273,13 +273,7 @@ def chunk_times(workload: Workload, groups: Mapping[Axis, Group], cluster: Clust
     return chunks
 
 
-def step_time(
-    workload: Workload,
-    pipeline: Pipeline,
-    layout: Layout,
-    cluster: ClusterConfig,
-    messages_hidden: float = 0.0,
-) -> StepTime:
+def step_time(workload: Workload, pipeline: Pipeline, layout: Layout, cluster: ClusterConfig) -> StepTime:
     """Time of a step.
 
     Args:
@@ -287,13 +281,11 @@ def step_time(
         pipeline: schedule, and how often they do it.
         layout: which ranks form the groups.
         cluster: on what.
-        messages_hidden: share of messages between stages that runs beside computing.
     """
     groups = groups_of(layout, cluster.node)
     chunks = chunk_times(workload, groups, cluster)
     message = Collective("send", "pipeline", workload.message_bytes)
-    link = collective_seconds(message, groups["pipeline"], cluster) * (1 - messages_hidden)
-    link += cluster.message_us * 1e-6
+    link = collective_seconds(message, groups["pipeline"], cluster) + cluster.message_us * 1e-6
     whole, longest = pipeline_seconds(pipeline, chunks, link)
     busiest = [chunk for stage, chunk in zip(pipeline.stage_of, chunks, strict=True) if stage == longest]
     m = pipeline.micro_batches

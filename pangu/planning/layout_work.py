@@ -62,36 +62,16 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """How a program carries out a layer."""
+    """Formats of a program's states and messages, and the communication that it hides."""
 
-    name: str
-    flash: bool
-    """Attention is one kernel that keeps no scores, and skips what is masked."""
-    dropout: bool
-    fused: bool
-    """Element-wise operations are joined into few kernels."""
-    launches: float
-    """Kernels of a layer's forward; backward starts twice as many."""
     gradient_bytes: int
     """Of a gradient that is summed and reduced."""
-    accumulation_bytes: float
-    """Read and written per weight and micro-batch to add its gradient to the sum."""
-    hidden_tensor: float = 0.0
-    """Share of tensor-parallel communication that runs beside products."""
-    hidden_backward: float = 0.0
-    """Of the backward's, beside the products of weight gradients."""
     hidden_data: float = 0.0
     """Share of the communication of replicas that runs beside backward."""
-    hidden_messages: float = 0.0
-    """Share of the messages between stages that runs beside computing."""
     number_bytes: int = 2
     """Of weights and activations."""
-    moved: float = 1.0
-    """Bytes of a layer's operations that are no products, over those of the formulas."""
     spare_bytes: int = 0
     """Of a gradient besides the sum, from one micro-batch to the next."""
-    contended_us: float = 0.0
-    """Microseconds that a step of a ring of tensor ranks holds the host while messages between stages cross nodes."""
 
     @property
     def optimizer_bytes(self) -> int:
@@ -115,16 +95,12 @@ ADAM = Update(34.0, 24.0, 0.0)
 
 
 def cut(shape: Shape, plan: Plan) -> list[int]:
-    """Layers of each chunk: as even as can be, the larger ones first; with `light_ends` the embedding and the head
-    count as a layer each."""
+    """Layers of each chunk: as even as can be, the larger ones first."""
     if plan.layers:
         return list(plan.layers)
-    chunks, more = plan.pipeline * plan.virtual, 2 if plan.light_ends and plan.pipeline > 1 else 0
-    each, rest = divmod(shape.layers + more, chunks)
-    counts = [each + (number < rest) for number in range(chunks)]
-    counts[0] -= more // 2
-    counts[-1] -= more // 2
-    return counts
+    chunks = plan.pipeline * plan.virtual
+    each, rest = divmod(shape.layers, chunks)
+    return [each + (number < rest) for number in range(chunks)]
 
 
 class Weights(NamedTuple):

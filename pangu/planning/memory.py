@@ -42,7 +42,7 @@ def memory_of_stages(workload: Workload, pipeline: Pipeline, cluster: ClusterCon
     """What each stage needs at its peak."""
     modules = workload.modules
     # most chunks are one object (see `layout_work.assemble`)
-    splits = pipeline.schedule not in SCHEDULES or splits_backward(pipeline.schedule)
+    splits = splits_backward(pipeline.schedule)
     distinct = {id(order): order for order in workload.orders}
     sums = {number: _Chunk.of([modules[kind] for kind in order], splits) for number, order in distinct.items()}
     chunks: list[list[_Chunk]] = [[] for _ in workload.steps]
@@ -87,8 +87,7 @@ class _Chunk(NamedTuple):
     def of(cls, modules: Sequence[ModuleWork], splits_backward: bool) -> _Chunk:
         saved = sum(module.saved_bytes for module in modules)
         deferred = sum(module.deferred_bytes for module in modules)
-        # a chunk of a published layout may have no module
-        beside = working_beside(modules, splits_backward) or [(0.0,) * 3]
+        beside = working_beside(modules, splits_backward)
         parts = zip((0.0,) * 3, *beside, strict=False)
         return cls(saved, deferred, tuple(map(max, parts)), tuple(parts[1] for parts in beside))
 
@@ -97,9 +96,6 @@ class _Chunk(NamedTuple):
 def most_held(pipeline: Pipeline) -> list[list[Held]]:
     """Stage -> what it holds, as `held_in`."""
     p, m = pipeline.stages, pipeline.micro_batches
-    if pipeline.schedule not in SCHEDULES:  # the papers' zb-1p and zb-2p, for one and two times the memory of 1F1B
-        often = 2 if pipeline.schedule == "zb-2p" else 1
-        return [[Held((min(m, often * (p - stage)),), (0,), (), 0, 1)] for stage in range(p)]
     # from some number on more micro-batches change nothing; in uneven groups they do, and in two phases all are held
     grows = SCHEDULES[pipeline.schedule].two_phases or (pipeline.schedule == "interleaved" and m % p)
     most = m if grows else min(m, 4 * p)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import add, sub
 from typing import Any, cast
 
+from pangu.pipeline.spans import matmuls_of
 from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Work, Working, not_kept
 
 Report = Mapping[str, Any]
@@ -147,7 +147,11 @@ def _joined(entries: Iterable[Any], less: Iterable[Any] = ()) -> tuple[Any, ...]
 
 
 def _work(phase: Mapping[str, Any]) -> Work:
-    products = [matmul for product in phase["products"] for matmul in _matmuls(product)]
+    products = [
+        matmul._replace(calls=matmul.calls * product["calls"])
+        for product in phase["products"]
+        for matmul in matmuls_of(product["operator"], product["shapes"], product["computed"])
+    ]
     collectives = [
         Collective(cast(Any, kind), _AXES.get(axis, cast(Axis, axis)), nbytes / calls, calls, hidden, joined=joined)
         for axis, kinds in phase["collectives"].items()
@@ -168,35 +172,6 @@ def _by_exposure(one: Mapping[str, int]) -> Iterator[tuple[float, float, int, in
         yield hidden, 1.0, some, of_these
         calls, nbytes = calls - some, nbytes - of_these
     yield 0.0, 0.0, calls, nbytes
-
-
-def _matmuls(product: Mapping[str, Any]) -> list[Matmul]:
-    """Of a product or of a fused attention kernel, forward or backward."""
-    operator, shapes, calls = product["operator"], product["shapes"], product["calls"]
-    if "attention" in operator:
-        # shapes of the gradient, then of query, key and value; or of the latter
-        backward = "backward" in operator
-        (rows, heads, queries, width), (_, _, keys, _), (*_, columns) = shapes[1:4] if backward else shapes[:3]
-
-        def fused(m: int, n: int, depth: int) -> Matmul:
-            return Matmul(m, n, depth, rows * heads, calls * product["computed"], fused=True)
-
-        scores, mixed = fused(queries, keys, width), fused(queries, columns, keys)
-        if not backward:
-            return [scores, mixed]
-        of_query = fused(queries, width, keys)
-        # the scores again, the gradients of probabilities, values, queries and keys
-        return [scores, fused(queries, keys, columns), mixed, of_query, of_query]
-    if operator.startswith("grouped"):  # as if all groups were alike; the ends of these come last
-        (rows, depth), other, (groups,) = shapes
-        of_each = math.ceil(rows / groups)
-        if len(other) == 2:  # gradients of matrices: the rows are summed over
-            return [Matmul(depth, other[1], of_each, groups, calls, grouped="depth")]
-        return [Matmul(of_each, math.prod(other[1:]) // depth, depth, groups, calls, grouped="rows")]
-    fp8 = operator == "_scaled_mm"  # its scales follow
-    first, second = shapes[:2] if fp8 else shapes[-2:]
-    batch = first[0] if len(first) == 3 else 1
-    return [Matmul(first[-2], second[-1], first[-1], batch, calls, fp8=fp8)]
 
 
 def at_size(size: int, one: Any, two: Any) -> Any:

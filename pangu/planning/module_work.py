@@ -8,29 +8,18 @@ single one is counted where it is asked for.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import logging
-import os
-import tempfile
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from pangu.config.errors import UserError
 from pangu.config.expert_layout import least_data
-from pangu.config.files import read_json, write_atomically
 from pangu.config.optimizer import UPDATED_AT_ONCE
 from pangu.config.schema import RunConfig
-from pangu.data.progress import ProgressBar
-from pangu.dryrun.roles import require_device, run_jobs
+from pangu.dryrun.cache import cache_folder, identify, one_process, read_cached, write_cached
+from pangu.dryrun.roles import run_jobs, with_progress
 from pangu.planning.module_reports import (
     Modules,
     Report,
@@ -65,10 +54,6 @@ whichever way it is turned: copies that turn tensors begin with two."""
 _Sizes = tuple[int, ...]
 _LAYERS = 3
 """Of the second stage."""
-PATIENCE_SECONDS = 120.0
-"""With another process that counts."""
-REPORT_SECONDS = 30.0
-"""Time between lines about the progress of dry runs where no bar can be drawn: in the log of a batch job."""
 _MATTERS = ("model", "parallel", "batch", "memory", "loss", "precision", "optimizer", "data")
 """Groups of a configuration that a module's work depends on."""
 
@@ -158,21 +143,19 @@ class ModuleCounts:
         if not jobs:
             return
         folder = cache_folder()
-        files = {one: folder / f"modules-{_identity(those)}.json" for one, those in jobs.items()}
+        files = {one: folder / f"modules-{identify(_inputs(those))}.json" for one, those in jobs.items()}
         if not self._missing(files):
             return
-        with _alone(folder):
+        with one_process(folder):
             missing = self._missing(files)  # another process may have counted meanwhile
             jobs = {one: jobs[one] for one in missing}
             for one, reports in _carry_out(jobs, self.note_progress) if missing else ():
                 self._reports[one] = reports
-                with suppress(OSError):
-                    content = {"digest": _digest(reports), "reports": reports}
-                    write_atomically(files[one], json.dumps(content).encode(), sync=False)
+                write_cached(files[one], reports)
 
     def _missing(self, files: Mapping[_Counted, Path]) -> list[_Counted]:
         """Read what was counted before; what was not."""
-        self._reports |= {one: reports for one, file in files.items() if (reports := _read(file))}
+        self._reports |= {one: reports for one, file in files.items() if (reports := read_cached(file))}
         return [one for one in files if one not in self._reports]
 
     def of(self, piece: Piece, size: int) -> Modules:
@@ -254,26 +237,9 @@ def _carry_out(
         DryRunError: if the dry run is unavailable here, or one fails.
     """
     everything = [job for those in jobs.values() for job in those]
-    with ProgressBar(show=True, note_progress=note_progress) as bar:
-        reports = _reported(run_jobs(everything, joins=True), len(everything), bar)
-        for one, those in jobs.items():
-            yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(reports, len(those))]
-
-
-def _reported(reports: Iterable[dict[str, Any]], total: int, bar: ProgressBar) -> Iterator[dict[str, Any]]:
-    """Yield the reports, and show how many there are. Raises DryRunError for one of a CPU: its counts are another's."""
-    description = f"{'counting':<12} what layers do, in {total} dry runs"
-    if not bar.console.is_terminal:
-        bar.console.print(description)
-    task, said = bar.add_task(description, total=total), time.monotonic()
-    for count, report in enumerate(reports, 1):
-        require_device(report)
-        bar.note_progress()
-        bar.advance(task)
-        if not bar.console.is_terminal and time.monotonic() - said > REPORT_SECONDS:
-            said = time.monotonic()
-            bar.console.print(f"{'counting':<12} {count} of {total} dry runs are done")
-        yield report
+    reports = with_progress(run_jobs(everything, joins=True), len(everything), note_progress)
+    for one, those in jobs.items():
+        yield one, [{what: report[what] for what in ("phases", "update")} for report in islice(reports, len(those))]
 
 
 def _jobs(config: RunConfig, piece: Piece, micro_sizes: _Sizes) -> list[Job]:
@@ -333,64 +299,6 @@ def _even_chunk(config: RunConfig, piece: Piece) -> int:
     return max(size for size in range(1, min(config.loss.chunk, tokens) + 1) if tokens % size == 0)
 
 
-def cache_folder() -> Path:
-    """Where what this machine has counted is kept; where the user's folder cannot be written, a temporary one."""
-    temporary = Path(tempfile.gettempdir()) / f"pangu-{os.getuid()}"
-    try:
-        home = Path.home()
-    except RuntimeError:  # as of a user who is a mere number, in a container
-        home = temporary
-    for folder in (Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pangu", temporary):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-                return folder
-    return temporary
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Of many processes that want the same, one counts at a time. One that takes too long is not waited for: it may be
-    stopped."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            lock = stack.enter_context((folder / "modules.lock").open("w"))
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            if not _locked(lock):
-                log.warning("%-12s another process counts, which this one waits for (%s)", "counting", lock.name)
-                while not _locked(lock) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-        yield
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@cache
-def _program() -> bytes:
-    """What tells this version of the program from others."""
-    files = sorted(Path(__file__).resolve().parents[1].glob("**/*.[pc]*"))
-    return version("torch").encode() + b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp"))
-
-
-def _identity(jobs: Sequence[Job]) -> str:
-    matters = [[{group: values[group] for group in _MATTERS}, rank] for values, rank in jobs]
-    return hashlib.sha256(_program() + json.dumps(matters, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _digest(reports: Sequence[Report]) -> str:
-    return hashlib.sha256(json.dumps(reports).encode()).hexdigest()
-
-
-def _read(file: Path) -> list[Report] | None:
-    """What was written, if it is whole."""
-    with suppress(OSError, UserError):
-        content = read_json(file)
-        if isinstance(content, dict) and content.get("digest") == _digest(content.get("reports", ())):
-            return cast(list[Report], content["reports"])
-    return None
+def _inputs(jobs: Sequence[Job]) -> list[Any]:
+    """Everything that the reports of dry runs depend on."""
+    return [[{group: values[group] for group in _MATTERS}, rank] for values, rank in jobs]

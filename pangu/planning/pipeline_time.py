@@ -41,7 +41,7 @@ class Pipeline(NamedTuple):
     @property
     def stage_of(self) -> tuple[int, ...]:
         """Stage of each chunk, in model order."""
-        return _stage_of(self.schedule in SCHEDULES and SCHEDULES[self.schedule].v_shape, self.stages, self.virtual)
+        return _stage_of(SCHEDULES[self.schedule].v_shape, self.stages, self.virtual)
 
 
 @lru_cache(maxsize=1000)
@@ -67,11 +67,6 @@ def pipeline_seconds(pipeline: Pipeline, chunks: Sequence[Chunk], link: float) -
     if pipeline.schedule == "interleaved" and m % p == 0:
         first = sum(stages) / v
         return first + (m - 1 / v) * stages[longest] + (m - 1) * waiting + 2 * (p - 1) * link, longest
-    if pipeline.schedule in ("zb-1p", "zb-2p"):  # the paper's schedules for one and two times the memory of 1F1B
-        inputs = sum(chunk.forward + chunk.backward_input - chunk.backward_weight for chunk in chunks) / p
-        least = sum(chunk.forward + chunk.backward_input - 2 * chunk.backward_weight for chunk in chunks) / p
-        bubble = (p - 1) * max(0.0, inputs if pipeline.schedule == "zb-1p" else least)
-        return m * (stages[longest] + waiting) + bubble + 2 * (p - 1) * link, longest
     most = min(m, max(4 * p, 8))  # from then on each takes as long as the longest stage computes
     durations = tuple(chunk[:3] for chunk in chunks)
     return (

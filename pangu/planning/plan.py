@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
-from pangu.pipeline.orders import SCHEDULES, reduces_each
+from pangu.pipeline.orders import reduces_each
 from pangu.planning.pipeline_time import Pipeline
 from pangu.topology.layout import Layout
 
@@ -14,7 +14,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Plan(NamedTuple):
-    """How a model is spread and stepped."""
+    """Layout and schedule of a model."""
 
     tensor: int
     pipeline: int
@@ -27,16 +27,14 @@ class Plan(NamedTuple):
     micro_size: int
     micro_batches: int
     schedule: str
-    light_ends: bool = False
-    """The embedding and the head count as layers where the model is cut."""
     layers: tuple[int, ...] = ()
-    """Of each chunk; (): as `light_ends` says."""
+    """Layers of each chunk; (): as even as possible."""
     recomputed: int = 0
-    """With `recompute` = none, layers of each chunk that are computed again in full."""
+    """Layers of each chunk that are recomputed in full, with `recompute` = none."""
     zero_group: int = 0
     """Replicas that share states; 0: all."""
     offload: tuple[Literal["activations", "optimizer", "parameters"], ...] = ()
-    """What waits in host memory, as `memory.offload`."""
+    """See `memory.offload`."""
     chunks: int = 1
     """Of products, whose communication hides behind one another."""
     expert: int = 1
@@ -79,8 +77,8 @@ class Plan(NamedTuple):
 
     @property
     def reduces_each(self) -> bool:
-        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch; published schedules do not."""
-        return self.schedule in SCHEDULES and reduces_each(self.schedule)
+        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch."""
+        return reduces_each(self.schedule)
 
     @property
     def steps(self) -> Pipeline:

@@ -77,17 +77,7 @@ class Program:
         message = 2 if config.precision.reduce == "bf16" else sum_bytes(config)
         hidden = HIDDEN if config.parallel.overlap else 0.0
         narrow = BYTES[config.precision.compute]
-        return System(
-            "pangu",
-            flash=True,
-            dropout=config.model.dropout > 0,
-            fused=False,
-            launches=0,
-            gradient_bytes=message,
-            accumulation_bytes=0,
-            hidden_data=hidden,
-            number_bytes=narrow,
-        )
+        return System(message, hidden, narrow)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Count the modules of layouts together. Raises DryRunError if one cannot be carried out,

@@ -24,10 +24,11 @@ from pangu.config.schema import RunConfig
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.stages import cut
 from pangu.planning.cost import StepTime, step_time
-from pangu.planning.layout_work import Plan, Recompute, Shape, System, Weights
+from pangu.planning.layout_work import Recompute, Shape, System, Weights
 from pangu.planning.lower_bounds import Bounds
 from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
 from pangu.planning.passing import Chunk, Stored
+from pangu.planning.plan import Plan, configured
 from pangu.planning.program import Program
 from pangu.planning.workload import Workload
 
@@ -240,8 +241,7 @@ def _preference(one: Candidate) -> tuple[float, ...]:
 
 def time_of(space: Space, plan: Plan) -> StepTime:
     """The time of a layout."""
-    hidden = space.program.system.hidden_messages
-    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster, hidden)
+    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
@@ -305,20 +305,15 @@ def _sized(space: Space, base: Plan, refused: Counter[str]) -> Iterator[Plan]:
 
 def problem_of(space: Space, plan: Plan) -> str:
     """What the configuration's own checks say against a layout; empty: nothing."""
-    problems = layout_problems(configured(space, plan), space.cluster.devices)
+    problems = layout_problems(with_layout(space, plan), space.cluster.devices)
     return f"{problems[0].key}: {problems[0].rule}" if problems else ""
 
 
-def configured(space: Space, plan: Plan) -> RunConfig:
-    """The configuration with this layout."""
-    values = {"parallel.layers": None, "dry_run": False, **keys_of(plan), "memory.offload": plan.offload}
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        group, _, name = key.rpartition(".")
-        groups.setdefault(group, {})[name] = value
-    alone = groups.pop("")
-    config = space.config
-    return replace(config, **alone, **{group: replace(getattr(config, group), **new) for group, new in groups.items()})
+def with_layout(space: Space, plan: Plan) -> RunConfig:
+    """Return the configuration with a layout, its global batch unchanged, and the layers cut evenly."""
+    config = configured(space.config, plan)
+    batch = replace(space.config.batch, micro_size=plan.micro_size)
+    return replace(config, dry_run=False, batch=batch, parallel=replace(config.parallel, layers=None))
 
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:

@@ -24,11 +24,11 @@ from pangu.planning.search import (
     Candidate,
     SearchResult,
     Space,
-    configured,
     keys_of,
     problem_of,
     ties,
     time_of,
+    with_layout,
     with_schedule,
 )
 
@@ -193,7 +193,7 @@ def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _sharings(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Other ways to share sequences and experts."""
     if plan.context > 1:
-        now = context_kind(configured(space, plan))
+        now = context_kind(with_layout(space, plan))
         yield from ((f"context {kind}", {"context_kind": kind}) for kind in KINDS if kind != now)
     if space.config.model.experts is None:
         return

@@ -17,7 +17,7 @@ from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.spans import module_kinds
-from pangu.pipeline.stages import reduces_each
+from pangu.pipeline.stages import shards_sums
 from pangu.planning.plan import Plan, configured
 from pangu.planning.stage_ledger import StageLedger, StageProgram, StepRun, group_sizes
 from pangu.topology.layout import Coordinates
@@ -125,7 +125,7 @@ def message_bytes(config: RunConfig) -> tuple[int, ...]:
 
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a layout, with as few micro-batches as it takes until they repeat."""
-    return _schedule(plan.schedule, plan.pipeline, plan.virtual, plan.micro_batches, reduces_each(plan.layout))
+    return _schedule(plan.schedule, plan.pipeline, plan.virtual, plan.micro_batches, shards_sums(plan.layout))
 
 
 @lru_cache(maxsize=10_000)

@@ -1,4 +1,4 @@
-"""`train.check_step`: compares every operation of a step, as it happens, with the list that the planner prices."""
+"""`train.check_step`: compares every operation of a step, as it happens, with the list from `pipeline.expand`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepCheck(ModuleHooks):
         self._one_by_one = trainer.config.optimizer.name == "adam"
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
-        """What follows; None outside of a step."""
+        """Operations that must follow; None outside of a step."""
         self._action: Action | None = None
         self._count = 0
         """Operations of the step so far."""

@@ -37,8 +37,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         overlap: bool,
         message: torch.dtype | None,
     ) -> None:
-        """As `ReduceRules`; `message`: format in which gradients are sent and summed over replicas; None: that of the
-        buffers."""
+        """See `ReduceRules`. `message`: format in which gradients are sent and summed over replicas; None: the format
+        of the buffers."""
         super().__init__(chunks, reduce_each, overlap)
         self.mesh, self._message = mesh, message
         self._all = [flat for flats in self.flat_parameters.values() for flat in flats]
@@ -125,8 +125,8 @@ class GradientSum(ReduceRules[FlatParameter]):
         self.complete(parameter)
 
     def sum_of(self, parameter: Tensor, cleared: bool = False) -> tuple[Tensor, bool]:
-        """Where a parameter's gradients are summed, in its shape, and whether the sum begins; it has begun then.
-        `cleared`: it begins with zeros."""
+        """Return the buffer of a parameter's gradient, in its shape, and whether this is the first gradient of the
+        sum. `cleared`: fill the buffer with zeros first in that case."""
         chunk, index, span = self._places[parameter]
         total = self._total(self.flat_parameters[chunk][index])[span].view(parameter.shape)
         begins = parameter in self._empty

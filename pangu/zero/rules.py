@@ -1,8 +1,12 @@
-"""When flat parameters are unsharded and their gradients reduced: from the events of a step to operations, without
-tensors. The runtime carries these operations out, and `pipeline.expand` lists them; nothing else decides."""
+"""Rules that decide when flat parameters are unsharded and their gradients reduced.
+
+They turn the events of a step into operations and know no tensors. The runtime executes these operations, and
+`pipeline.expand` lists them; nothing else decides.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -12,7 +16,7 @@ from pangu.zero.grouping import IN_FLIGHT, Regions, Sharding, backward_order
 
 
 class Operation(StrEnum):
-    """What is done to a flat parameter."""
+    """Operation on a flat parameter."""
 
     UNSHARD = "UNSHARD"
     """Begin to gather its weights, or to copy them from the host."""
@@ -29,7 +33,7 @@ class Operation(StrEnum):
 
 
 class Shardable(Hashable, Protocol):
-    """What the rules ask of a flat parameter."""
+    """Interface of a flat parameter that the rules need."""
 
     @property
     def sharding(self) -> Sharding: ...
@@ -43,8 +47,8 @@ Following = Mapping[str, str]
 """Module -> the one that is used next."""
 
 
-class UnshardRules(Generic[F]):
-    """Decides when weights are whole; a subclass carries it out in `do`.
+class UnshardRules(ABC, Generic[F]):
+    """Decides when weights are unsharded; a subclass executes its operations in `do`.
 
     At stage 3 a flat parameter is gathered while the module before it computes and resharded after its use, so at most
     two (and a tied word embedding) are whole at a time; backward gathers them again. A chunk that a schedule unshards
@@ -68,19 +72,19 @@ class UnshardRules(Generic[F]):
         orders = [backward_order(list(names), trained, regions) for names in uses.values()]
         self.backward = {a: b for order in orders for a, b in pairwise(order)}
         self.in_flight: dict[F, None] = {}
-        """Those whose gather or copy has begun."""
+        """Flat parameters whose gather or copy has begun."""
         self.whole: set[F] = set()
-        """Those of stage 3 that are unsharded."""
+        """Unsharded flat parameters of stage 3."""
         self._users = dict.fromkeys(self.flat_parameters, 0)
         self._kept: set[F] = set()
-        """Those of chunks that a schedule has unsharded."""
+        """Flat parameters of chunks that a schedule has unsharded."""
 
     note: Callable[[Operation, F], None] | None = None
-    """Told of every operation before it is carried out."""
+    """Callback that receives every operation before it is executed."""
 
     @property
     def state(self) -> Hashable:
-        """What decides what follows, between two actions."""
+        """State between two actions, on which all later operations depend."""
         users = tuple((flat, count) for flat, count in self._users.items() if count)
         return tuple(self.in_flight), frozenset(self.whole), users, frozenset(self._kept)
 
@@ -90,9 +94,9 @@ class UnshardRules(Generic[F]):
         self.in_flight, self.whole, self._kept = dict.fromkeys(in_flight), set(whole), set(kept)
         self._users = dict.fromkeys(self.flat_parameters, 0) | dict(users)
 
+    @abstractmethod
     def do(self, operation: Operation, flat: F) -> None:
-        """Carry out an operation."""
-        raise NotImplementedError
+        """Execute an operation."""
 
     def publish(self, flats: Iterable[F]) -> None:
         """Begin to send every rank what the others have updated; gathered weights are out of date."""
@@ -169,8 +173,8 @@ class UnshardRules(Generic[F]):
             self.do(Operation.RESHARD, flat)
 
 
-class ReduceRules(Generic[F]):
-    """Decides when gradients are reduced; a subclass carries it out in `do`.
+class ReduceRules(ABC, Generic[F]):
+    """Decides when gradients are reduced; a subclass executes its operations in `do`.
 
     Flat parameters of a chunk are sent in the reverse of the forward order whatever order they complete in, so that
     every replica issues the same collectives in the same order.
@@ -189,20 +193,20 @@ class ReduceRules(Generic[F]):
         """Oldest first."""
 
     note: Callable[[Operation, F], None] | None = None
-    """Told of every operation before it is carried out."""
+    """Callback that receives every operation before it is executed."""
 
     @property
     def state(self) -> Hashable:
-        """What decides what follows, between two actions."""
+        """State between two actions, on which all later operations depend."""
         return tuple(self._reducing)
 
     @state.setter
     def state(self, state: Any) -> None:
         self._reducing = list(state)
 
+    @abstractmethod
     def do(self, operation: Operation, flat: F) -> None:
-        """Carry out an operation."""
-        raise NotImplementedError
+        """Execute an operation."""
 
     def restart(self) -> None:
         """Forget the step before."""

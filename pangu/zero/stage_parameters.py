@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage as numbers: what is grouped into flat parameters, and the rules of a step."""
+"""The parameters of a pipeline stage as numbers: their placement, and their grouping into flat parameters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class FlatNumbers:
     """A flat parameter without tensors."""
 
     index: int
-    """In the order of forward, trained ones first."""
+    """Position among the flat parameters of the rank, in the order of forward, trained ones first."""
     chunk: int
-    """Whose it is; -1: of several."""
+    """Chunk that it belongs to; -1: several chunks."""
     names: tuple[str, ...]
     """Its parameters."""
     numel: int
@@ -40,7 +40,7 @@ class FlatNumbers:
 
     @property
     def main_on_host(self) -> bool:
-        """Whether its main parameters are in host memory."""
+        """True if its main parameters are in host memory."""
         return self.trained and "optimizer" in self.sharding.offload
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class FlatNumbers:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What decides what a rank's step does with its parameters."""
+    """Parameters of a rank's stage, as the rules and the expansion of a step need them."""
 
     table: PlacementTable
     regions: Regions
@@ -59,11 +59,11 @@ class StageParameters:
     uses: Mapping[int, Mapping[str, Sequence[FlatNumbers]]]
     """Chunk -> module, in the order of forward -> its flat parameters."""
     reduced: Mapping[int, Sequence[FlatNumbers]]
-    """As the chunks of `ReduceRules`."""
+    """Chunk -> trained flat parameters in the order of forward, as `ReduceRules` takes them."""
     reduce_each: bool
     overlap: bool
     loss_in_chunks: bool
-    """The head makes the gradients of its matrix in forward."""
+    """The loss is computed in chunks: the head computes the gradients of its matrix in forward."""
 
     @classmethod
     def of_run(

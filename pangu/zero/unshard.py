@@ -56,7 +56,7 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
         stream: CopyStream,
         overlap: bool,
     ) -> None:
-        """As `UnshardRules`; `stream`: for copies from the host."""
+        """See `UnshardRules`. `stream`: of copies from the host."""
         super().__init__(uses, regions, trained, overlap)
         self._mesh, self._stream = mesh, stream
         self._handles: dict[FlatParameter, Handle] = {}

@@ -14,22 +14,23 @@ from typing import Any
 import pytest
 
 from pangu.config.cluster import DeviceMemoryConfig
-from pangu.dryrun import roles
+from pangu.dryrun import cache, roles
+from pangu.dryrun.cache import cache_folder, read_cached
 from pangu.dryrun.roles import DryRunError
 from pangu.planning import module_work
-from pangu.planning.module_work import ModuleCounts, Piece, _read, cache_folder
+from pangu.planning.module_work import ModuleCounts, Piece
 from pangu.topology.layout import Layout
 from tests.configs import config
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[", "{}", '[{"phases": {}, "update": {}}]', '{"digest": "", "reports": []}', "\xff"]
+    "content", ["", "[", "{}", '[{"phases": {}, "update": {}}]', '{"digest": "", "found": []}', "\xff"]
 )
 def test_a_file_that_nobody_can_have_counted_is_not_read(content: str, tmp_path: Path) -> None:
     file = tmp_path / "modules.json"
     file.write_text(content, encoding="latin-1")
-    assert _read(file) is None
-    assert _read(tmp_path) is None
+    assert read_cached(file) is None
+    assert read_cached(tmp_path) is None
 
 
 def test_the_folder_is_the_users_or_a_temporary_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,13 +58,13 @@ def test_a_process_that_counts_is_waited_for_but_not_for_ever(monkeypatch: pytes
 
     monkeypatch.setattr(module_work, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(module_work, "_carry_out", carry_out)
-    monkeypatch.setattr(module_work, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(cache, "PATIENCE_SECONDS", 0.3)
     with (tmp_path / "modules.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         began = time.monotonic()
         counts.count([(piece, 1)])
         assert time.monotonic() - began >= 0.3
-        monkeypatch.setattr(module_work, "_alone", None)
+        monkeypatch.setattr(module_work, "one_process", None)
         ModuleCounts(counts.config).count([(piece, 1)])
     assert counted == [1]
 
@@ -101,7 +102,7 @@ def test_counting_shows_its_progress(
 ) -> None:
     """At the start, at the end, and every so often where no bar can be drawn; whoever waits for it is told."""
     alone({"device": None, "phases": {}, "update": {}})
-    monkeypatch.setattr(module_work, "REPORT_SECONDS", seconds)
+    monkeypatch.setattr(roles, "REPORT_SECONDS", seconds)
     noted: list[int] = []
     ModuleCounts(config("+config=quickstart"), note_progress=lambda: noted.append(1)).count([(Piece(1, False), 3)])
     said = capsys.readouterr().err

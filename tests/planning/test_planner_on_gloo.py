@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner_on_gloo import configuration, drawn, rank_correlation
 from pangu.planning.cluster import load_cluster
-from pangu.planning.search import configured, problem_of, space_of
+from pangu.planning.search import problem_of, space_of, with_layout
 from tests.spawn import repository
 
 
@@ -22,7 +22,7 @@ def test_layouts_are_drawn_by_a_seed_from_every_combination_of_degrees() -> None
     assert len(set(plans)) == 12
     for plan in plans:
         assert problem_of(space, plan) == ""
-        assert configured(space, plan).parallel.data == plan.data
+        assert with_layout(space, plan).parallel.data == plan.data
 
 
 def test_ranks_are_compared() -> None:

@@ -20,13 +20,13 @@ from pangu.planning.memory import Memory, memory_of_stages
 from pangu.planning.search import (
     LONG,
     Space,
-    configured,
     enumerate_plans,
     offloaded,
     problem_of,
     search,
     space_of,
     time_of,
+    with_layout,
 )
 from tests.configs import config
 from tests.spawn import repository
@@ -123,7 +123,7 @@ def test_what_is_found_passes_the_checks_and_fits() -> None:
     found = search(where)
     assert len(found.best) == 10
     for one in found.best:
-        assert not layout_problems(configured(where, one.plan), 64)
+        assert not layout_problems(with_layout(where, one.plan), 64)
         assert one.plan.layout.tensor * one.plan.pipeline * one.plan.data == 64
         assert one.fullest <= 79.2
         assert sum(one.plan.layers) == where.program.shape.layers
