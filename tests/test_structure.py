@@ -191,7 +191,7 @@ def test_the_package_stays_small() -> None:
     numbers or lost work before; 1,107 the step as a list, which the trainer follows and can be compared with, the
     data of its ledger, and what the planner had of states, clusters, memory and descriptions of runs."""
     files = [path for path in FILES if floor_of(path) not in ("planning", "dryrun", *APART)]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_672
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_685
 
 
 @pytest.mark.parametrize("folder", APART)
@@ -233,7 +233,7 @@ pretrain(Path("configs").resolve())
 print("compilers", {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys())
 print("lines", trainer, lines())
 """
-MOST_LINES = {"trainer": 7_113, "run": 14_060}
+MOST_LINES = {"trainer": 7_118, "run": 14_067}
 """What a reader has to pass at most: the package's lines that are loaded with the trainer, and by a plain run. 120
 lines are two more axes: what layouts without them have of them too; 90 and
 120 are the keys of `model.sparse` and what asks for them, 200 and 220 those of experts; 90 and 110 what

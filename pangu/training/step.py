@@ -190,7 +190,14 @@ class Trainer:
             self.balance.start_step(self.loss_scale.scale, self.config.batch.global_size)
         self.doing = "forward and backward"
         self.runner.name = f"{self.mesh.name}, stage {self.mesh.at.pipeline}, step {self.step + 1}"
-        losses = self.runner.run(self.stages.schedule, batches, partial(self.model.loss_of, scale=scale), keys, scale)
+        try:
+            losses = self.runner.run(
+                self.stages.schedule, batches, partial(self.model.loss_of, scale=scale), keys, scale
+            )
+        except BaseException:
+            if self.check is not None:
+                self.check.stop()
+            raise
         self.doing = "adding up gradients"
         self.parameters.gradients.finish()
         self._loss = torch.stack(losses).double().sum() if losses else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pangu.config.errors import LostError
+from pangu.config.errors import LocalError
 from pangu.models.language_model import ModuleHooks
 from pangu.pipeline.actions import MESSAGES, Action, Kind
 from pangu.pipeline.expand import UPDATE, StepOp, expand
@@ -24,7 +24,8 @@ class StepCheck(ModuleHooks):
     """The list of a trainer's step, and how far the step has come in it.
 
     Weight gradients that a schedule postpones are made parameter by parameter, and those of lookups when no module is
-    left: of these the reductions are compared, not the modules.
+    left: of these the reductions are compared, not the modules. A trainer whose step an exception has ended is not
+    compared any more.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -38,6 +39,7 @@ class StepCheck(ModuleHooks):
         self._name = mesh.name
         self._expected: Iterator[StepOp] | None = None
         """Operations that must follow; None outside of a step."""
+        self._is_stopped = False
         self._action: Action | None = None
         self._count = 0
         """Operations of the step so far."""
@@ -48,13 +50,19 @@ class StepCheck(ModuleHooks):
         trainer.optimizer.register_step_pre_hook(lambda *_: self._note_update())
 
     def begin(self) -> None:
-        """A step begins."""
+        """Compare what follows with the list of a step."""
+        if self._is_stopped:
+            return
         in_flight = {self._numbers[flat].index for flat in self._unsharder.in_flight}
         ops = expand(self._actions, self._stage, in_flight, self._one_by_one)
         self._expected, self._count = filter(self._is_compared, ops), 0
 
+    def stop(self) -> None:
+        """Compare no further: an exception has ended a step, and weights stay unsharded as it left them."""
+        self._expected, self._is_stopped = None, True
+
     def end(self) -> None:
-        """A step has ended. Raises LostError if the list goes on."""
+        """Stop comparing at the end of a step. Raises LocalError if the list goes on."""
         if self._expected is not None and (rest := next(self._expected, None)) is not None:
             self._refuse(rest, "the end of the step")
         self._expected = None
@@ -102,7 +110,7 @@ class StepCheck(ModuleHooks):
     def _refuse(self, expected: StepOp | None, found: str) -> None:
         number = self._count + 1
         self._expected = None
-        raise LostError(
+        raise LocalError(
             f"{self._name}: train.check_step: operation {number} of the step is {found}, where the list of the "
             f"step has {'its end' if expected is None else expected}; this is a fault of pangu"
         )

@@ -247,8 +247,8 @@ class ReduceRules(ABC, Generic[F]):
         for flat in self.flat_parameters.get(chunk, [])[start:stop]:
             if self.reduce_each:
                 self._wait(IN_FLIGHT - 1)
-            self._reducing.append(flat)
             self.do(Operation.REDUCE, flat)
+            self._reducing.append(flat)
             if not self.overlap:
                 self._wait(0)
         self._num_sent[chunk] = max(start, stop)

@@ -102,7 +102,7 @@ class Unsharder(UnshardRules[FlatParameter], ModuleHooks):
             flat.publish()
             if flat.sharding.stage < 3 and flat.sharding.size > 1:
                 self._handles[flat] = self._gather(flat, flat.weights, flat.local)
-            elif flat.sharding.stage < 3 and "optimizer" in flat.sharding.offload:
+            elif flat.sharding.stage < 3 and flat.main_on_host:
                 self._handles[flat] = self._copies()
 
     def _unshard(self, flat: FlatParameter) -> None:
