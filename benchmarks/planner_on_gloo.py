@@ -35,7 +35,7 @@ from benchmarks.trainer import composed, micro_batches
 from pangu.config.build import build
 from pangu.config.schema import RunConfig
 from pangu.planning.cluster import load_cluster
-from pangu.planning.layout_work import Plan
+from pangu.planning.plan import Plan
 from pangu.planning.search import Space, enumerate_plans, space_of, time_of, with_layout
 from pangu.planning.search_report import TERMS, overrides_of
 from pangu.topology.layout import Layout

@@ -38,12 +38,12 @@ from pangu.data.batch import make_batch
 from pangu.layers.fp32_matmul import MATMUL_TIE, matmul_precision, matmul_precisions, matmul_trial
 from pangu.layers.fp32_matmul import Matmul as FP32Matmul
 from pangu.metrics.timing import fastest, time_candidates
+from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.auto import cluster_of_device, device_here
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.cost import Group, collective_seconds, matmul_seconds, step_time
-from pangu.planning.layout_work import Plan
+from pangu.planning.plan import Plan
 from pangu.planning.program import Program
-from pangu.planning.workload import Collective, Matmul
 from pangu.topology.launch import Launch, choose_device, is_first_process
 from pangu.topology.layout import Layout
 from pangu.topology.mesh import Algorithms, Mesh

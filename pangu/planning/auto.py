@@ -17,7 +17,7 @@ from pangu.config.schema import RunConfig
 from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_names, load_cluster
-from pangu.planning.layout_work import Plan
+from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch

@@ -13,8 +13,8 @@ from pangu.pipeline.orders import SCHEDULES, reduces_each
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.planning.cost import StepTime, chunk_times, groups_of
-from pangu.planning.layout_work import Plan
 from pangu.planning.memory import memory_of_stages
+from pangu.planning.plan import Plan
 from pangu.planning.search import (
     CHUNKS,
     KINDS,
