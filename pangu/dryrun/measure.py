@@ -16,7 +16,7 @@ from pangu.dryrun.device import FakeDevice
 from pangu.dryrun.memory import OWNED
 from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import BEGIN, FINISH, MOVE, Boundary, Recorder, joined, spans_in
-from pangu.dryrun.run import as_carried_out, audited, carry_out, micro_batches, on_fake_tensors
+from pangu.dryrun.run import as_carried_out, audited, carry_out, micro_batches, on_fake_tensors, with_kernel
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.optim.build import make_optimizer
 from pangu.pipeline.actions import SENDS, Action, Durations, Kind
@@ -71,6 +71,7 @@ def measure(
     built = Stages((together,), replace(schedule, stage_of=(0,)), Durations())
     results: list[dict[str, Any]] = []
     with on_fake_tensors(0, layout.world):
+        config = with_kernel(config, device)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, built)

@@ -117,8 +117,7 @@ def dry_run(
     if joins and stages.schedule.splits_backward:
         stages = replace(stages, schedule=_first_joined(stages.schedule))
     with on_fake_tensors(rank, layout.world):
-        if config.model.sparse is not None and _skips_blocks(config, device):
-            config = replace(config, model=replace(config.model, attention="flex"))
+        config = with_kernel(config, device)
         mesh = Mesh.connect(layout, device, config.parallel.timeout_s)
         with audited(config, mesh, fake) as audit:
             trainer = Trainer(config, mesh, stages)
@@ -201,9 +200,12 @@ def _evenly(counts: Tensor, most: Sequence[int]) -> list[list[list[int]]]:
     return [[[rows // ranks + (rank < rows % ranks) for rows in most] for rank in range(ranks)] for _ in range(sides)]
 
 
-def _skips_blocks(config: RunConfig, device: torch.device) -> bool:
-    """Whether FlexAttention, which trials would find the fastest, can compute a block-sparse model."""
-    return "flex" in kernels_of(config, device)
+def with_kernel(config: RunConfig, device: torch.device) -> RunConfig:
+    """Return a configuration with FlexAttention, which trials would find the fastest, for a block-sparse model that it
+    can compute."""
+    if config.model.sparse is None or "flex" not in kernels_of(config, device):
+        return config
+    return replace(config, model=replace(config.model, attention="flex"))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from pangu.dryrun.measure import key_of, measure
 from pangu.dryrun.ownership import label_states
 from pangu.dryrun.recorder import Recorder, spans_in
-from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors
+from pangu.dryrun.run import audited, carry_out, micro_batches, on_fake_tensors, with_kernel
 from pangu.dryrun.traces import Request, Way, jobs_of, trace_of
 from pangu.models.parameters import place_tensors
 from pangu.pipeline.actions import Action
@@ -37,9 +37,9 @@ def carried_out(chosen: Chosen, stage: int, device: torch.device) -> Found:
     layout = chosen.layout
     rank = layout.rank(Coordinates(stage, 0, 0))
     with on_fake_tensors(rank, layout.world):
-        mesh = Mesh.connect(layout, device, 60.0)
-        with audited(chosen.config, mesh, fake) as audit:
-            trainer = Trainer(chosen.config, mesh, chosen.stages)
+        mesh, config = Mesh.connect(layout, device, 60.0), with_kernel(chosen.config, device)
+        with audited(config, mesh, fake) as audit:
+            trainer = Trainer(config, mesh, chosen.stages)
             if trainer.scales is not None:
                 trainer.scales.known = True
             label_states(audit, trainer)
