@@ -78,7 +78,8 @@ class Exchange:
         """Begin to send rows, or gradients `back`."""
         to_each, from_each = (self._from_each, self._to_each) if back else (self._to_each, self._from_each)
         received = rows.new_empty((sum(from_each), *rows.shape[1:]))
-        self._under_way = received, start_exchange(received, rows, from_each, to_each, self._group)
+        # without its place in the graph, which holds this object: a recompute that ends early may never finish it
+        self._under_way = received.detach(), start_exchange(received, rows, from_each, to_each, self._group)
         return received
 
     def finish(self) -> Tensor:

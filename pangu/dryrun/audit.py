@@ -275,6 +275,7 @@ class Audit(TorchDispatchMode):
             self._host_waits(stream)
 
     def _collective(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
+        self._works = {key: one for key, one in self._works.items() if sys.getrefcount(one.work) > 2}
         kind, read, written = COLLECTIVES[function._schema.name.partition("::")[2]]
         if kind == "all_to_all" and sum(map(bool, args[4])) == 1:
             kind = "send"  # all that a rank has goes to one other
@@ -299,7 +300,8 @@ class Audit(TorchDispatchMode):
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         clock, size = dict(self.detector.clock(stream)), max(size_of(sources), size_of(targets))
         self._begun.append(Begun(stream, clock.get(stream, 0), self.scope, axis, kind, size))
-        self._works[id(work)] = OnItsWay(work, clock, sources + targets, self._begun[-1])
+        buffers = [tensor.untyped_storage() for tensor in sources + targets]
+        self._works[id(work)] = OnItsWay(work, clock, buffers, self._begun[-1])
         return result
 
     def _watched(self, original: Any, waits: bool) -> Any:

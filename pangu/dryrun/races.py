@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
 from pangu.dryrun.device import StreamEntry
 
@@ -59,8 +59,8 @@ class OnItsWay(NamedTuple):
     work: Any
     clock: Clock
     """What its stream knows once it is done."""
-    buffers: list[Tensor]
-    """NCCL keeps them until somebody waits."""
+    buffers: list[torch.UntypedStorage]
+    """NCCL keeps them until somebody waits, or until the next collective once nobody can."""
     begun: Begun
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -102,6 +103,15 @@ def test_what_is_computed_between_runs_while_rows_are_under_way() -> None:
     assert notes == ["sent", "forward", "there", "sent", "backward", "there"]
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((4, 2), 3.0))
+
+
+def test_rows_that_nobody_waits_for_are_freed() -> None:
+    """A recompute ends with the last tensor that backward needs, and may leave an exchange behind."""
+    between = Exchange([4], [4], None)
+    begun = between.begin(torch.randn(4, 2, requires_grad=True))
+    storage = weakref.ref(begun.untyped_storage())
+    del between, begun
+    assert storage() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
