@@ -15,6 +15,7 @@ from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
+from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
     Group,
@@ -27,7 +28,6 @@ from pangu.planning.cost import (
 from pangu.planning.layout_work import Plan, Shape
 from pangu.planning.memory import most_held
 from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
-from pangu.planning.workload import Collective, Matmul
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.formulas import describe
