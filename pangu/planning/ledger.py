@@ -92,13 +92,18 @@ class Meter:
             activations, *others = self.level
             self.peak, self.kinds, self.place = total, (activations + beside, *others), place
 
-    def follow(self, one: Pass, place: str) -> None:
-        """Add an action that was folded."""
+    def follow(self, one: Pass, place: object) -> None:
+        """Add an action that was folded; `place` names it."""
         total = sum(self.level) + one.peak
         if total > self.peak:
             self.peak, self.kinds = total, tuple(map(add, self.level, one.kinds))
-            self.place = f"{place}, {one.place}" if one.place else place
+            self.place = f"{place}, {one.place}" if one.place else str(place)
         self.level = list(map(add, self.level, one.change))
+
+
+    def skip(self, passes: Iterable[Pass]) -> None:
+        """Add actions in which no peak is reached."""
+        self.level = [sum(column) for column in zip(self.level, *(one.change for one in passes), strict=True)]
 
 
 class Fold:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -171,27 +171,26 @@ class StepRun(NamedTuple):
     """Axis -> ranks that communicate (`group_sizes`)."""
 
 
-class _Walked:
-    """What the actions of a step come to."""
+class StageActions(NamedTuple):
+    """Actions of a stage in a step, with its chunks numbered from 0."""
 
-    def __init__(self) -> None:
-        self.passes: dict[tuple[Kind, int], Pass] = {}
-        self.counts: Counter[int] = Counter()
-        """`id` of a pass -> how often it occurs."""
-        self.messages: Counter[Action] = Counter()
-        self.left = 0
-        """Bytes that a micro-batch leaves behind."""
+    distinct: tuple[Action, ...]
+    """Each action once, whatever its micro-batch."""
+    order: tuple[int, ...]
+    """Which of them follow each other."""
+    middle: tuple[int, ...]
+    """Places in `order` of the middle micro-batch, which stands for all that are alike."""
 
-    def add(self, action: Action, one: Pass, run: StepRun) -> None:
-        """Count an action; those of the middle micro-batch stand for all that are alike."""
-        is_middle = action.micro == (run.micro_batches - 1) // 2
-        count = 1 + run.more * is_middle
-        self.counts[id(one)] += count
-        self.left += is_middle * sum(one.change)
-        if action.kind in MESSAGES:
-            self.messages[action._replace(micro=None)] += count
-        elif is_middle:
-            self.passes[action.kind, action.chunk] = one
+    @classmethod
+    def of(cls, actions: Sequence[Action], chunks: Sequence[int], micro_batches: int) -> StageActions:
+        """Return those of a stage that has these chunks."""
+        numbers: dict[Action, int] = {}
+        order = [
+            numbers.setdefault(action._replace(chunk=chunks.index(action.chunk), micro=None), len(numbers))
+            for action in actions
+        ]
+        middle = [place for place, action in enumerate(actions) if action.micro == (micro_batches - 1) // 2]
+        return cls(tuple(numbers), tuple(order), tuple(middle))
 
 
 class StageProgram:
@@ -210,46 +209,79 @@ class StageProgram:
         ]
         self._flat_of = {name: flat.index for flat in flats for name in flat.names}
         self._expansion = Expansion(parameters, None)
-        self._first = self._expansion.state
-        self._passes: dict[Any, tuple[Pass, Any]] = {}
+        self._states: list[Any] = [(self._expansion.state, frozenset())]
+        """States of the flat parameters between actions; a step begins in the first one."""
+        self._passes: dict[tuple[int, Action | None], tuple[Pass, int]] = {}
+        """State and action -> what the action is in it, and the state behind it."""
         fused = config.optimizer.name == "adam" and config.optimizer.moments == "fp32"
         self.lasting = lasting_bytes(flats, self.shards, self.formats, fused)
         self._lasting = sum(self.lasting.values()) + trace.lasting_bytes
 
-    def ledger(self, actions: Iterable[Action], run: StepRun) -> StageLedger:
+    def ledger(self, stage: StageActions, run: StepRun) -> StageLedger:
         """Fold the actions of a step."""
-        meter, walked = self._begun(run.micro_batches), _Walked()
-        state: Any = (self._first, frozenset())
-        for action in actions:
-            one, state = self._pass(action, state)
-            meter.follow(one, str(action))
-            walked.add(action, one, run)
-        last, _ = self._pass(None, state)
-        walked.counts[id(last)] += 1
+        passes, last = self._walk(stage)
+        meter, fullest = self._begun(run.micro_batches), _fullest(passes)
+        meter.skip(passes[:fullest])
+        meter.follow(passes[fullest], stage.distinct[stage.order[fullest]])
+        meter.skip(passes[fullest + 1 :])
         meter.follow(last, "adding up gradients")
         meter.follow(Pass.of(self.trace.finish), "adding up losses and norms")
         meter.level[ACTIVATIONS] = self._lasting
         update, host_update_bytes, working = self._update()
         meter.note(working, "the update")
-        left = run.more * (walked.left + self.trace.move.end)
-        besides, sent = self._collectives(walked, run)
-        channels = len({(action.kind, action.peer) for action in walked.messages})
-        axes = {each.axis for each, often in sent.items() if often and not is_message(each)}
+        often = Counter(map(id, [*passes, last]))
+        counts = {id(one): (one, often[id(one)]) for one in (*passes, last)}
+        messages = Counter(stage.order)
+        steady: dict[tuple[Kind, int], Pass] = {}
+        left = self.trace.move.end
+        for place in stage.middle:
+            action, one = stage.distinct[stage.order[place]], passes[place]
+            counts[id(one)] = one, counts[id(one)][1] + run.more
+            messages[stage.order[place]] += run.more
+            left += sum(one.change)
+            if action.kind not in MESSAGES:
+                steady[action.kind, action.chunk] = one
+        sent: Counter[Collective] = Counter(each for each in self._ending() if run.sizes[each.axis] > 1)
+        besides = sent.copy()
+        for number, action in enumerate(stage.distinct):
+            if action.kind in MESSAGES:
+                sent.update({message_of(action.kind, size): messages[number] for size in run.message})
+        for one, count in counts.values():
+            for each in one.collectives:
+                besides[each] += count
+                sent[each] += count
+            for each in (each for span in one.spans for each in span.work.collectives):
+                sent[each] += count
+        for one in steady.values():
+            for each in one.collectives:
+                besides[each] -= run.micro_batches + run.more
+        channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
+        axes = {each.axis for each, count in sent.items() if count and not is_message(each)}
+        left *= run.more
+        kinds = dict(zip(KINDS, meter.kinds, strict=True))
+        kinds["activations"] += left - self._lasting
         return StageLedger(
             self.lasting,
             meter.peak + left,
-            {
-                **dict(zip(KINDS, meter.kinds, strict=True)),
-                "activations": meter.kinds[ACTIVATIONS] - self._lasting + left,
-            },
+            kinds,
             meter.place,
             sent,
-            len(axes) + channels,
-            walked.passes,
+            len(axes) + len(channels),
+            steady,
             besides,
             update,
             host_update_bytes,
         )
+
+    def _walk(self, stage: StageActions) -> tuple[list[Pass], Pass]:
+        """Return what each action of a step is, and what its end is."""
+        state, passes, known = 0, list[Pass](), self._passes
+        for number in stage.order:
+            action = stage.distinct[number]
+            found = known.get((state, action)) or self._pass(state, action)
+            passes.append(found[0])
+            state = found[1]
+        return passes, self._pass(state, None)[0]
 
     def _begun(self, micro_batches: int) -> Meter:
         """Return the live bytes before the first action."""
@@ -259,24 +291,6 @@ class StageProgram:
             meter.follow(Pass.of(self.trace.move), "moving a micro-batch to the device")
         meter.follow(Pass.of(self.trace.begin), "the beginning")
         return meter
-
-    def _collectives(self, walked: _Walked, run: StepRun) -> tuple[Counter[Collective], Counter[Collective]]:
-        """Return the collectives of a step besides those of `passes`, and all of them with the messages."""
-        besides: Counter[Collective] = Counter(each for each in self._ending() if run.sizes[each.axis] > 1)
-        sent = besides.copy()
-        for action, count in walked.messages.items():
-            for size in run.message:
-                sent[message_of(action.kind, size)] += count
-        for one, count in [(one, walked.counts[id(one)]) for one, _ in self._passes.values()]:
-            for each in one.collectives:
-                besides[each] += count
-                sent[each] += count
-            for each in (each for span in one.spans for each in span.work.collectives):
-                sent[each] += count
-        for one in walked.passes.values():
-            for each in one.collectives:
-                besides[each] -= run.micro_batches + run.more
-        return besides, sent
 
     def _ending(self) -> Iterator[Collective]:
         """Yield the collectives of a step besides those of micro-batches, gathers and reductions: of gradients of which
@@ -329,11 +343,10 @@ class StageProgram:
             int(working) * (not on_host),
         )
 
-    def _pass(self, action: Action | None, state: Any) -> tuple[Pass, Any]:
+    def _pass(self, state: int, action: Action | None) -> tuple[Pass, int]:
         """Return an action in a state of the flat parameters, and the state behind it; None: the end of the step."""
-        key = (action and (action.kind, action.chunk, action.reduce), state)
-        if key not in self._passes:
-            self._expansion.state, begun = state[0], set(state[1])
+        if (state, action) not in self._passes:
+            self._expansion.state, begun = self._states[state][0], set(self._states[state][1])
             fold = Fold(self.buffers, self._flat_of, begun, self._hidden)
             if action is None:
                 self._expansion.reducing.finish_all()
@@ -350,8 +363,21 @@ class StageProgram:
                 fold.span(action.kind, "", span)
             else:
                 fold.operations(operations)
-            self._passes[key] = fold.result(), (self._expansion.state, frozenset(begun))
-        return self._passes[key]
+            behind = self._expansion.state, frozenset(begun)
+            if behind not in self._states:
+                self._states.append(behind)
+            self._passes[state, action] = fold.result(), self._states.index(behind)
+        return self._passes[state, action]
+
+
+def _fullest(passes: Sequence[Pass]) -> int:
+    """Return the place of the action in which the most bytes are live."""
+    level = most = fullest = 0
+    for place, one in enumerate(passes):
+        if level + one.peak > most:
+            most, fullest = level + one.peak, place
+        level += sum(one.change)
+    return fullest
 
 
 def fold_modules(

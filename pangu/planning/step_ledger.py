@@ -19,7 +19,7 @@ from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.spans import module_kinds
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.plan import Plan, configured
-from pangu.planning.stage_ledger import StageLedger, StageProgram, StepRun, group_sizes
+from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun, group_sizes
 from pangu.topology.layout import Coordinates
 from pangu.topology.placement import TensorRank
 from pangu.zero.stage_parameters import StageParameters
@@ -72,7 +72,7 @@ class Program:
         message, count = message_bytes(config), schedule.micro_batches
         run = StepRun(count, plan.micro_batches - count, message, group_sizes(layout))
         stages = []
-        for actions, (key, parts) in zip(_numbered(schedule), self._parts(plan), strict=True):
+        for actions, (key, parts) in zip(_stage_actions(schedule), self._parts(plan), strict=True):
             if key not in self._stages:
                 at = Coordinates(0, 0, 0)
                 parameters = StageParameters.of_run(config, layout, at, parts, schedule.reduce_each)
@@ -150,10 +150,10 @@ def _most_held(actions: Iterable[Action]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1000)
-def _numbered(schedule: Schedule) -> list[list[Action]]:
-    """Return the actions of each stage, with its chunks numbered from 0."""
+def _stage_actions(schedule: Schedule) -> list[StageActions]:
+    """Return the actions of each stage."""
     return [
-        [action._replace(chunk=chunks.index(action.chunk)) for action in actions]
+        StageActions.of(actions, chunks, schedule.micro_batches)
         for actions, chunks in zip(schedule.actions, chunks_of(schedule), strict=True)
     ]
 
