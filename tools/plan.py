@@ -215,7 +215,7 @@ def plan(options: argparse.Namespace) -> None:
         print_stages(console, config, layout, stages)
     if options.sharding:
         # which builds the model and imports torch for it; the rest of a plan does without
-        from pangu.planning.sharding_tables import print_sharding
+        from pangu.planning.sharding import print_sharding
 
         print_sharding(console, config, layout, stages)
     if options.dry_run:

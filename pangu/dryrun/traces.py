@@ -49,10 +49,14 @@ class Request(NamedTuple):
     splits: tuple[bool, ...] = (False,)
     """Whether gradients of weights are computed apart from those of inputs; both, where a schedule does both."""
 
+    @property
+    def actions(self) -> list[str]:
+        """The actions that compute a chunk."""
+        return ["F", *(kind for split in self.splits for kind in ("IW" if split else "B"))]
+
     def keys(self, chunk: Chunk) -> set[SpanKey]:
         """The spans of a chunk."""
-        actions = ["F", *(kind for split in self.splits for kind in ("IW" if split else "B"))]
-        return {key for action in actions for key in keys_of(action, chunk)}
+        return {key for action in self.actions for key in keys_of(action, chunk)}
 
 
 class Way(NamedTuple):

@@ -1,228 +1,196 @@
-"""How every weight is cut over the tensor-parallel ranks, from the placement table of the very model that a run would
-build.
+"""How every weight is cut over the tensor-parallel ranks, and what the ranks that share a module send for it.
 
 Shoeybi et al. 2019, section 3, and Korthikanti et al. 2022, section 4.2, with the names s = sequence, b = micro-batch,
-h = hidden, t (MindSpore's mp) = tensor-parallel ranks, dp = replicas.
+h = hidden, t (MindSpore's mp) = tensor-parallel ranks, dp = replicas. What is sent is measured in a dry run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from operator import add
+from typing import Any, NamedTuple
 
-from torch import nn
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from pangu.collectives.exchange import ExpertRegion
-from pangu.collectives.regions import TensorRegion
 from pangu.config.schema import RunConfig
-from pangu.layers.biases import RelativeBias
-from pangu.layers.builder import Builder
-from pangu.layers.linear import (
-    ColumnParallelLinear,
-    LayerNorm,
-    PositionEmbedding,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from pangu.models.language_model import LanguageModel, build_model
+from pangu.metrics.text import size
+from pangu.models.parameters import ModelPart, parameters_by_module, place_tensors
+from pangu.pipeline.spans import Span, SpanKey, module_kinds
+from pangu.pipeline.stages import Stages
+from pangu.planning.forecast import plan_of
+from pangu.planning.stage_ledger import group_sizes
+from pangu.planning.step_ledger import Program
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
-from pangu.topology.placement import Placement
+from pangu.topology.placement import Placement, TensorRank
 
-HEAD = "head"
-_KINDS: dict[type[nn.Module], str] = {
-    ColumnParallelLinear: "columns",
-    RowParallelLinear: "rows",
-    VocabParallelEmbedding: "words",
-    PositionEmbedding: "positions",
-    LayerNorm: "norm",
-    RMSNorm: "rms norm",
-    RelativeBias: "bias",
+_OPERATORS = {
+    "columns": ("{gather}MatMul ((dp,1),(1,mp))", "[{slice}, {inputs}] -> [{full}, {outputs}]"),
+    "columns bias": ("Add ((dp,mp),(mp,))", ""),
+    "query columns": ("MatMul ((dp,1),(1,mp))", "[{full}, {inputs}] -> [{full}, {outputs}]"),
+    "rows": ("MatMul ((dp,mp),(mp,1)){sum}", "[{full}, {inputs}] -> [{slice}, {outputs}]"),
+    "rows bias": ("Add (({tokens},1),(1,))", ""),
+    "expert columns": ("GroupedMatMul ((dp,1),(1,mp))", "[rows, {inputs}] -> [rows, {outputs}]"),
+    "expert columns bias": ("Add ((dp,mp),(mp,))", ""),
+    "expert rows": ("GroupedMatMul ((dp,mp),(mp,1)) + sum by token{sum}", "[rows, {inputs}] -> [rows, {outputs}]"),
+    "expert rows bias": ("Add ((dp,1),(1,))", ""),
+    "whole": ("MatMul ((dp,1),(1,1))", "[{full}, {inputs}] -> [{full}, {outputs}]"),
+    "embedding.word.weight": ("Gather ((mp,1),(dp,1)){sum}", "[{full}] -> [{slice}, {inputs}]"),
+    "embedding.position.weight": ("Gather ((1,1),(dp,{slices}))", "[{slice}] -> [{slice}, {inputs}]"),
+    "query_embedding.weight": ("Gather ((1,1),(dp,1))", "[{full}] -> [{full}, {inputs}]"),
+    "position_bias.weight": ("Gather ((1,mp),(1,))", "[{s}] -> [{inputs}, {s}, {s}]"),
+    "head": ("{gather}MatMul transpose_b ((dp,1),(mp,1))", "[{slice}, {inputs}] -> [{rows}, {outputs}]"),
+    "rmsnorm": ("RMSNorm (({tokens},1),(1,))", ""),
+    "layernorm": ("LayerNorm (({tokens},1),(1,),(1,))", ""),
+    "rmsnorm of heads": ("RMSNorm ((dp,mp,1),(1,))", ""),
+    "layernorm of heads": ("LayerNorm ((dp,mp,1),(1,),(1,))", ""),
 }
+"""Role of a weight -> the operator that takes it with MindSpore's strategy for each input (tokens are dimension 0), and
+the activations on one rank that go in before any gather and come out after any sum."""
+_CUTS = {"columns": "columns (outputs)", "rows": "rows (inputs)", "position_bias": "columns (heads)"}
+"""Shoeybi's words speak of A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
+_PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_ALL = "whole model"
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """One logical tensor and what is done with it."""
 
     name: str
-    """Below its part."""
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    """Of tensor rank 0; where the ranks do not divide the vocabulary, the last rank holds less."""
+    """Shape on tensor rank 0; where the ranks do not divide the vocabulary, the last rank holds less."""
     cut: str
-    """In words."""
-    operator: str
-    """The operator that takes it, with MindSpore's strategy for each of its inputs; tokens are dimension 0."""
     activations: str
-    """Shapes on one rank of what goes into its product and what comes out; empty for biases and norms."""
-    partial: bool
-    """Its gradient is summed over the tensor-parallel ranks once per step."""
+    operator: str
 
 
-@dataclass(frozen=True)
-class Part:
-    """Layers that are alike, or something else that stands alone."""
+class Part(NamedTuple):
+    """Modules of one kind, and the weights of the first of them."""
 
-    name: str
-    """`layers.0-38`, `embedding`, ..."""
-    count: int
-    """How many there are."""
-    weights: tuple[Weight, ...]
+    modules: tuple[str, ...]
     takes: str
-    """Shape of the activations that come in, in symbols."""
     gives: str
-    """Shape of those that go out."""
+    weights: tuple[Weight, ...]
 
 
-def plan_sharding(config: RunConfig, layout: Layout) -> list[Part]:
-    """Every part of the model, in the order in which they are built, and the head.
-
-    The model is built as rank 0 would build it, with its share of the experts, but on the meta device and without a
-    process group.
-    """
-    region = TensorRegion(rank=0, size=layout.tensor, sequence=layout.sequence, chunks=config.parallel.overlap_chunks)
-    experts = None
-    if layout.splits_experts:
-        share = ExpertRank.of(layout, Coordinates(0, 0, 0))
-        experts = ExpertRegion(share.rank, share.size, share.tensor)
-    model, table = build_model(config.model, build=Builder(region=region, experts=experts))
-    parts = [
-        _part(config, model, region, name, list(entries))
-        for name, entries in groupby(table, key=lambda entry: _part_name(entry.name))
-        if name != "head"
-    ]
-    matrix = table["embedding.word.weight" if config.model.tied_head else "head.weight"]
-    return [*_folded(parts), _head(config, region, matrix)]
-
-
-def _part_name(name: str) -> str:
-    """`layers.3` of `layers.3.mlp.up.weight`, `embedding` of `embedding.word.weight`."""
-    first, *rest = name.split(".")
-    return f"{first}.{rest[0]}" if rest[0].isdigit() else first
-
-
-def _part(
-    config: RunConfig, model: LanguageModel, region: TensorRegion, name: str, entries: Sequence[Placement]
-) -> Part:
-    owners = {entry.name: entry.stored_in.rpartition(".")[0] for entry in entries}
-    modules = {owner: model.get_submodule(owner) for owner in owners.values()}
-    kinds = {owner: _kind(owner, module) for owner, module in modules.items()}
-    # a layer that sends nothing has a region of its own
-    regions: dict[str, TensorRegion] = {owner: getattr(module, "region", region) for owner, module in modules.items()}
-    takes, gives = (
-        ("ids [s, b]" if "embedding" in name else _hidden(region)),
-        _hidden(regions[owners[entries[-1].name]]),
-    )
-    if name == "position_bias":
-        takes, gives = "distances [s]", "[heads/t, s, s]"
-    return Part(
-        name=name,
-        count=1,
-        weights=tuple(
-            _weight(config, entry, kinds[owners[entry.name]], name, regions[owners[entry.name]], region.size)
-            for entry in entries
-        ),
-        takes=takes,
-        gives=gives,
-    )
+def plan_sharding(config: RunConfig, layout: Layout, chunks: Iterable[ModelPart]) -> dict[str, Part]:
+    """Return the kinds of modules of a model (`module_kinds`) in the order of forward, as rank 0 holds them."""
+    model, batch, sequence = config.model, config.batch.micro_size, config.model.sequence // layout.context
+    experts = ExpertRank.of(layout, Coordinates(0, 0, 0)) if layout.splits_experts else None
+    rank = TensorRank(0, layout.tensor, layout.sequence)
+    table = place_tensors(model, [ModelPart.whole(model)], rank, config.train.frozen, experts)
+    hidden, slices, tokens, gather, total = "[s, b, h]", "1", "dp", "", " + AllReduce" * (layout.tensor > 1)
+    if rank.slices_sequence:
+        hidden, slices, tokens = "[s/t, b, h]", "mp", "dp*mp"
+        gather, total = "AllGather from ((dp*mp,1)), ", " + ReduceScatter to ((dp*mp,1))"
+    words: dict[str, Any] = {"tokens": tokens, "slices": slices, "gather": gather, "sum": total}
+    words |= {"full": f"{sequence}, {batch}", "slice": f"{sequence // rank.num_slices}, {batch}"}
+    words |= {"s": model.sequence, "rows": sequence * batch}
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for chunk in chunks:
+        parameters = parameters_by_module(model, table, chunk)
+        for module, kind in module_kinds(config, table, chunk).items():
+            kinds.setdefault(kind, {})[module] = parameters[module]
+    ends = {
+        "embedding": ("ids [s, b]", hidden),
+        "position_bias": ("distances [s]", "[heads/t, s, s]"),
+        "head": (hidden, "logits [s·b, V/t], losses [s·b]"),
+    }
+    parts = {}
+    for kind, modules in kinds.items():
+        name, names = next(iter(modules.items()))
+        entries = (entry for parameter in names for entry in table.stored_in(parameter))
+        weights = tuple(_weight(entry, name, _role(entry, name, model.norm), words, layout.tensor) for entry in entries)
+        parts[kind] = Part(tuple(modules), *ends.get(name, (hidden, hidden)), weights)
+    return parts
 
 
-def _kind(name: str, module: nn.Module) -> str:
-    """What a module does with its weights; a norm of heads is one of its own, and so are matrices of experts."""
-    if ".experts." in name:
-        return "columns of experts" if name.endswith(".up") else "rows of experts"
-    if name.endswith(".router"):
-        return "router"
-    kind = _KINDS.get(type(module), "whole")
-    return f"head {kind}" if getattr(module, "of_heads", False) else kind
-
-
-def _hidden(region: TensorRegion) -> str:
-    return "[s/t, b, h]" if region.slices_sequence else "[s, b, h]"
-
-
-def _below(name: str, part: str) -> str:
-    return name.removeprefix(part).removeprefix(".") or part
-
-
-def _head(config: RunConfig, region: TensorRegion, table: Placement) -> Part:
-    """The head and the loss."""
-    name = f"{table.name} (tied)" if config.model.tied_head else table.name
-    matrix = replace(_weight(config, table, "head", "", region, region.size), name=name)
-    return Part(HEAD, 1, (matrix,), _hidden(region), "logits [s·b, V/t], losses [s·b]")
-
-
-def _weight(config: RunConfig, entry: Placement, kind: str, part: str, region: TensorRegion, ranks: int) -> Weight:
-    return Weight(
-        name=_below(entry.name, part),
-        shape=entry.shape,
-        local_shape=entry.local_shape,
-        cut=_cut(entry, kind, ranks),
-        operator=_operator(kind, entry.is_vector, region),
-        activations="" if entry.is_vector else _activations(config, entry, kind, region),
-        partial=entry.partial,
-    )
-
-
-def _activations(config: RunConfig, entry: Placement, kind: str, region: TensorRegion) -> str:
-    """`[128, 4, 5120] -> [1024, 4, 640]`: the input as it lies before any gather, the output after any sum."""
-    sequence, batch = config.model.sequence, config.batch.micro_size
-    whole, outside = [sequence, batch], [sequence // region.num_slices, batch]
-    rows, columns = entry.local_shape
-    before, after = {
-        "columns": ([*outside, columns], [*whole, rows]),
-        "rows": ([*whole, columns], [*outside, rows]),
-        "columns of experts": (["rows", columns], ["rows", rows]),
-        "rows of experts": (["rows", columns], ["rows", rows]),
-        "head": ([*outside, columns], [sequence * batch, rows]),
-        "bias": ([sequence], [columns, sequence, sequence]),
-    }.get(kind, (whole if kind == "words" else outside, [*outside, columns]))
-    return f"{before} -> {after}"
-
-
-def _cut(entry: Placement, kind: str, ranks: int) -> str:
-    """Shoeybi's words speak of A in Y = XA; matrices are stored transposed, [outputs, inputs]."""
-    if entry.local_shape == entry.shape:
+def _role(entry: Placement, module: str, norm: str) -> str:
+    """Return what a module does with a weight."""
+    if "norm." in entry.name:
+        return f"{norm} of heads" if re.search(r"(query|key)_norm", entry.name) else norm
+    if module == "head" or entry.name in _OPERATORS:
+        return "head" if module == "head" else entry.name
+    if entry.cut_dim is None and not entry.is_vector:
         return "whole"
-    words = {"columns": "columns (outputs)", "rows": "rows (inputs)", "bias": "columns (heads)"}
-    kind = kind.removesuffix(" of experts")
-    return f"{words.get(kind, 'words')} over {ranks} ranks"
+    kind = "expert " if ".experts." in entry.name else "query " * entry.stored_in.endswith("attention.query.weight")
+    return f"{kind}{'columns' if entry.cut_dim == 0 else 'rows'}{' bias' * entry.is_vector}"
 
 
-def _operator(kind: str, is_vector: bool, region: TensorRegion) -> str:
-    """MindSpore's `shard` tuples: how each dimension of each input is cut. Products as X [tokens, in], A [in, out]."""
-    sliced = region.slices_sequence
-    tokens = "dp*mp" if sliced else "dp"
-    summed = f" + ReduceScatter to (({tokens},1))" if sliced else " + AllReduce" if region.size > 1 else ""
-    entered = f"AllGather from (({tokens},1)), " if sliced else ""
-    return {
-        ("columns", False): f"{entered}MatMul ((dp,1),(1,mp))",
-        ("columns", True): "Add ((dp,mp),(mp,))",
-        ("rows", False): f"MatMul ((dp,mp),(mp,1)){summed}",
-        ("rows", True): f"Add (({tokens},1),(1,))",
-        ("columns of experts", False): "GroupedMatMul ((dp,1),(1,mp))",
-        ("columns of experts", True): "Add ((dp,mp),(mp,))",
-        ("rows of experts", False): f"GroupedMatMul ((dp,mp),(mp,1)), of a token's experts{summed}",
-        ("rows of experts", True): "Add ((dp,1),(1,))",
-        ("router", False): "MatMul ((dp,1),(1,1))",
-        ("words", False): f"Gather ((mp,1),(dp,1)){summed}",
-        ("head", False): f"{entered}MatMul transpose_b ((dp,1),(mp,1))",
-        ("positions", False): f"Gather ((1,1),(dp,{'mp' if sliced else '1'}))",
-        ("bias", False): "Gather ((1,mp),(1,))",
-        ("rms norm", True): f"RMSNorm (({tokens},1),(1,))",
-        ("norm", True): f"LayerNorm (({tokens},1),(1,),(1,))",
-        ("head rms norm", True): "RMSNorm ((dp,mp,1),(1,))",
-        ("head norm", True): "LayerNorm ((dp,mp,1),(1,),(1,))",
-    }.get((kind, is_vector), "")
+def _weight(entry: Placement, module: str, role: str, words: Mapping[str, Any], ranks: int) -> Weight:
+    cut = next((cut for name, cut in _CUTS.items() if name in role), "vocabulary")
+    cut = "whole" if entry.local_shape == entry.shape else f"{cut} over {ranks} ranks"
+    outputs, inputs = entry.local_shape[0], entry.local_shape[-1]
+    operator, activations = (text.format(**words, inputs=inputs, outputs=outputs) for text in _OPERATORS[role])
+    return Weight(
+        entry.name.removeprefix(f"{module}.") if module.startswith("layers.") else entry.name,
+        entry.shape,
+        entry.local_shape,
+        cut + "; gradient: summed once a step" * entry.partial,
+        activations,
+        operator,
+    )
 
 
-def _folded(parts: Iterable[Part]) -> Iterator[Part]:
-    """Neighbours that differ in their number only become one part."""
-    for _, group in groupby(parts, key=lambda part: (part.name.partition(".")[0], part.weights)):
-        alike = list(group)
-        first, last = alike[0], alike[-1]
-        name = first.name if len(alike) == 1 else f"{first.name}-{last.name.rpartition('.')[2]}"
-        yield replace(first, name=name, count=len(alike))
+def print_sharding(console: Console, config: RunConfig, layout: Layout, stages: Stages) -> None:
+    """Print the weights of each kind of module, and what the ranks that share them send in a micro-batch. Raises
+    DryRunError if that cannot be measured."""
+    console.print(
+        f"\ns = {config.model.sequence // layout.context} tokens, b = {config.batch.micro_size} sequences per "
+        f"micro-batch, h = {config.model.hidden}, V = {config.model.vocab}, mp = t = {layout.tensor} tensor ranks, "
+        f"dp = {layout.replicas} replicas; activations in {config.precision.compute}"
+        f"{', sequence parallelism' * layout.sequence}.\n"
+        "Matmuls are X [tokens, inputs] times A [inputs, outputs] in MindSpore's tuples; weights are stored as "
+        "[outputs, inputs]. Local shapes are those of tensor rank 0.",
+        highlight=False,
+        markup=False,
+    )
+    for kind, part in plan_sharding(config, layout, stages.parts).items():
+        several = f" ({len(modules)}, {modules[0]} to {modules[-1]})" if len(modules := part.modules) > 1 else ""
+        console.print(Text(f"\n{kind}{several}: {part.takes} -> {part.gives}", style="bold"))
+        # experts differ in their numbers alone
+        weights = dict.fromkeys((re.sub(r"(experts\.)\d+", r"\1*", name), *of_one) for name, *of_one in part.weights)
+        console.print(_table(weights, *(name.replace("_", " ") for name in Weight._fields)))
+    if layout.tensor * layout.expert * layout.context == 1:
+        console.print("\nNothing is sent in a micro-batch: every matrix is whole on its device.")
+        return
+    console.print(Text("\nsent in one micro-batch by the ranks that share modules", style="bold"))
+    numbers = (Column(head, justify="right") for head in ("calls", "buffers", "sent by each rank"))
+    rows = sent_rows(Program(config).spans(plan_of(config, layout, stages)), group_sizes(layout))
+    console.print(_table(rows, "module", "pass", "ranks", "collective", *numbers))
+    console.print(
+        "\nBackward includes what it recomputes. Sent by each rank: (n-1)/n of the buffer over n ranks, twice that for "
+        "an all-reduce (Thakur et al. 2005). What a step adds: --dry-run.",
+        highlight=False,
+    )
+
+
+def _table(rows: Iterable[Iterable[Any]], *heads: str | Column) -> Table:
+    table = Table(*heads, box=None, header_style="italic", pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(str(list(cell) if isinstance(cell, tuple) else cell)) for cell in row))
+    return table
+
+
+def sent_rows(spans: Iterable[tuple[SpanKey, Span]], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Yield what each module of a kind sends, then what all do, as cells of a table. `sizes`: ranks along each axis."""
+    sent: dict[tuple[str, ...], tuple[float, ...]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for key, span in spans:
+        counts[key.module, key.action] += 1
+        for one in span.work.collectives:
+            ranks, nbytes = sizes[one.axis], one.bytes * one.calls
+            added = one.calls, nbytes, nbytes * (2 if one.kind == "all_reduce" else 1) * (ranks - 1) / ranks
+            for module in (key.module, _ALL):
+                place = module, key.action, one.axis, one.kind
+                sent[place] = tuple(map(add, sent.get(place, (0.0, 0.0, 0.0)), added))
+    for (module, action, axis, kind), numbers in sorted(sent.items(), key=lambda item: item[0][0] == _ALL):
+        count = counts[module, action] or 1
+        calls, buffers, of_rank = (number / count for number in numbers)
+        name = f"{module} (each of {count})" if count > 1 else module
+        yield name, _PASSES[action], axis, kind.replace("_", "-"), f"{calls:g}", size(buffers), size(of_rank)

@@ -8,16 +8,19 @@ import pytest
 
 from pangu.config.schema import RunConfig
 from pangu.metrics.text import size
+from pangu.models.parameters import ModelPart
 from pangu.models.size import num_parameters
-from pangu.planning.sharding import HEAD, Part, plan_sharding
-from pangu.planning.sharding_tables import sent_by
-from pangu.planning.workload import Collective, ModuleWork, Work
+from pangu.pipeline.spans import Collective, Span, SpanKey, Work
+from pangu.pipeline.stages import cut
+from pangu.planning.sharding import Part, plan_sharding, sent_rows
 from pangu.topology.layout import Layout
 from tests.configs import RECIPES, config
 
+LAYER, QUERY = "layer recomputed", "layer query recomputed"
+
 
 def parts_of(chosen: RunConfig, layout: Layout) -> dict[str, Part]:
-    return {part.name: part for part in plan_sharding(chosen, layout)}
+    return plan_sharding(chosen, layout, [ModelPart.whole(chosen.model)])
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,13 @@ def sliced() -> dict[str, Part]:
 
 
 def test_layers_that_are_alike_stand_together(plain: dict[str, Part]) -> None:
-    assert list(plain) == ["embedding", "layers.0-38", "layers.39", "final_norm", "query_embedding", "head"]
-    assert plain["layers.0-38"].count == 39
-    gpt = parts_of(config("+config=gpt2_124m"), Layout(tensor=2))
-    assert list(gpt) == ["embedding", "layers.0-11", "final_norm", "head"]
+    assert list(plain) == ["embedding", LAYER, QUERY, "head"]
+    assert plain[LAYER].modules == tuple(f"layers.{number}" for number in range(39))
+    gpt = config("+config=gpt2_124m", "memory.recompute=2")
+    parts = plan_sharding(gpt, Layout(tensor=2, pipeline=2), cut(gpt.model, 2))
+    assert list(parts) == ["embedding", LAYER, "layer", "head"]
+    assert parts[LAYER].modules == ("layers.0", "layers.1", "layers.8", "layers.9")
+    assert parts[LAYER].weights == parts["layer"].weights
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -42,18 +48,17 @@ def test_every_weight_of_every_recipe_is_told_once(recipe: str) -> None:
     """All ranks' shares together are the model: cut weights `tensor` times, whole ones once."""
     chosen = config(f"+config={recipe}")
     tensor = 2  # divides every vocabulary's rows into shares of which rank 0's is the larger
-    parts = plan_sharding(chosen, Layout(tensor=tensor))
-    weights = [
-        weight
-        for part in parts
-        if not (part.name == HEAD and chosen.model.tied_head)
-        for weight in part.weights * part.count
-    ]
+    parts = parts_of(chosen, Layout(tensor=tensor))
+    if chosen.model.tied_head:
+        parts["head"] = parts["head"]._replace(
+            weights=tuple(weight for weight in parts["head"].weights if not weight.name.startswith("embedding"))
+        )
+    weights = [weight for part in parts.values() for weight in part.weights * len(part.modules)]
     assert sum(math.prod(weight.shape) for weight in weights) == num_parameters(chosen.model)
     for weight in weights:
-        assert (weight.cut == "whole") == (weight.shape == weight.local_shape), weight
+        assert (weight.cut.startswith("whole")) == (weight.shape == weight.local_shape), weight
         assert weight.operator, weight
-        if weight.cut != "whole":
+        if not weight.cut.startswith("whole"):
             whole, local = math.prod(weight.shape), math.prod(weight.local_shape)
             assert whole <= local * tensor <= whole + tensor * chosen.model.hidden
 
@@ -100,23 +105,24 @@ def test_how_a_weight_is_cut(
     activations: str,
 ) -> None:
     for parts, operator in ((plain, plainly), (sliced, with_sequence)):
-        (weight,) = (weight for weight in parts["layers.0-38"].weights if weight.name == name)
-        assert (weight.local_shape, weight.cut, weight.operator) == (local, cut, operator)
+        (weight,) = (weight for weight in parts[LAYER].weights if weight.name == name)
+        assert (weight.local_shape, weight.operator) == (local, operator)
+        is_partial = parts is sliced and cut == "whole"
+        assert weight.cut == cut + "; gradient: summed once a step" * is_partial
     assert weight.activations == activations
-    assert weight.partial == (cut == "whole")
 
 
 def test_the_outer_parts(plain: dict[str, Part], sliced: dict[str, Part]) -> None:
     word, position = plain["embedding"].weights
     assert (word.local_shape, word.operator) == ((5000, 5120), "Gather ((mp,1),(dp,1)) + AllReduce")
     assert (position.cut, sliced["embedding"].weights[1].operator) == ("whole", "Gather ((1,1),(dp,mp))")
-    assert sliced["head"].weights[0].activations == "[128, 4, 5120] -> [4096, 5000]"
-    assert (plain["layers.39"].takes, sliced["layers.39"].takes) == ("[s, b, h]", "[s/t, b, h]")
+    assert sliced["head"].weights[-1].activations == "[128, 4, 5120] -> [4096, 5000]"
+    assert (plain[QUERY].takes, sliced[QUERY].takes) == ("[s, b, h]", "[s/t, b, h]")
     for parts in (plain, sliced):  # every rank looks all position vectors up, for its own heads
-        (vectors,) = parts["query_embedding"].weights
-        assert (vectors.operator, vectors.partial) == ("Gather ((1,1),(dp,1))", True)
-        assert parts["query_embedding"].gives == "[s, b, h]"
-        (query,) = (weight for weight in parts["layers.39"].weights if weight.name == "attention.query.weight")
+        (vectors,) = (weight for weight in parts[QUERY].weights if weight.name == "query_embedding.weight")
+        assert (vectors.operator, vectors.cut) == ("Gather ((1,1),(dp,1))", "whole; gradient: summed once a step")
+        assert vectors.activations == "[1024, 4] -> [1024, 4, 5120]"
+        (query,) = (weight for weight in parts[QUERY].weights if weight.name == "attention.query.weight")
         assert (query.cut, query.operator) == ("columns (outputs) over 8 ranks", "MatMul ((dp,1),(1,mp))")
         assert query.activations == "[1024, 4, 5120] -> [1024, 4, 640]"
 
@@ -127,7 +133,6 @@ def test_the_relative_bias_is_cut_by_heads() -> None:
     (weight,) = part.weights
     assert (weight.shape, weight.local_shape, weight.cut) == ((32, 40), (32, 5), "columns (heads) over 8 ranks")
     assert weight.activations == "[1024] -> [5, 1024, 1024]"
-    assert not weight.partial
 
 
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
@@ -135,26 +140,43 @@ def test_norms_of_heads_are_whole_and_their_gradients_are_not(norm: str) -> None
     """Each rank norms its own heads of all tokens, with sequence parallelism or without."""
     chosen = config("+config=pangu_13b", "model.qk_norm=true", f"model.norm={norm.lower()}")
     for sequence in (False, True):
-        part = parts_of(chosen, Layout(tensor=8, sequence=sequence))["layers.0-38"]
+        part = parts_of(chosen, Layout(tensor=8, sequence=sequence))[LAYER]
         found = [weight for weight in part.weights if "query_norm" in weight.name or "key_norm" in weight.name]
         assert len(found) == (2 if norm == "RMSNorm" else 4)
         for weight in found:
-            assert (weight.shape, weight.cut, weight.partial) == ((128,), "whole", True)
+            assert (weight.shape, weight.cut) == ((128,), "whole; gradient: summed once a step")
             assert weight.operator.startswith(f"{norm} ((dp,mp,1),(1,)")
 
 
 def test_bytes_on_a_ring() -> None:
     """An all-reduce is a reduce-scatter and an all-gather, so sequence parallelism alone costs nothing in forward."""
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
-    module = ModuleWork(Work(collectives=tuple(Collective(kind, "tensor", 800, 2) for kind in kinds)), Work(), Work())
-    sent = sent_by(module, Layout(tensor=4))
-    assert [sent["forward", kind, "wire"] for kind in kinds] == [2400, 1200, 1200]
+    span = Span(work=Work(collectives=tuple(Collective(kind, "tensor", 800 * 2**20, 2) for kind in kinds)))
+    layer, head = SpanKey("F", "start", "layer", "head"), SpanKey("F", "layer", "head", "end")
+    rows = list(sent_rows([(layer, span), (layer, span), (head, Span())], {"tensor": 4}))
+    assert rows[:3] == [
+        ("layer (each of 2)", "forward", "tensor", "all-reduce", "2", "1.56 GiB", "2.34 GiB"),
+        ("layer (each of 2)", "forward", "tensor", "all-gather", "2", "1.56 GiB", "1.17 GiB"),
+        ("layer (each of 2)", "forward", "tensor", "reduce-scatter", "2", "1.56 GiB", "1.17 GiB"),
+    ]
+    assert rows[3] == ("whole model", "forward", "tensor", "all-reduce", "4", "3.12 GiB", "4.69 GiB")
+    assert len(rows) == 6
+
+
+def test_experts_are_shared() -> None:
+    """With experts on two ranks each holds half of them; the router is whole, and sees all tokens of the ranks."""
+    chosen = config("+config=gpt2_124m", "model.experts=4", "model.experts_per_token=2")
+    part = parts_of(chosen, Layout(tensor=2, data=2, expert=2))["layer"]
+    weights = {weight.name: weight for weight in part.weights}
+    assert {name.split(".")[2] for name in weights if ".experts." in name} == {"0", "1"}
+    assert weights["mlp.experts.0.down.weight"].operator == "GroupedMatMul ((dp,mp),(mp,1)) + sum by token + AllReduce"
+    assert weights["mlp.router.weight"].activations == "[1024, 16, 768] -> [1024, 16, 4]"
 
 
 def test_one_tensor_rank_sends_nothing() -> None:
-    chosen = config("+config=pangu_350m")
-    parts = plan_sharding(chosen, Layout(data=4))
-    weights = [weight for part in parts for weight in part.weights]
+    weights = [
+        weight for part in parts_of(config("+config=pangu_350m"), Layout(data=4)).values() for weight in part.weights
+    ]
     assert {weight.cut for weight in weights} == {"whole"}
     assert not any("All" in weight.operator or "Scatter" in weight.operator for weight in weights)
 

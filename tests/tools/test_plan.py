@@ -24,13 +24,14 @@ def test_sharding_without_the_devices_or_the_data() -> None:
     assert all(line.startswith("counting") for line in done.stderr.splitlines())
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in (
-        "layers.0-38 (39 layers; one of them): [s/t, b, h] -> [s/t, b, h]",
+        "layer recomputed (39, layers.0 to layers.38): [s/t, b, h] -> [s/t, b, h]",
         "attention.output.weight [5120, 5120] [5120, 640] rows (inputs) over 8 ranks "
         "[1024, 4, 640] -> [128, 4, 5120] MatMul ((dp,mp),(mp,1)) + ReduceScatter to ((dp*mp,1))",
-        "layer (each of 40) forward all-gather 2 80.0 MiB 70.0 MiB",
-        "layer (each of 40) backward all-gather 4 0.16 GiB 0.14 GiB",
-        "layer (each of 40) recompute reduce-scatter 1 40.0 MiB 35.0 MiB",
-        "head forward all-reduce 2 48.0 KiB 84.0 KiB",
+        "layer recomputed (each of 39) forward tensor all-gather 2 80.0 MiB 70.0 MiB",
+        "layer recomputed (each of 39) backward tensor all-gather 6 0.23 GiB 0.21 GiB",
+        "layer query recomputed backward tensor reduce-scatter 3 0.12 GiB 0.10 GiB",
+        "head forward tensor all-reduce 2 48.0 KiB 84.0 KiB",
+        "whole model forward tensor all-gather 81 3.16 GiB 2.77 GiB",
     ):
         assert line in lines, done.stdout
     assert "X [tokens, inputs] times A [inputs, outputs]" in done.stdout
