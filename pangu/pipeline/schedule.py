@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
@@ -18,7 +18,7 @@ class Schedule:
     micro_batches: int
     stage_of: tuple[int, ...]
     """Stage of each chunk, in model order."""
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...] = field(hash=False)  # the other fields tell schedules apart, and are short
     two_phases: bool = False
     """A chunk stays unsharded through all its forwards, then through all its backwards."""
     reduce_each: bool = False

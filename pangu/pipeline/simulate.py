@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Durations
+from pangu.pipeline.actions import COMPUTE, MESSAGES, Action, Durations, Kind
 from pangu.pipeline.check import Message, ScheduleError, check, input_of, message_of, source_of
-from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.schedule import Schedule, make_schedule
 from pangu.pipeline.timeline import Event, Timeline
 
 
@@ -41,58 +44,144 @@ def gaps(timeline: Timeline, measured: bool) -> tuple[Gap, ...]:
     return tuple(gap for gap in stage_gaps if gap.stop > gap.start)
 
 
+Computation = tuple[int, int, int, int]
+"""A computation of any stage: index of its duration (see `_seconds`), and the computations on which its start depends:
+the one before it on its stage, the one after which its input is sent (0: it awaits no message), and the one after which
+its stage posts the receive. They are counted back from it in the list of all, -1 is the one before it there."""
+
+
+@lru_cache(maxsize=100)
+def _computations(schedule: Schedule) -> tuple[list[Action], list[Computation]]:
+    """Return the computations of all stages in an order in which they can be carried out. Raises ScheduleError if there
+    is none."""
+    # Stages take turns, and pass while the message that they need is not sent yet, so where the schedule repeats itself
+    # this list does, too.
+    stage_of, chunks = schedule.stage_of, len(schedule.stage_of)
+    slots = {kind: place * chunks for place, kind in enumerate(sorted(COMPUTE))}
+    computations: list[Action] = []
+    steps: list[Computation] = []
+    lasts, nexts = [0] * schedule.stages, [0] * schedule.stages
+    ends = list(map(len, schedule.actions))
+    posted: dict[Message, int] = {}
+    sent: dict[Message, int] = {}
+    while nexts != ends:
+        begun = nexts.copy()
+        for stage, actions in enumerate(schedule.actions):
+            last, number = lasts[stage], len(steps) + 1
+            for index in range(nexts[stage], ends[stage]):
+                action = actions[index]
+                kind = action.kind
+                if kind in slots:
+                    message = input_of(action, stage_of)
+                    if last == number or (message is not None and message not in sent):
+                        break
+                    awaited = (0, 0) if message is None else (sent[message] - number, posted[message] - number)
+                    computations.append(action)
+                    steps.append((slots[kind] + action.chunk, last - number, *awaited))
+                    last = number
+                elif kind in MESSAGES:
+                    message = message_of(action)
+                    (posted if message[0] is kind else sent)[message] = last
+                nexts[stage] = index + 1
+            lasts[stage] = last
+        if nexts == begun:
+            raise ScheduleError(_deadlock(schedule, nexts))
+    return computations, steps
+
+
+def _seconds(schedule: Schedule, durations: Durations) -> list[float]:
+    """Return the durations by kind and chunk. Raises ValueError if they are not for this many chunks."""
+    by_kind = durations.per_chunk(len(schedule.stage_of))
+    return [seconds for kind in sorted(COMPUTE) for seconds in by_kind[kind]]
+
+
+def _run(steps: Iterable[Computation], stops: list[float], seconds: Sequence[float], link: float) -> None:
+    """Append when each computation stops. It starts as soon as its stage is free and its input is there; a transfer
+    begins when the message is sent and its receive is posted."""
+    for slot, before, sent, posted in steps:
+        start = stops[before]
+        if sent:
+            arrival = stops[sent]
+            if (ready := stops[posted]) > arrival:
+                arrival = ready
+            arrival += link
+            if arrival > start:
+                start = arrival
+        stops.append(start + seconds[slot])
+
+
+def makespan(schedule: Schedule, durations: Durations, more: int = 0) -> float:
+    """Return the time from the first computation of a step to the last, as `simulate` finds it.
+
+    Args:
+        schedule: a valid one, see `check`.
+        durations: as for `simulate`.
+        more: further micro-batches of the step, in the same kind of schedule. Where it repeats itself it is neither
+            made nor, once all stages keep the same pace, run for them.
+    """
+    steps, seconds, stops = _computations(schedule)[1], _seconds(schedule, durations), [0.0]
+    place, length = _round(schedule) if more else (0, 0)
+    if more and (not length or more % schedule.stages):
+        steps, more = _longer(schedule, more), 0
+    _run(steps[: place + length], stops, seconds, durations.link)
+    skipped = 0.0
+    for rounds in range(more // schedule.stages, 0, -1):
+        _run(steps[place : place + length], stops, seconds, durations.link)
+        added = [after - before for after, before in zip(stops[-length:], stops[-2 * length : -length], strict=True)]
+        if rounds > 1 and max(added) - min(added) <= STEADY * max(added):
+            skipped = (rounds - 1) * added[-1]
+            break
+    _run(steps[place + length :], stops, seconds, durations.link)
+    return max(stops) + skipped
+
+
+STEADY = 1e-12
+"""Relative difference between durations of a round that is due to rounding."""
+
+
+@lru_cache(maxsize=100)
+def _round(schedule: Schedule) -> tuple[int, int]:
+    """Return the place and length, in its computations, of a round that a schedule repeats: that of as many
+    micro-batches as there are stages. (0, 0): it repeats none."""
+    steps = _computations(schedule)[1]
+    length, rest = divmod(len(steps) * schedule.stages, schedule.micro_batches)
+    same = 0
+    for place, (step, later) in enumerate(zip(steps, steps[length:], strict=False), 1 - length):
+        same = same + 1 if step == later else 0
+        if same == length and not rest:
+            counts = Counter(slot for slot, *_ in steps[place : place + length])
+            whole = len(counts) == len({slot for slot, *_ in steps}) and set(counts.values()) == {schedule.stages}
+            near = all(min(awaited) >= -length for _, *awaited in steps[place : place + length])
+            return (place, length) if whole and near else (0, 0)
+    return 0, 0
+
+
+@lru_cache(maxsize=100)
+def _longer(schedule: Schedule, more: int) -> list[Computation]:
+    """Return the computations of a schedule of `more` micro-batches."""
+    numbers = schedule.stages, schedule.virtual, schedule.micro_batches + more
+    return _computations(make_schedule(schedule.name, *numbers, schedule.reduce_each))[1]
+
+
 def simulate(schedule: Schedule, durations: Durations, checked: bool = False) -> Timeline:
     """Run all action lists from time 0 on, each action as soon as its inputs are there; a message's transfer begins
     when it is sent and its receive is posted. Raises ScheduleError if the lists do not fit (see check; not if they are
     `checked` already) or stages wait for each other in a circle, ValueError if the durations are not for this many
     chunks."""
-    # A plan simulates thousands of schedules, so no queue of events is sorted: a stage runs on until it needs a message
-    # that is not sent yet, and the send takes it up again. Every action is looked at once or twice.
-    #
-    #     stage 0   F0, sends | F1, sends | waits for the gradient of 0   | B0 ...
-    #     stage 1                           F0, B0, sends                   F1 ...
     if not checked:
         check(schedule)
-    seconds = durations.per_chunk(len(schedule.stage_of))
-    clocks = [0.0] * schedule.stages
-    nexts = [0] * schedule.stages
-    posted: dict[Message, float] = {}
-    sent: dict[Message, Event] = {}
-    waiting: dict[Message, int] = {}
+    computations, steps = _computations(schedule)
+    stage_of, link, stops = schedule.stage_of, durations.link, [0.0]
+    _run(steps, stops, _seconds(schedule, durations), link)
     events: list[Event] = []
-    ready = list(range(schedule.stages))
-    while ready:
-        stage = ready.pop()
-        actions, clock = schedule.actions[stage], clocks[stage]
-        index = nexts[stage]
-        while index < len(actions):
-            action = actions[index]
-            kind = action.kind
-            if kind in COMPUTE:
-                message = input_of(action, schedule.stage_of)
-                if message is not None:
-                    if message not in sent:
-                        waiting[message] = stage
-                        break
-                    send = sent[message]
-                    begin = max(send.start, posted[message])
-                    events.append(Event(send.stage, send.action, begin, begin + durations.link))
-                    clock = max(clock, begin + durations.link)
-                stop = clock + seconds[kind][action.chunk]
-                events.append(Event(stage, action, clock, stop))
-                clock = stop
-            elif kind in MESSAGES:
-                message = message_of(action)
-                if message[0] is kind:
-                    posted[message] = clock
-                else:
-                    sent[message] = Event(stage, action, clock, clock)
-                    if message in waiting:
-                        ready.append(waiting.pop(message))
-            index += 1
-        nexts[stage], clocks[stage] = index, clock
-    if waiting:
-        raise ScheduleError(_deadlock(schedule, nexts))
+    for number, (action, (_, before, sent, posted)) in enumerate(zip(computations, steps, strict=True), 1):
+        stage, start = stage_of[action.chunk], stops[number + before]
+        if (source := source_of(action.kind, action.chunk, stage_of)) is not None:
+            send = Kind.SEND_ACTIVATION if action.kind is Kind.FORWARD else Kind.SEND_GRADIENT
+            begin = max(stops[number + sent], stops[number + posted])
+            start = max(start, begin + link)
+            events.append(Event(stage_of[source], Action(send, source, action.micro, stage), begin, begin + link))
+        events.append(Event(stage, action, start, stops[number]))
     return Timeline(schedule, tuple(events))
 
 

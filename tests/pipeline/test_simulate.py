@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pangu.pipeline.actions import Action, Durations, Kind
+from pangu.pipeline.orders import SCHEDULES, B, F, Family, Order
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import Gap, gaps, simulate
+from pangu.pipeline.simulate import Gap, gaps, makespan, simulate
 from pangu.pipeline.timeline import Event
+from tests.pipeline.test_schedule import NAMES, drawn
 
 
 def test_two_stages_by_hand() -> None:
@@ -75,3 +81,46 @@ def test_a_measured_time_line_may_begin_at_any_time() -> None:
 def test_durations_for_another_number_of_chunks() -> None:
     with pytest.raises(ValueError, match="backward_input has 3 entries: needs one per chunk, 2"):
         simulate(make_schedule("1f1b", 2, 1, 1), Durations(backward_input=[1, 2, 3]))
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 14), st.data())
+def test_a_makespan_is_that_of_the_time_line(name: str, p: int, m: int, data: st.DataObject) -> None:
+    schedule, durations = drawn(name, p, m, data)
+    assert makespan(schedule, durations) == simulate(schedule, durations, checked=True).makespan
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 25), st.integers(1, 40), st.data())
+def test_a_makespan_of_more_micro_batches(name: str, p: int, m: int, more: int, data: st.DataObject) -> None:
+    """It is that of the schedule of all, whether they fill whole rounds or not, and whether the schedule repeats."""
+    schedule, durations = drawn(name, p, m, data)
+    longer = make_schedule(name, p, schedule.virtual, m + more)
+    assert makespan(schedule, durations, more) == pytest.approx(makespan(longer, durations), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "seconds"),
+    [("1f1b", 1, 3 * (3e9 + 3)), ("interleaved", 2, 6 * 3e9 + 9), ("zb_h1", 1, 3 * 3e9 + 3), ("zb_v", 2, 6 * 3e9 + 3)],
+)
+def test_a_schedule_that_repeats_is_not_run_for_all_micro_batches(name: str, virtual: int, seconds: float) -> None:
+    """The formulas of `bubble_by_formula` for three billion micro-batches."""
+    schedule = make_schedule(name, 4, virtual, 16)
+    assert makespan(schedule, Durations(), 3_000_000_000 - 16) == pytest.approx(seconds, rel=1e-14)
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.lists(st.floats(0.1, 10), min_size=6, max_size=6), st.floats(0, 5))
+def test_a_makespan_of_a_schedule_that_is_added(p: int, odd: int, times: list[float], link: float) -> None:
+    """1F1B with one forward more ahead on each stage, as docs/extending.md adds one."""
+
+    def ahead(stages: int, virtual: int, micro_batches: int) -> list[Order]:
+        def order(held: int) -> Iterator[tuple[Kind, int]]:
+            for turn in range(micro_batches + held):
+                yield from [(F, turn)] * (turn < micro_batches) + [(B, turn - held)] * (turn >= held)
+
+        return [[(kind, stage, micro) for kind, micro in order(stages - stage)] for stage in range(stages)]
+
+    durations = Durations(times[:p], times[:p], times[-p:], link)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCHEDULES, "ahead", Family(ahead, virtual=(1, 1)))
+        schedule, longer = (make_schedule("ahead", p, 1, m + odd) for m in (4 * p, 9 * p))
+        assert makespan(schedule, durations, 5 * p) == pytest.approx(makespan(longer, durations), rel=1e-12)

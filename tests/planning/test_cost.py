@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.planner_accuracy.measurements import load_clusters
 from pangu.config.cluster import ClusterConfig
 from pangu.pipeline.actions import Durations
-from pangu.pipeline.orders import SCHEDULES
 from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.pipeline.spans import Collective, Matmul
@@ -27,7 +23,7 @@ from pangu.planning.cost import (
 )
 from pangu.planning.layout_work import Plan, Shape
 from pangu.planning.memory import most_held
-from pangu.planning.pipeline_time import Chunk, Pipeline, makespan, pipeline_seconds
+from pangu.planning.pipeline_time import Pipeline
 from pangu.topology.experts import GROUPS, ExpertLayout
 from pangu.topology.layout import Layout
 from tests.formulas import describe
@@ -121,41 +117,6 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
     assert microseconds("all_reduce", Group(8, 8)) == pytest.approx(2 * 3 * inside)
     assert microseconds("all_reduce", Group(16, 8)) == pytest.approx(2 * 4 * between)
     assert microseconds("send", Group(2, 1)) == pytest.approx(between)
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 8), (4, 16)])
-def test_closed_forms_are_what_the_simulator_finds(
-    schedule: str, virtual: int, stages: int, micro_batches: int
-) -> None:
-    if stages == 1:
-        schedule, virtual = "1f1b", 1
-    pipeline = Pipeline(schedule, stages, virtual, micro_batches)
-    chunks = [Chunk(1.0, 1.0, 1.0)] * (stages * virtual)
-    exact = simulate(make_schedule(schedule, stages, virtual, micro_batches), Durations()).makespan
-    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 6])
-def test_interleaved_micro_batches_that_fill_no_round_are_carried_out(micro_batches: int) -> None:
-    pipeline, chunks = Pipeline("interleaved", 4, 2, micro_batches), [Chunk(1.0, 1.0, 1.0)] * 8
-    exact = simulate(make_schedule(*pipeline), Durations()).makespan
-    assert pipeline_seconds(pipeline, chunks, 0.0)[0] == pytest.approx(exact)
-    assert exact >= 8 * 3.0  # a micro-batch goes through all chunks and back
-
-
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 14), st.booleans(), st.randoms())
-def test_a_schedule_takes_as_long_as_the_simulator_finds(
-    name: str, stages: int, micro_batches: int, more: bool, random: Random
-) -> None:
-    least, most = SCHEDULES[name].virtual
-    virtual = least + (more and most != least)
-    link = random.choice((0.0, 0.3))
-    chunks = [(random.uniform(0.1, 3.0), random.uniform(0.1, 3.0), random.random()) for _ in range(stages * virtual)]
-    schedule = make_schedule(name, stages, virtual, micro_batches)
-    durations = Durations(*map(list, zip(*chunks, strict=True)), link=link)
-    found = makespan(Pipeline(name, stages, virtual, micro_batches), tuple(chunks), link)
-    assert found == pytest.approx(simulate(schedule, durations).makespan, rel=1e-12)
 
 
 @pytest.mark.parametrize(
