@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -71,39 +71,50 @@ def _complete(order: Order, stage_of: tuple[int, ...], two_phases: bool, reduce_
     for it, so that it overlaps with that step and no more than one step's worth of buffers is waiting. Sends follow the
     step that makes the tensors."""
     last = {step[1]: step for step in order}
-    yield from _receive(order[0], stage_of)
+    kinds = {step[:2] for step in order}
+    receives = {(kind, chunk): _receive(kind, chunk, stage_of) for kind, chunk in kinds}
+    sends = {(kind, chunk): _send(kind, chunk, stage_of) for kind, chunk in kinds}
+    yield from _message(order[0], receives)
     for before, step, after in zip([None, *order[:-1]], order, [*order[1:], None], strict=True):
         if after is not None:
-            yield from _receive(after, stage_of)
+            yield from _message(after, receives)
         kind, chunk, micro = step
         if two_phases and (before is None or before[1] != chunk):
             yield Action(Kind.UNSHARD, chunk)
         completes = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        yield Action(kind, chunk, micro, reduce=completes and (reduce_each or step == last[chunk]))
-        yield from _send(step, stage_of)
+        yield Action(kind, chunk, micro, None, completes and (reduce_each or step == last[chunk]))
+        yield from _message(step, sends)
         if two_phases and (after is None or after[1] != chunk):
             yield Action(Kind.RESHARD, chunk)
 
 
-def _receive(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
-    """The receive of a step's input, if another stage sends it."""
+End = tuple[Kind, int] | None
+"""One end of a message: its kind and the other stage. None: the neighbouring chunk is on the same stage, or there is
+none."""
+
+
+def _message(step: Step, ends: Mapping[tuple[Kind, int], End]) -> tuple[Action, ...]:
     kind, chunk, micro = step
+    end = ends[kind, chunk]
+    return () if end is None else (Action(end[0], chunk, micro, end[1]),)
+
+
+def _receive(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
+    """The receive of a step's input."""
     forward = kind is Kind.FORWARD
-    if (peer := _peer(step, chunk - 1 if forward else chunk + 1, stage_of)) is not None:
-        yield Action(Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, chunk, micro, peer)
+    peer = _peer(kind, chunk, chunk - 1 if forward else chunk + 1, stage_of)
+    return None if peer is None else (Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT, peer)
 
 
-def _send(step: Step, stage_of: tuple[int, ...]) -> Iterator[Action]:
-    """The send of a step's output, if another stage needs it."""
-    kind, chunk, micro = step
+def _send(kind: Kind, chunk: int, stage_of: tuple[int, ...]) -> End:
+    """The send of a step's output."""
     forward = kind is Kind.FORWARD
-    if (peer := _peer(step, chunk + 1 if forward else chunk - 1, stage_of)) is not None:
-        yield Action(Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, chunk, micro, peer)
+    peer = _peer(kind, chunk, chunk + 1 if forward else chunk - 1, stage_of)
+    return None if peer is None else (Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, peer)
 
 
-def _peer(step: Step, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
+def _peer(kind: Kind, chunk: int, neighbour: int, stage_of: tuple[int, ...]) -> int | None:
     """The stage of a neighbouring chunk that a step exchanges a message with; None if there is none."""
-    kind, chunk, _ = step
     if kind is Kind.BACKWARD_WEIGHT or not 0 <= neighbour < len(stage_of) or stage_of[neighbour] == stage_of[chunk]:
         return None
     return stage_of[neighbour]
