@@ -98,7 +98,7 @@ def _reductions(parameters: float, setup: Setup) -> Iterator[Collective]:
     layout, gradients = setup.layout, parameters * setup.system.gradient_bytes
     hidden = setup.system.hidden_data
     if layout.zero == 0:
-        yield Collective("all_reduce", "data", gradients, 1, hidden)
+        yield Collective("all_reduce", "replicas", gradients, 1, hidden)
     elif layout.zero < 3:
         times = setup.micro_batches if setup.reduces_each else 1
         yield Collective("reduce_scatter", "shard", gradients, times, hidden)

@@ -20,6 +20,7 @@ from pangu.config.cluster import DeviceMemoryConfig
 from pangu.config.cores import available_cores
 from pangu.config.errors import UserError
 from pangu.data.progress import ProgressBar
+from pangu.dryrun.cache import cache_folder, identify, read_cached, write_cached
 from pangu.topology.layout import Coordinates, Layout
 
 REPORT_SECONDS = 30.0
@@ -100,6 +101,26 @@ def measured_gib(values: Mapping[str, Any], layout: Layout, stage: int, memory: 
     (report,) = run_jobs([({**values, "dry_run": True}, layout.rank(Coordinates(stage, 0, 0)))])
     require_device(report)
     return report["peak"] / 2**30 + memory.overhead_gib(report["groups"])
+
+
+def measured_peaks(
+    jobs: Sequence[tuple[Mapping[str, Any], int]], note_progress: Callable[[], None]
+) -> list[tuple[int, int]]:
+    """Return the most live bytes and the number of process groups of configurations and ranks, each carried out once
+    and then kept in the user's cache folder.
+
+    Raises:
+        DryRunError: if a rank cannot be carried out.
+    """
+    files = [cache_folder() / f"peak-{identify([values, rank])}.json" for values, rank in jobs]
+    known = {file: read_cached(file) for file in files}
+    missing = {file: job for file, job in zip(files, jobs, strict=True) if known[file] is None}
+    if missing:
+        described = [({**values, "dry_run": True}, rank) for values, rank in missing.values()]
+        for file, report in zip(missing, with_progress(run_jobs(described), len(missing), note_progress), strict=True):
+            known[file] = {"peak": report["peak"], "groups": report["groups"]}
+            write_cached(file, known[file])
+    return [(known[file]["peak"], known[file]["groups"]) for file in files]
 
 
 def environment() -> dict[str, str]:

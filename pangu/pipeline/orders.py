@@ -60,6 +60,21 @@ def register(
     return add
 
 
+SIMPLEST = "1f1b"
+"""Schedule of a pipeline of one stage."""
+
+
+def worth_trying() -> list[str]:
+    """Return the schedules among which a layout is chosen: those in two phases need more memory for the same time."""
+    return [name for name, family in SCHEDULES.items() if not family.two_phases]
+
+
+def allows(name: str, virtual: int) -> bool:
+    """Return whether a schedule works with so many chunks per stage."""
+    least, most = SCHEDULES[name].virtual
+    return least <= virtual and (most is None or virtual <= most)
+
+
 @cache
 def splits_backward(name: str) -> bool:
     """Return whether a schedule computes the gradients of weights apart from those of inputs."""

@@ -15,12 +15,10 @@ from pangu.models.parameters import ModelPart, parameters_by_module
 from pangu.topology.placement import PlacementTable
 
 Replicas = Literal[
-    "data",
     "replicas",
     "shard",
     "gather",
     "copies",
-    "expert_data",
     "expert_replicas",
     "expert_shard",
     "expert_gather",

@@ -14,11 +14,10 @@ from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.plan import Plan
-from pangu.planning.search import KEYS, Candidate, keys_of, search, space_of
+from pangu.planning.search import KEYS, keys_of, search, space_of
 from pangu.planning.search_report import Outcome, overrides_of, refusals
 from pangu.topology.launch import Launch
 
@@ -26,8 +25,8 @@ _NOT_SEARCHED = {"parallel.allowed", "parallel.layers"}
 """Keys of a layout that no layout which a search finds has."""
 _CHOSEN = ("parallel", "batch", "memory")
 """Groups of a configuration that a layout sets."""
-CHOICES = 10
-"""Fastest layouts of which the first that fits is taken."""
+CHOICES = 3
+"""Fastest layouts that are named."""
 SAME_RATE = 0.9
 """Of the rate in a cluster's file a device reaches more, or it is another one of the same name: PCIe cards."""
 
@@ -104,19 +103,13 @@ def choose_automatically(
     """
     cluster = {**values["cluster"], "devices": devices, "node": min(node, devices)}
     outcome = find_layouts({**values, "cluster": cluster}, given, CHOICES, note_progress=note_progress)
-    fitting = (one for one in outcome.result.best if _fits(with_plan(values, one.plan), one, outcome.space.cluster))
-    best, room = next(fitting, None), outcome.space.cluster.memory.gib
-    if best is None:
-        raise UserError(
-            f"memory: of the {CHOICES} fastest layouts of {devices} devices none fits into {room:g} GiB when it is "
-            "carried out; memory.recompute=full or a smaller batch.micro_size works"
-        )
+    best, room = outcome.result.best[0], outcome.space.cluster.memory.gib
     lines = [
         f"{'auto':<12} {' '.join(overrides_of(best.plan))}",
         f"{'':<12} the fastest of {outcome.result.layouts:,} layouts on {devices} x {cluster['name']}: a step of "
         f"{best.time.total:.3g} s and {best.fullest:.3g} of {room:g} GiB are expected",
     ]
-    for other in [one for one in outcome.result.best if one is not best][:2]:
+    for other in outcome.result.best[1:]:
         slower = other.time.total / best.time.total - 1
         lines.append(f"{'':<12} {slower:+.1%} time, {other.fullest:.3g} GiB: {difference(best.plan, other.plan)}")
     return with_plan(values, best.plan), lines
@@ -130,20 +123,6 @@ def with_plan(values: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         chosen[group][name] = value
     chosen["parallel"] |= {"layers": None, "allowed": []}
     return {**values, **chosen}
-
-
-def _fits(values: Mapping[str, Any], one: Candidate, cluster: ClusterConfig) -> bool:
-    """Whether a layout fits, by a dry run of the fullest stage if the search cannot tell; where none can be made, what
-    the search says counts."""
-    room = cluster.memory.gib
-    if not one.is_close(room):
-        return True
-    layout = choose_layout({**values, "dry_run": True}, cluster.devices).layout
-    stage = max(range(layout.pipeline), key=lambda stage: one.memory[stage].total)
-    try:
-        return measured_gib(values, layout, stage, cluster.memory) <= room
-    except DryRunError:
-        return True
 
 
 def difference(plan: Any, other: Any) -> str:

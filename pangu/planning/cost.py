@@ -10,18 +10,26 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from pangu.config.cluster import ClusterConfig, MatmulConfig
-from pangu.planning.pipeline_time import Chunk, Pipeline, pipeline_seconds
-from pangu.planning.workload import Axis, Collective, Matmul, ModuleWork, Replicas, StepWork, Work, Workload
+from pangu.pipeline.actions import Durations, Kind
+from pangu.pipeline.schedule import Schedule
+from pangu.pipeline.simulate import step_seconds
+from pangu.pipeline.spans import Axis, Collective, Matmul, Replicas, Work
+from pangu.planning.ledger import Pass
+from pangu.planning.plan import Plan
+from pangu.planning.program import StepLedger
+from pangu.planning.stage_ledger import StageLedger
 from pangu.topology.experts import ExpertLayout
 from pangu.topology.layout import Layout
 
+_GIB = 2.0**30
 REPLICAS = get_args(Replicas)
 """Axes of the communication with replicas."""
 TILE = 128
@@ -45,19 +53,19 @@ def groups_of(layout: Layout, node: int) -> dict[Axis, Group]:
         "context": (tensor, layout.context),
         "expert": (experts.tensor, layout.expert),
         "pipeline": (tensor * replicas, layout.pipeline),
-        **_of_replicas("data", "shard", "copies", tensor, replicas, shards),
+        "world": (1, layout.world),
+        **_of_replicas("", tensor, replicas, shards),
+        **_of_replicas("expert_", experts.tensor * layout.expert, experts.replicas, experts.shards),
     }
-    apart = experts.tensor * layout.expert
-    strides |= _of_replicas("expert_data", "expert_shard", "expert_copies", apart, experts.replicas, experts.shards)
     groups = {axis: Group(size, max(1, min(size, node // stride))) for axis, (stride, size) in strides.items()}
     whole = groups["pipeline"].inside == layout.pipeline
     return {**groups, "ends": Group(min(2, layout.pipeline), 2 if whole and layout.pipeline > 1 else 1)}
 
 
-def _of_replicas(
-    data: Axis, shard: Axis, copies: Axis, stride: int, replicas: int, shards: int
-) -> dict[Axis, tuple[int, int]]:
-    return {data: (stride, replicas), shard: (stride, shards), copies: (stride * shards, replicas // shards)}
+def _of_replicas(prefix: str, stride: int, replicas: int, shards: int) -> dict[Axis, tuple[int, int]]:
+    names = {"replicas": (stride, replicas), "copies": (stride * shards, replicas // shards)}
+    names |= dict.fromkeys(("shard", "gather"), (stride, shards))
+    return {cast(Axis, prefix + name): group for name, group in names.items()}
 
 
 class Phase(NamedTuple):
@@ -75,14 +83,6 @@ class Phase(NamedTuple):
     def total(self) -> float:
         """Of all."""
         return sum(self)
-
-
-class ModuleTime(NamedTuple):
-    """Seconds of a module for one micro-batch; what is computed again belongs to `backward_input`."""
-
-    forward: Phase
-    backward_input: Phase
-    backward_weight: Phase
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,10 @@ def timed_seconds(
     return most if low == high else least + (most - least) * (nbytes - low) / (high - low)
 
 
-def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> Phase:
-    """Time of one piece of work."""
-    device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
-    device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    host = work.launches * cluster.launch_us * 1e-6
+def phase_seconds(
+    work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, computing: float = 0.0
+) -> Phase:
+    """Time of one piece of work, which runs beside `computing` of so many seconds that is no part of it."""
     hidden, waited = ({"tensor": 0.0, "replicas": 0.0, "expert": 0.0} for _ in range(2))
     for collective in work.collectives:
         group, axis = groups[collective.axis], collective.axis
@@ -229,11 +228,17 @@ def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConf
         hidden[term] += seconds * collective.hidden
         waited[term] += seconds * (1 - collective.hidden)
     hidden["replicas"] += work.host_bytes / (cluster.host_gb_s * 1e9)
-    compute, everything = started(device, host, cluster), sum(hidden.values())
-    added = beside(compute, everything, cluster) / everything if everything else 0.0
-    # the device is idle until the kernel behind a wait is started
-    compute += work.waits * cluster.launch_us * 1e-6
+    compute, everything = computing_seconds(work, cluster), sum(hidden.values())
+    added = beside(computing + compute, everything, cluster) / everything if everything else 0.0
     return Phase(compute, **{term: waited[term] + added * hidden[term] for term in hidden})
+
+
+def computing_seconds(work: Work, cluster: ClusterConfig) -> float:
+    """Time of a piece of work without communication."""
+    device = sum(matmul_seconds(product, cluster) for product in work.matmuls)
+    device += work.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    # the device is idle until the kernel behind a wait is started
+    return started(device, work.launches * cluster.launch_us * 1e-6, cluster) + work.waits * cluster.launch_us * 1e-6
 
 
 def started(device: float, host: float, cluster: ClusterConfig) -> float:
@@ -246,76 +251,111 @@ def beside(compute: float, hidden: float, cluster: ClusterConfig) -> float:
     return max(0.0, hidden - compute) + (cluster.overlap - 1) * min(compute, hidden)
 
 
-def module_time(module: ModuleWork, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> ModuleTime:
-    """Time of a module."""
-    recompute = phase_seconds(module.recompute, groups, cluster)
-    back = phase_seconds(module.backward_input, groups, cluster)
-    return ModuleTime(
-        phase_seconds(module.forward, groups, cluster),
-        Phase(*map(add, recompute, back)),
-        phase_seconds(module.backward_weight, groups, cluster),
-    )
+def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig, known: dict[Any, Phase]) -> Phase:
+    """Time of an action on a chunk; `known` keeps that of spans."""
+    phases = []
+    for span in one.spans:
+        if (key := id(span)) not in known:
+            known[key] = phase_seconds(span.work, groups, cluster)
+        phases.append(known[key])
+    compute, tensor, replicas, expert = (math.fsum(terms) for terms in zip(*phases, strict=True)) if phases else (0.0,) * 4
+    around = phase_seconds(Work(collectives=one.collectives, host_bytes=one.fetched), groups, cluster, compute)
+    return Phase(compute, tensor, replicas + around.replicas, expert)
 
 
-def chunk_times(workload: Workload, groups: Mapping[Axis, Group], cluster: ClusterConfig) -> list[Chunk]:
-    """Times of all chunks in model order."""
-    times = {kind: module_time(module, groups, cluster) for kind, module in workload.modules.items()}
-    chunks = []
-    for counts in workload.chunks:
-        sums = [0.0] * len(Chunk._fields)
-        for kind, count in counts.items():
-            for place, phase in enumerate(times[kind]):
-                sums[place] += count * phase.total
-                sums[3] += count * phase.tensor
-                sums[4] += count * phase.replicas
-                sums[5] += count * phase.expert
-        chunks.append(Chunk(*sums))
-    return chunks
+class Memory(NamedTuple):
+    """GiB of a device."""
+
+    states: float
+    """Parameters, gradients, optimizer state."""
+    activations: float
+    """From forward to backward, and what a module works with."""
+    overhead: float
+    """Of the device and its libraries."""
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return sum(self)
 
 
-def step_time(workload: Workload, pipeline: Pipeline, layout: Layout, cluster: ClusterConfig) -> StepTime:
-    """Time of a step.
+def memory_of(ledger: StepLedger, cluster: ClusterConfig) -> list[Memory]:
+    """Return what each stage needs when it holds most."""
+    stages = []
+    for stage in ledger.stages:
+        states = sum(stage.lasting.values())
+        passing = stage.peak - states
+        overhead = cluster.memory.overhead_gib(stage.groups) + cluster.memory.fragmentation * passing / _GIB
+        stages.append(Memory(states / _GIB, passing / _GIB, overhead))
+    return stages
+
+
+def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTime:
+    """Return the time of a step.
 
     Args:
-        workload: what the ranks do.
-        pipeline: schedule, and how often they do it.
-        layout: which ranks form the groups.
+        ledger: what the ranks do.
+        plan: which ranks form the groups.
         cluster: on what.
     """
-    groups = groups_of(layout, cluster.node)
-    chunks = chunk_times(workload, groups, cluster)
-    message = Collective("send", "pipeline", workload.message_bytes)
-    link = collective_seconds(message, groups["pipeline"], cluster) + cluster.message_us * 1e-6
-    whole, longest = pipeline_seconds(pipeline, chunks, link)
-    busiest = [chunk for stage, chunk in zip(pipeline.stage_of, chunks, strict=True) if stage == longest]
-    m = pipeline.micro_batches
-    tensor, expert = (m * sum(getattr(chunk, term) for chunk in busiest) for term in ("tensor", "expert"))
-    replicas = m * sum(chunk.replicas for chunk in busiest)
-    busy = m * sum(chunk.total for chunk in busiest)
-    waiting = 2 * link * pipeline.virtual * m if pipeline.stages > 1 else 0.0
-    waiting = min(waiting, whole - busy)
-    last = sum(chunk.backward_input + chunk.backward_weight for chunk in busiest)
-    ends = [_after(step, groups, cluster, last) for step in workload.steps]
-    data, update = max(ends, key=sum)
+    groups, schedule, m = groups_of(plan.layout, cluster.node), ledger.schedule, plan.micro_batches
+    sends = [Collective("send", "pipeline", nbytes) for nbytes in ledger.message]
+    link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
+    phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
+    durations = durations_of(schedule, phases, link)
+    whole = step_seconds(schedule, durations, ledger.more)
+    sums = [Phase(*map(math.fsum, zip(*of_stage.values(), strict=True))) for of_stage in phases]
+    longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
+    compute, tensor, replicas, expert = (m * term for term in sums[longest])
+    busy = m * sums[longest].total
+    waiting = min(2 * link * schedule.virtual * m, whole - busy) if schedule.stages > 1 else 0.0
+    last = sum(phase.total for (kind, _), phase in phases[longest].items() if kind is not Kind.FORWARD)
+    data, update = max((_after(stage, groups, cluster, last) for stage in set_of(ledger.stages)), key=sum)
     # on a host the others go on while a stage waits: no core is idle as long as some have work
-    even = m * sum(chunk.total for chunk in chunks) / pipeline.stages
+    even = m * sum(phase.total for phase in sums) / schedule.stages
     faster = max(1 / cluster.alone, even / whole)
-    parts = (busy - tensor - replicas - expert, tensor, waiting, whole - busy - waiting, replicas, expert)
+    parts = (compute, tensor, waiting, whole - busy - waiting, replicas, expert)
     compute, tensor, waiting, bubble, replicas, expert = (part * faster for part in parts)
     return StepTime(compute, tensor, waiting, bubble, data + replicas, update + cluster.step_us * 1e-6, expert)
 
 
+def set_of(stages: Iterable[StageLedger]) -> list[StageLedger]:
+    """Return the stages, each once."""
+    return list({id(stage): stage for stage in stages}.values())
+
+
+def stage_phases(
+    stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig
+) -> dict[tuple[Kind, int], Phase]:
+    """Return the time of each action on each chunk of a stage."""
+    known: dict[Any, Phase] = {}
+    return {key: pass_seconds(one, groups, cluster, known) for key, one in stage.passes.items()}
+
+
+def durations_of(schedule: Schedule, phases: Sequence[Mapping[tuple[Kind, int], Phase]], link: float) -> Durations:
+    """Return the seconds of each chunk's actions."""
+    times: dict[Kind, list[float]] = {}
+    places = Counter[int]()
+    for stage in schedule.stage_of:
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+            phase = phases[stage].get((kind, places[stage]))
+            times.setdefault(kind, []).append(0.0 if phase is None else phase.total)
+        places[stage] += 1
+    to_input = map(add, times[Kind.BACKWARD], times[Kind.BACKWARD_INPUT])
+    return Durations(times[Kind.FORWARD], list(to_input), times[Kind.BACKWARD_WEIGHT], link)
+
+
 def _after(
-    step: StepWork, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
+    stage: StageLedger, groups: Mapping[Axis, Group], cluster: ClusterConfig, backward: float
 ) -> tuple[float, float]:
-    """Seconds that a stage waits for replicas, beside a `backward` of so many, and those of its update."""
+    """Return the seconds that a stage waits for replicas, beside a `backward` of so many, and those of its update."""
     hidden = waited = 0.0
-    for collective in step.collectives:
-        seconds = collective_seconds(collective, groups[collective.axis], cluster)
+    for collective, often in stage.besides.items():
+        seconds = often * collective_seconds(collective, groups[collective.axis], cluster)
         hidden += seconds * collective.hidden
         waited += seconds * (1 - collective.hidden)
-    waited += step.host_bytes / (cluster.host_gb_s * 1e9)
-    device = step.update_bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
-    device += step.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
-    host = step.launches * cluster.launch_us * 1e-6
+    waited += stage.update.host_bytes / (cluster.host_gb_s * 1e9)
+    device = stage.update.bytes / (cluster.memory.gb_s * 1e9 * cluster.memory.efficiency)
+    device += stage.host_update_bytes / (cluster.host_memory_gb_s * 1e9)
+    host = stage.update.launches * cluster.launch_us * 1e-6
     return waited + beside(backward, hidden, cluster), started(device, host, cluster)

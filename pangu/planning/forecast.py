@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from pangu.config.cluster import cluster_in
 from pangu.config.errors import UserError
 from pangu.config.schema import RunConfig
-from pangu.dryrun.roles import DryRunError, measured_gib, role_ranks
+from pangu.dryrun.roles import DryRunError, measured_gib
 from pangu.metrics.record import StepRecord
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import difference
-from pangu.planning.cost import StepTime
-from pangu.planning.layout_work import Plan
-from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
-from pangu.planning.search import search, space_of, time_of
+from pangu.planning.cost import Memory, StepTime, memory_of, step_time
+from pangu.planning.plan import Plan
+from pangu.planning.search import search, space_of
 from pangu.planning.search_report import terms_of
 from pangu.topology.layout import Layout
-from pangu.zero.states import plan_states
 
 log = logging.getLogger("pangu")
 
@@ -56,15 +54,10 @@ class Forecast:
         cluster = cluster_in(config.cluster)
         space = space_of(config, cluster, {"expert": layout.expert}, note_progress)
         plan = plan_of(config, layout, stages)
-        workload = space.program.describe(plan)
-        if config.train.frozen:  # to the formulas all weights are trained, so they know neither less states nor work
-            ranks = enumerate(role_ranks(layout, every=False))
-            states = (plan_states(config, layout, rank, stages.of(stage)).on_device for stage, rank in ranks)
-            steps = (replace(step, state_bytes=nbytes) for step, nbytes in zip(workload.steps, states, strict=True))
-            workload = replace(workload, steps=tuple(steps))
-        stages_memory = memory_of_stages(workload, plan.steps, cluster)
+        ledger = space.program.describe(plan)
+        stages_memory, time = memory_of(ledger, cluster), step_time(ledger, plan, cluster)
         fullest = max(range(len(stages_memory)), key=lambda stage: stages_memory[stage].total)
-        return cls(cluster.name, time_of(space, plan), stages_memory[fullest], fullest, cluster.memory.gib)
+        return cls(cluster.name, time, stages_memory[fullest], fullest, cluster.memory.gib)
 
     def line(self) -> str:
         """What is expected, for the log."""
@@ -79,9 +72,8 @@ class Forecast:
     ) -> None:
         """Carry out the fullest stage of a layout that is expected to need too much memory. Raises UserError, naming
         the layouts of as many devices that fit, if that confirms it; otherwise warns."""
-        # what frozen layers leave out of activations, the formulas do not know
-        needed = self.memory.total - self.memory.activations * bool(config.train.frozen)
-        if needed <= self.room_gib * (1 + MEMORY_ERROR):
+        needed = self.memory.total
+        if needed <= self.room_gib:
             return
         assert config.cluster is not None
         cluster = cluster_in({**config.cluster, "devices": layout.world})

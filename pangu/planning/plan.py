@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from pangu.config.schema import RunConfig
-from pangu.pipeline.orders import reduces_each
-from pangu.planning.pipeline_time import Pipeline
 from pangu.topology.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]
@@ -74,16 +72,6 @@ class Plan(NamedTuple):
     def axes(self) -> int:
         """Axes along which there is more than one rank, each with a group that sends at least."""
         return sum(size > 1 for size in (self.tensor, self.context, self.data, self.pipeline, self.expert))
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether ZeRO-2 and 3 reduce gradients after each micro-batch."""
-        return reduces_each(self.schedule)
-
-    @property
-    def steps(self) -> Pipeline:
-        """Its schedule."""
-        return Pipeline(self.schedule, self.pipeline, self.virtual, self.micro_batches)
 
 
 def configured(config: RunConfig, plan: Plan) -> RunConfig:

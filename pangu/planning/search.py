@@ -1,8 +1,9 @@
 """Finds the fastest layouts of a model on a cluster that fit into its devices.
 
 All layouts are enumerated; those that memory or the configuration's own checks refuse are counted by the reason. The
-rest are costed in the order of a lower bound of their time (computing and the update alone), until no bound is below
-the worst of those that are wanted: branch and bound, so the best are the best of all.
+rest are costed in the order of a lower bound of their time (computing alone), until no bound is below the worst of
+those that are wanted: branch and bound, so the best are the best of all. The first few are carried out in a dry run,
+which has the last word on whether they fit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
 from pangu.config.errors import ConfigError, Problem
@@ -21,16 +22,16 @@ from pangu.config.expert_layout import holds_groups
 from pangu.config.layout_checks import layout_problems
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.pipeline.orders import SCHEDULES
+from pangu.dryrun.roles import measured_peaks
+from pangu.pipeline import orders
 from pangu.pipeline.stages import cut
-from pangu.planning.cost import StepTime, step_time
-from pangu.planning.layout_work import Recompute, Shape, System, Weights
-from pangu.planning.lower_bounds import Bounds
-from pangu.planning.memory import MEMORY_ERROR, Memory, memory_of_stages
-from pangu.planning.passing import Chunk, Stored
-from pangu.planning.plan import Plan, configured
-from pangu.planning.program import Program
-from pangu.planning.workload import Workload
+from pangu.planning.bounds import Bounds
+from pangu.planning.cost import Memory, StepTime, memory_of, step_time
+from pangu.planning.plan import Plan, Recompute, configured
+from pangu.planning.program import Program, schedule_of
+from pangu.topology.experts import ExpertLayout
+from pangu.topology.layout import Coordinates
+from pangu.zero.grouping import can_offload, worth_trying
 
 MODEL_ERROR = 0.05
 """Of times: layouts that differ by less are ties. docs/planner-accuracy.md tells how far off predictions are."""
@@ -46,8 +47,8 @@ LONG = 16_384
 """Tokens of sequences that a search lets several ranks share."""
 MICRO_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL = (2, 3, 4, 6, 8)
-SCHEDULED = ("1f1b", "interleaved", "zb_h1", "zb_v")
-"""Schedules that are tried: the others need more memory for the same time."""
+CONFIRMED = 3
+"""Fastest layouts that are carried out in a dry run."""
 
 
 class Candidate(NamedTuple):
@@ -57,15 +58,13 @@ class Candidate(NamedTuple):
     time: StepTime
     memory: tuple[Memory, ...]
     """Of each stage."""
+    measured: float | None = None
+    """GiB of the stage that needs most, when it was carried out in a dry run; None: it was not."""
 
     @property
     def fullest(self) -> float:
-        """GiB of the fullest stage."""
-        return max(stage.total for stage in self.memory)
-
-    def is_close(self, room: float) -> bool:
-        """Whether only a dry run can tell that it fits into so many GiB."""
-        return self.fullest * (1 + MEMORY_ERROR) > room
+        """GiB of the stage that needs most."""
+        return max(stage.total for stage in self.memory) if self.measured is None else self.measured
 
 
 @dataclass(frozen=True)
@@ -84,31 +83,10 @@ class SearchResult:
     """Of these; the others do not fit, or cannot be among the best."""
 
 
-class StepModel(Protocol):
-    """What a program does in a step."""
-
-    @property
-    def shape(self) -> Shape:
-        """Of the model."""
-
-    @property
-    def system(self) -> System:
-        """How states are kept and sent."""
-
-    def prepare(self, plans: Iterable[Plan]) -> None:
-        """Find out together what `describe` needs for some layouts."""
-
-    def describe(self, plan: Plan) -> Workload:
-        """The step of a layout."""
-
-    def stored_bytes(self, plan: Plan, numbers: float, experts: float, chunks: Sequence[Chunk]) -> Stored:
-        """What a stage of so many parameters, and of `experts` that the layout splits, stores on the device."""
-
-
 class Space(NamedTuple):
     """What is searched."""
 
-    program: StepModel
+    program: Program
     cluster: ClusterConfig
     config: RunConfig
     fixed: Mapping[str, Any]
@@ -161,13 +139,13 @@ def space_of(
         raise ConfigError([Problem("precision.matmul", "fp8", rule, "precision=bf16 works, or another cluster")])
     if config.precision.compute in ("fp32", "fp64"):
         cluster = replace(cluster, matmul=replace(cluster.matmul, tflops=cluster.matmul.tflops_fp32))
-    return Space(Program(config, "expert" in fixed, note_progress), cluster, config, fixed)
+    return Space(Program(config, note_progress), cluster, config, fixed)
 
 
 def search(space: Space, top: int = 10) -> SearchResult:
     """The `top` fastest layouts that fit."""
     refused: Counter[str] = Counter()
-    bounds, alone = Bounds(space), space.cluster.alone  # a bound is of the rate when no core is left by others
+    bounds, alone = Bounds(space.program, space.cluster), space.cluster.alone  # a bound is of a core that is not shared
     plans = list(enumerate_plans(space, refused))
     space.program.prepare(plans)
     waiting = [(bounds.seconds(plan) / alone, number, plan) for number, plan in enumerate(plans)]
@@ -175,14 +153,14 @@ def search(space: Space, top: int = 10) -> SearchResult:
     number, costed, worst = len(waiting), list[Candidate](), math.inf
     while waiting and waiting[0][0] <= worst:
         _, _, plan = heappop(waiting)
-        memory = _memory(space, bounds, plan)
-        if memory is None:
+        one = _candidate(space, bounds, plan)
+        if one is None:
             refused[TOO_LARGE] += 1
             for other in offloaded(space, plan):
                 heappush(waiting, (bounds.seconds(other) / alone, number, other))
                 number += 1
             continue
-        costed.append(Candidate(plan, time_of(space, plan), memory))
+        costed.append(one)
         if len(costed) >= top:
             worst = sorted(one.time.total for one in costed)[top - 1]
     costed.sort(key=_preference)
@@ -191,7 +169,40 @@ def search(space: Space, top: int = 10) -> SearchResult:
         if field not in space.fixed:
             costed[:tried] = _refined(space, bounds, costed[:tried], field, values)
     costed.sort(key=_preference)
-    return SearchResult(costed[:top], front_of(costed), refused, len(plans), len(costed))
+    confirmed = _confirmed(space, costed, refused)
+    return SearchResult(confirmed[:top], front_of(confirmed), refused, len(plans), len(costed))
+
+
+def _confirmed(space: Space, costed: Sequence[Candidate], refused: Counter[str]) -> list[Candidate]:
+    """Layouts of which the first `CONFIRMED` have been carried out, without those that did not fit."""
+    waiting, kept = list(costed), list[Candidate]()
+    while waiting and len(kept) < CONFIRMED:
+        count = CONFIRMED - len(kept)
+        tried, waiting = waiting[:count], waiting[count:]
+        for one in carried_out(space, tried):
+            if one.fullest <= space.cluster.memory.gib:
+                kept.append(one)
+            else:
+                refused[TOO_LARGE] += 1
+    return [*kept, *waiting]
+
+
+def carried_out(space: Space, tried: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Layouts with all stages described and the peak of the one that holds most as a dry run finds it, of as few
+    micro-batches as it takes until they repeat."""
+    jobs, more = [], []
+    for one in tried:
+        ledger, short = space.program.describe(one.plan), schedule_of(one.plan).micro_batches
+        plan = one.plan._replace(micro_batches=short)
+        more.append(ledger.stages[ledger.fullest].peak - space.program.describe(plan).stages[ledger.fullest].peak)
+        values = asdict(configured(space.config, plan))
+        values["parallel"] |= {"auto": False, "allowed": ()}
+        jobs.append((values, plan.layout.rank(Coordinates(ledger.fullest, 0, 0))))
+    memory = space.cluster.memory
+    for one, (peak, groups), left in zip(tried, measured_peaks(jobs, space.program.note_progress), more, strict=True):
+        stages = memory_of(space.program.describe(one.plan), space.cluster)
+        needed = (peak + left) / 2**30 + memory.overhead_gib(groups)
+        yield one._replace(memory=tuple(stages), measured=needed)
 
 
 def _refined(
@@ -203,9 +214,8 @@ def _refined(
     legal = {plan: [other for other in others[plan] if not problem_of(space, other)] for plan in others}
     space.program.prepare(other for plans in legal.values() for other in plans)
     for one in best:
-        stages = ((plan, _memory(space, bounds, plan)) for plan in legal[one.plan])
-        tried = (Candidate(plan, time_of(space, plan), memory) for plan, memory in stages if memory)
-        yield min((one, *tried), key=_preference)
+        tried = (_candidate(space, bounds, plan) for plan in legal[one.plan])
+        yield min((one, *filter(None, tried)), key=_preference)
 
 
 def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -219,17 +229,20 @@ def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
 
 def _can_wait(part: str, plan: Plan) -> bool:
     """Whether some of it can wait in host memory."""
-    # the last layer of a chunk stays; weights that are not sharded are needed all the time
-    return {"optimizer": True, "activations": max(plan.layers) > 1, "parameters": plan.zero == 3}[part]
+    # the last layer of a chunk stays
+    return max(plan.layers) > 1 if part == "activations" else can_offload(part, plan.zero)
 
 
-def _memory(space: Space, bounds: Bounds, plan: Plan) -> tuple[Memory, ...] | None:
-    """Of each stage; None if one is too large."""
+def _candidate(space: Space, bounds: Bounds, plan: Plan) -> Candidate | None:
+    """A layout with its time and memory; None if it is too large."""
     room = space.cluster.memory.gib
     if bounds.gib(plan) > room:
         return None
-    memory = tuple(memory_of_stages(space.program.describe(plan), plan.steps, space.cluster))
-    return memory if max(stage.total for stage in memory) <= room else None
+    ledger = space.program.describe(plan, every=False)
+    memory = tuple(memory_of(ledger, space.cluster))
+    if max(stage.total for stage in memory) > room:
+        return None
+    return Candidate(plan, step_time(ledger, plan, space.cluster), memory)
 
 
 def _preference(one: Candidate) -> tuple[float, ...]:
@@ -241,7 +254,7 @@ def _preference(one: Candidate) -> tuple[float, ...]:
 
 def time_of(space: Space, plan: Plan) -> StepTime:
     """The time of a layout."""
-    return step_time(space.program.describe(plan), plan.steps, plan.layout, space.cluster)
+    return step_time(space.program.describe(plan), plan, space.cluster)
 
 
 def front_of(costed: Iterable[Candidate]) -> list[Candidate]:
@@ -267,7 +280,7 @@ def enumerate_plans(space: Space, refused: Counter[str]) -> Iterator[Plan]:
                 data = world // (tensor * pipeline * context)
                 if space.fixed.get("data") not in (None, data):
                     continue
-                base = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, "1f1b")
+                base = Plan(tensor, pipeline, 1, data, context, 0, False, "none", 1, 1, orders.SIMPLEST)
                 if context > 1 or "context_kind" in fixed:
                     base = base._replace(context_kind=fixed.get("context_kind", "auto"))
                 for spread in _experts(space, base._replace(chunks=fixed.get("chunks", 1))):
@@ -318,9 +331,8 @@ def with_layout(space: Space, plan: Plan) -> RunConfig:
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
     """A layout with every schedule and number of chunks."""
-    for schedule in _options(space.fixed, "schedule", SCHEDULED if plan.pipeline > 1 else ("1f1b",)):
-        least, most = SCHEDULES[schedule].virtual
-        chunks = [v for v in (1, *VIRTUAL) if v >= least and (most is None or v <= most)]
+    for schedule in _options(space.fixed, "schedule", orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)):
+        chunks = [virtual for virtual in (1, *VIRTUAL) if orders.allows(schedule, virtual)]
         for virtual in _options(space.fixed, "virtual", chunks):
             scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))
             if isinstance(scheduled, str):
@@ -331,8 +343,7 @@ def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan
 
 def with_schedule(space: Space, plan: Plan) -> Plan | str:
     """The plan with the layers of its chunks, or why its schedule does not go with them."""
-    least, most = SCHEDULES[plan.schedule].virtual
-    if plan.virtual < least or (most is not None and plan.virtual > most):
+    if not orders.allows(plan.schedule, plan.virtual):
         return f"parallel.virtual: {plan.schedule} does not allow so many chunks"
     if plan.pipeline * plan.virtual > space.config.model.layers:
         return "parallel.pipeline x parallel.virtual: each chunk needs at least one layer"
@@ -347,17 +358,16 @@ def _layers(model: ModelConfig, chunks: int) -> tuple[int, ...]:
 
 def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
     """A layout with all that saves memory: ZeRO, recompute, offload."""
-    alone = 3 if "parameters" in space.fixed.get("offload", ()) else 0
-    nobody = all(weights.replicas == 1 for weights in Weights.of(plan, 0.0, 0.0))
-    zeros = [(space.fixed.get("zero", alone), 0)] if nobody else [(1, 0), (2, 0), (3, 0)]
+    layout = plan.layout
+    shared = max(layout.replicas, ExpertLayout(layout).replicas if layout.splits_experts else 1) > 1
     node = max(1, space.cluster.node // plan.tensor)
-    if 1 < node < plan.replicas and plan.replicas % node == 0:
-        zeros += [(1, node), (3, node)]
-    if space.fixed.get("zero") == 0:
-        zeros = [(0, 0)]
+    groups = [node] if 1 < node < plan.replicas and plan.replicas % node == 0 else []
     if "zero_group" in space.fixed:
-        group = space.fixed["zero_group"] or 0  # null: all replicas
-        zeros = [(zero, group) for zero in ((1, 2, 3) if group else dict(zeros)) if plan.replicas % (group or 1) == 0]
+        groups = [group] if (group := space.fixed["zero_group"]) else []
+    zeros = worth_trying(shared, groups, space.fixed.get("zero"), space.fixed.get("offload", ()))
+    if "zero_group" in space.fixed:
+        given = space.fixed["zero_group"] or 0  # null: all replicas
+        zeros = [(zero, group) for zero, group in zeros if group == given and plan.replicas % (group or 1) == 0]
     most = max(plan.layers)
     recomputes: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0), ("full", 0)]
     recomputes += [("none", number) for number in sorted({most // 4, most // 2, most * 3 // 4} - {0, most})]
@@ -366,7 +376,7 @@ def _saving(space: Space, plan: Plan) -> Iterator[Plan]:
         recomputes = [("none", given)] if isinstance(given, int) else [(given, 0)]
     for zero, group in zeros:
         whole = group * (plan.tensor // (plan.expert_tensor or plan.tensor))
-        if space.fixed.get("zero", zero) != zero or (group and not holds_groups(whole, plan.expert)):
+        if group and not holds_groups(whole, plan.expert):
             continue
         for recompute, recomputed in recomputes:
             for offload in _options(space.fixed, "offload", ((),)):

@@ -10,7 +10,6 @@ from pangu.config.context import context_kind
 from pangu.config.errors import shown
 from pangu.pipeline.actions import Durations
 from pangu.pipeline.orders import SCHEDULES, reduces_each
-from pangu.pipeline.schedule import make_schedule
 from pangu.pipeline.simulate import simulate
 from pangu.planning.cost import StepTime, chunk_times, groups_of
 from pangu.planning.memory import memory_of_stages
@@ -19,7 +18,6 @@ from pangu.planning.search import (
     CHUNKS,
     KINDS,
     MODEL_ERROR,
-    SCHEDULED,
     TOO_LARGE,
     Candidate,
     SearchResult,
@@ -31,6 +29,7 @@ from pangu.planning.search import (
     with_layout,
     with_schedule,
 )
+from pangu.zero.grouping import STAGES
 
 TERMS = ("compute", "tensor", "expert", "pipeline", "bubble", "data", "update")
 COLOURS = ("#4878d0", "#ee854a", "#8c613c", "#6acc64", "#d0d0d0", "#d65f5f", "#956cb4")
@@ -54,13 +53,15 @@ def as_data(outcome: Outcome, one: Candidate) -> dict[str, Any]:
     """A layout in numbers."""
     space, cluster = outcome.space, outcome.space.cluster
     seconds = one.time.total
-    tokens = space.config.batch.global_size * space.program.shape.sequence
-    flops = space.program.shape.flops(space.config.batch.global_size)
+    model = space.config.model
+    tokens = space.config.batch.global_size * model.sequence
+    flops = tokens * training_flops_per_token(model)
     data: dict[str, Any] = {
         "overrides": overrides_of(one.plan),
         "step_time_s": seconds,
         "terms_s": vars(one.time).copy(),
         "memory_gib": [stage.total for stage in one.memory],
+        "measured_memory_gib": one.measured,
         "tokens_per_s": tokens / seconds,
         "mfu": flops / (seconds * cluster.devices * cluster.matmul.tflops * 1e12),
     }
@@ -106,7 +107,7 @@ def lines(outcome: Outcome) -> Iterator[tuple[str, ...]]:
             saved + "".join(f", {part} offloaded" for part in plan.offload),
             f"{one.time.total:.3f} s",
             " ".join(f"{getattr(one.time, term):.2f}" for term in terms),
-            f"{one.fullest:.1f} GiB{'?' * one.is_close(outcome.space.cluster.memory.gib)}",
+            f"{one.fullest:.1f} GiB{'?' * (one.measured is None)}",
             f"{data['tokens_per_s']:,.0f}",
             f"{data['mfu']:.1%}",
         )
@@ -151,7 +152,7 @@ def explain(outcome: Outcome) -> Iterator[str]:
         if isinstance(made, str) or reasons[name]:
             yield f"{name}: cannot be: {reasons[name]}"
             continue
-        stages = memory_of_stages(space.program.describe(made), made.steps, space.cluster)
+        stages = memory_of(space.program.describe(made), space.cluster)
         fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
         if stages[fullest].total > space.cluster.memory.gib:
             need = f"stage {fullest} needs {stages[fullest].total:.1f} GiB of {space.cluster.memory.gib:.1f}"
@@ -175,7 +176,7 @@ def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
             changes.append((f"{name} {value // 2}", {name: value // 2, "data": plan.data * 2}))
     sizes = (plan.micro_size * 2, plan.micro_size // 2)
     changes += [(f"micro-batches of {size}", {"micro_size": size}) for size in sizes if size]
-    changes += [(f"ZeRO {zero}", {"zero": zero, "zero_group": 0}) for zero in (0, 1, 2, 3) if zero != plan.zero]
+    changes += [(f"ZeRO {zero}", {"zero": zero, "zero_group": 0}) for zero in STAGES if zero != plan.zero]
     changes.append((f"{'no ' * plan.sequence}sequence parallelism", {"sequence": not plan.sequence}))
     changes += _sharings(space, plan)
     counts = {1, *CHUNKS} - {plan.chunks} if plan.tensor > 1 or plan.expert > 1 else ()
@@ -205,12 +206,10 @@ def _sharings(space: Space, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other schedules. ZeRO-2 is left where it would reduce gradients after each micro-batch."""
-    for name in SCHEDULED:
-        zero = min(plan.zero, 1) if reduces_each(name) and plan.zero == 2 else plan.zero
-        title = name if zero == plan.zero else f"{name} with ZeRO {zero}"
+    """Other schedules."""
+    for name in orders.worth_trying():
         if name != plan.schedule:
-            yield title, {"schedule": name, "virtual": SCHEDULES[name].virtual[0], "zero": zero}
+            yield name, {"schedule": name, "virtual": orders.SCHEDULES[name].virtual[0]}
 
 
 def page(outcome: Outcome) -> str:
@@ -267,11 +266,9 @@ def _stages(one: Candidate, room: float) -> str:
 
 def _timeline(outcome: Outcome) -> str:
     plan, cluster = outcome.result.best[0].plan, outcome.space.cluster
-    chunks = chunk_times(outcome.space.program.describe(plan), groups_of(plan.layout, cluster.node), cluster)
-    forward, back, weight, *_ = map(list, zip(*chunks, strict=True))
-    # of long steps the first micro-batches
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.virtual, min(plan.micro_batches, 4 * plan.pipeline))
-    timeline = simulate(schedule, Durations(forward, back, weight), checked=True)
+    groups, ledger = groups_of(plan.layout, cluster.node), outcome.space.program.describe(plan)
+    phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
+    timeline = simulate(ledger.schedule, durations_of(ledger.schedule, phases, 0.0), checked=True)
     scale, height = 900 / timeline.makespan, max(4, min(20, 400 // len(timeline.computing)))
     kinds: dict[str, str] = {}
     shapes = []
