@@ -122,8 +122,8 @@ def empty_compiler() -> Iterator[None]:
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches and forecasts of this process go by published formulas, and carry nothing out."""
-    from pangu.planning import search, step_ledger
+    from pangu.planning import program, search
     from tests.formulas import Formulas, FormulaTraces
 
-    monkeypatch.setattr(step_ledger, "Traces", FormulaTraces)
+    monkeypatch.setattr(program, "Traces", FormulaTraces)
     monkeypatch.setattr(search, "Program", Formulas)

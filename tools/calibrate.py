@@ -371,10 +371,8 @@ def measure_steps(clock: Clock, cluster: ClusterConfig) -> ClusterConfig:
     for (_, size, number), taken in clock.in_turns(samples).items():
         config = configs[_, size, number]
         plan = Plan(1, 1, 1, 1, 1, 0, False, "none", size, number, "1f1b", layers=(config.model.layers,))
-        workload = Program(config).describe(plan)
-        without, *terms = (
-            step_time(workload, plan.steps, plan.layout, _with(cluster, **one)).total for one in [{}, *units]
-        )
+        ledger = Program(config).describe(plan)
+        without, *terms = (step_time(ledger, plan, _with(cluster, **one)).total for one in [{}, *units])
         rows.append([(term - without) / taken for term in terms])
         rest.append(1 - without / taken)
     table, wanted = np.array(rows), np.array(rest)

@@ -33,7 +33,6 @@ from pangu.pipeline.layouts import choose_layout
 from pangu.pipeline.stages import Stages
 from pangu.planning.auto import find_layouts, given_keys, plan_layout, require_cluster
 from pangu.planning.forecast import Forecast, plan_of
-from pangu.planning.memory import MEMORY_ERROR
 from pangu.planning.program import Program
 from pangu.planning.search import MODEL_ERROR
 from pangu.planning.search_report import (
@@ -178,8 +177,8 @@ def print_layouts(options: argparse.Namespace) -> None:
     )
     console.print(table)
     console.print(f"=: within the model's error of {MODEL_ERROR:.0%}, which cannot tell it from the first")
-    if any(one.is_close(cluster.memory.gib) for one in result.best):
-        console.print(f"?: fits by less than the error of {MEMORY_ERROR:.0%}; --dry-run of that layout tells")
+    if any(one.measured is None for one in result.best):
+        console.print("?: planned only; the others were carried out in a dry run, whose memory is said")
     if run := run_words(outcome):
         console.print(run, highlight=False)
     console.print(
@@ -200,8 +199,8 @@ def plan(options: argparse.Namespace) -> None:
         cluster_in(config.cluster)
     if options.modules:
         require_kernels(config)
-        modules = Program(config).describe(plan_of(config, layout, stages)).modules
-        print(json.dumps({name: asdict(module) for name, module in modules.items()}, indent=1))
+        spans = dict(Program(config).spans(plan_of(config, layout, stages)))
+        print(json.dumps([{**key._asdict(), **asdict(span)} for key, span in spans.items()], indent=1))
         return
     if options.json:
         print(json.dumps(plan_dry_run(values), indent=1))

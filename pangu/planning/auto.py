@@ -14,7 +14,6 @@ from pangu.config.checks import find_problems
 from pangu.config.cluster import ClusterConfig, cluster_in
 from pangu.config.errors import ConfigError, Problem, UserError, shown
 from pangu.config.schema import RunConfig
-from pangu.pipeline.layouts import choose_layout
 from pangu.planning.cluster import cluster_names, load_cluster
 from pangu.planning.plan import Plan
 from pangu.planning.search import KEYS, keys_of, search, space_of

@@ -216,9 +216,7 @@ def timed_seconds(
     return most if low == high else least + (most - least) * (nbytes - low) / (high - low)
 
 
-def phase_seconds(
-    work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, computing: float = 0.0
-) -> Phase:
+def phase_seconds(work: Work, groups: Mapping[Axis, Group], cluster: ClusterConfig, computing: float = 0.0) -> Phase:
     """Time of one piece of work, which runs beside `computing` of so many seconds that is no part of it."""
     hidden, waited = ({"tensor": 0.0, "replicas": 0.0, "expert": 0.0} for _ in range(2))
     for collective in work.collectives:
@@ -258,7 +256,9 @@ def pass_seconds(one: Pass, groups: Mapping[Axis, Group], cluster: ClusterConfig
         if (key := id(span)) not in known:
             known[key] = phase_seconds(span.work, groups, cluster)
         phases.append(known[key])
-    compute, tensor, replicas, expert = (math.fsum(terms) for terms in zip(*phases, strict=True)) if phases else (0.0,) * 4
+    compute, tensor, replicas, expert = (
+        (math.fsum(terms) for terms in zip(*phases, strict=True)) if phases else (0.0,) * 4
+    )
     around = phase_seconds(Work(collectives=one.collectives, host_bytes=one.fetched), groups, cluster, compute)
     return Phase(compute, tensor, replicas + around.replicas, expert)
 

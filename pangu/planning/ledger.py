@@ -100,7 +100,6 @@ class Meter:
             self.place = f"{place}, {one.place}" if one.place else str(place)
         self.level = list(map(add, self.level, one.change))
 
-
     def skip(self, passes: Iterable[Pass]) -> None:
         """Add actions in which no peak is reached."""
         self.level = [sum(column) for column in zip(self.level, *(one.change for one in passes), strict=True)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from pangu.config.context import context_kind
@@ -18,7 +18,7 @@ from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.orders import splits_backward
 from pangu.pipeline.schedule import Schedule, make_schedule
-from pangu.pipeline.spans import Trace, module_kinds
+from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.plan import Plan, configured
 from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun, group_sizes
@@ -117,6 +117,15 @@ class Program:
         if self._last is None or self._last[0] != (plan, every):  # who asks for its memory asks for its time as well
             self._last = (plan, every), self._described(plan, every)
         return self._last[1]
+
+    def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
+        """Yield the spans of all modules for one micro-batch, stage by stage. Raises DryRunError as `prepare`."""
+        self.prepare([plan])
+        for part in self.parts(plan):
+            request = self._request(configured(self.config, plan), plan, part)
+            for action, chunk in product(request.actions, request.chunks):
+                spans = (span for _, span in self.trace(plan, part).of_action(action, chunk))
+                yield from ((key, span) for key, span in zip(keys_of(action, chunk), spans, strict=True) if span)
 
     def _described(self, plan: Plan, every: bool) -> StepLedger:
         config, layout, schedule = configured(self.config, plan), plan.layout, schedule_of(plan)

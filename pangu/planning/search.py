@@ -331,7 +331,9 @@ def with_layout(space: Space, plan: Plan) -> RunConfig:
 
 def _scheduled(space: Space, plan: Plan, refused: Counter[str]) -> Iterator[Plan]:
     """A layout with every schedule and number of chunks."""
-    for schedule in _options(space.fixed, "schedule", orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)):
+    for schedule in _options(
+        space.fixed, "schedule", orders.worth_trying() if plan.pipeline > 1 else (orders.SIMPLEST,)
+    ):
         chunks = [virtual for virtual in (1, *VIRTUAL) if orders.allows(schedule, virtual)]
         for virtual in _options(space.fixed, "virtual", chunks):
             scheduled = with_schedule(space, plan._replace(schedule=schedule, virtual=virtual))

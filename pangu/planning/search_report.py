@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from pangu.config.context import context_kind
 from pangu.config.errors import shown
-from pangu.pipeline.actions import Durations
-from pangu.pipeline.orders import SCHEDULES, reduces_each
+from pangu.models.size import training_flops_per_token
+from pangu.pipeline import orders
 from pangu.pipeline.simulate import simulate
-from pangu.planning.cost import StepTime, chunk_times, groups_of
-from pangu.planning.memory import memory_of_stages
+from pangu.planning.cost import StepTime, durations_of, groups_of, memory_of, stage_phases
 from pangu.planning.plan import Plan
 from pangu.planning.search import (
     CHUNKS,

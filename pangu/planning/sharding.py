@@ -22,8 +22,8 @@ from pangu.models.parameters import ModelPart, parameters_by_module, place_tenso
 from pangu.pipeline.spans import Span, SpanKey, module_kinds
 from pangu.pipeline.stages import Stages
 from pangu.planning.forecast import plan_of
+from pangu.planning.program import Program
 from pangu.planning.stage_ledger import group_sizes
-from pangu.planning.step_ledger import Program
 from pangu.topology.experts import ExpertRank
 from pangu.topology.layout import Coordinates, Layout
 from pangu.topology.placement import Placement, TensorRank

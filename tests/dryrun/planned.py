@@ -9,7 +9,7 @@ import pytest
 
 from pangu.pipeline.layouts import choose_layout
 from pangu.planning.forecast import plan_of
-from pangu.planning.step_ledger import Program
+from pangu.planning.program import Program
 from pangu.topology.layout import Coordinates
 from tests.dryrun.conftest import SharedWorker
 
