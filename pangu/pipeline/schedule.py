@@ -24,6 +24,9 @@ class Schedule:
     reduce_each: bool = False
     """Gradients are reduced after every micro-batch, so that no whole ones are stored, rather than once per step."""
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.stages, self.virtual, self.micro_batches))  # of all actions it would take long
+
     @cached_property
     def splits_backward(self) -> bool:
         return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)

@@ -52,7 +52,8 @@ class Bounds:
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
         self._modules: dict[Any, dict[Any, Least]] = {}
         self._lines: dict[Any, list[tuple[float, float]]] = {}
-        self._numels: dict[Any, Counter[Any]] = {}
+        self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
+        self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
         self._shares: dict[Any, tuple[float, float]] = {}
 
     def seconds(self, plan: Plan) -> float:
@@ -141,14 +142,14 @@ class Bounds:
             lasting, sums = lasting + stays * numel, sums + comes * numel
         return lasting, sums
 
-    def _numel(self, plan: Plan, part: Part) -> Counter[Any]:
+    def _numel(self, plan: Plan, part: Part) -> Counter[tuple[bool, bool]]:
         """Return the elements of a stage on a rank, by whether they are of experts that the layout splits, and whether
         they are trained."""
         ranks = plan.tensor, plan.sequence, plan.expert, plan.expert_tensor
-        if ranks not in self._numels:
-            self._numels[ranks] = _numels(self._program.config, plan.layout)
+        if ranks not in self._of_module:
+            self._of_module[ranks] = _numels(self._program.config, plan.layout)
         if (ranks, part.content) not in self._numels:
-            of_module, total = self._numels[ranks], Counter[Any]()
+            of_module, total = self._of_module[ranks], Counter[tuple[bool, bool]]()
             for module in _modules(part):
                 total.update(of_module[module])
             self._numels[ranks, part.content] = total

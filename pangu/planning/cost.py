@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast, get_args
 from pangu.config.cluster import ClusterConfig, MatmulConfig
 from pangu.pipeline.actions import Durations, Kind
 from pangu.pipeline.schedule import Schedule
-from pangu.pipeline.simulate import step_seconds
+from pangu.pipeline.simulate import makespan
 from pangu.pipeline.spans import Axis, Collective, Matmul, Replicas, Work
 from pangu.planning.ledger import Pass
 from pangu.planning.plan import Plan
@@ -303,7 +303,7 @@ def step_time(ledger: StepLedger, plan: Plan, cluster: ClusterConfig) -> StepTim
     link = sum(collective_seconds(one, groups["pipeline"], cluster) for one in sends) + cluster.message_us * 1e-6
     phases = [stage_phases(stage, groups, cluster) for stage in ledger.stages]
     durations = durations_of(schedule, phases, link)
-    whole = step_seconds(schedule, durations, ledger.more)
+    whole = makespan(schedule, durations, ledger.more)
     sums = [Phase(*map(math.fsum, zip(*of_stage.values(), strict=True))) for of_stage in phases]
     longest = max(range(len(sums)), key=lambda stage: sums[stage].total)
     compute, tensor, replicas, expert = (m * term for term in sums[longest])

@@ -47,7 +47,7 @@ class StepLedger:
 
 
 class Way(NamedTuple):
-    """What of a layout the work of a module depends on; of a plan's fields, those of the same names."""
+    """What of a layout the work of a module depends on, as in `Plan`."""
 
     tensor: int
     context: int
@@ -66,8 +66,19 @@ class Way(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Way:
         """Return that of a layout."""
-        same = (getattr(plan, name) for name in cls._fields[:-2])
-        return cls(*same, plan.recomputed > 0, "activations" in plan.offload)
+        return cls(
+            plan.tensor,
+            plan.context,
+            plan.context_kind,
+            plan.expert,
+            plan.expert_tensor,
+            plan.sequence,
+            plan.chunks,
+            plan.micro_size,
+            plan.recompute,
+            plan.recomputed > 0,
+            "activations" in plan.offload,
+        )
 
 
 class Part(NamedTuple):
