@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,9 @@ class Way(NamedTuple):
     def of(cls, request: Request) -> Way:
         config, kinds = request.config, {kind.partition(" ")[0] for chunk in request.chunks for kind in chunk}
         apart = config.model.tied_head and not {"embedding", "head"} <= kinds
-        return cls(json.dumps(_values(config)), "head" in kinds if apart else None, config.batch.micro_size)
+        return cls(
+            _values_of(replace(config, cluster=None)), "head" in kinds if apart else None, config.batch.micro_size
+        )
 
     @property
     def file(self) -> Path:
@@ -223,6 +226,12 @@ class _Layers:
 
 def _content(kind: str) -> str:
     return " ".join(word for word in kind.split() if word not in _PLACES)
+
+
+@lru_cache(maxsize=1000)
+def _values_of(config: RunConfig) -> str:
+    """`_values` as JSON."""
+    return json.dumps(_values(config))
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

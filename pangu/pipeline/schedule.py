@@ -43,6 +43,12 @@ class Schedule:
         return sorted(channels)
 
 
+def chunk_stages(name: str, stages: int, virtual: int) -> tuple[int, ...]:
+    """Return the stage of each chunk, in model order."""
+    down = tuple(range(stages))
+    return down + down[::-1] if SCHEDULES[name].v_shape else down * virtual
+
+
 def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, reduce_each: bool = False) -> Schedule:
     """Return schedule `name` for `stages` stages of `virtual` chunks each and `micro_batches` micro-batches.
 
@@ -61,8 +67,7 @@ def make_schedule(name: str, stages: int, virtual: int, micro_batches: int, redu
         raise NumbersError(
             f"schedule {name} with virtual = {virtual}", f"{name} needs {allowed} per stage; {least} works"
         )
-    round_trip = tuple(range(stages))
-    stage_of = round_trip + round_trip[::-1] if family.v_shape else round_trip * virtual
+    stage_of = chunk_stages(name, stages, virtual)
     orders = family.order(stages, virtual, micro_batches)
     each = reduce_each and reduces_each(name)
     actions = tuple(tuple(_complete(order, stage_of, family.two_phases, each)) for order in orders)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pangu.config.cluster import ClusterConfig
-from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
 from pangu.models.parameters import ModelPart
 from pangu.pipeline.orders import splits_backward
-from pangu.pipeline.spans import END, START, SpanKey, Trace
-from pangu.planning.cost import computing_seconds
+from pangu.pipeline.spans import END, START, Matmul, Trace, Work
+from pangu.planning.cost import computing_seconds, matmul_seconds
 from pangu.planning.plan import Plan
 from pangu.planning.program import Part, Program, Way, held_in, schedule_of
 from pangu.planning.stage_ledger import Formats
@@ -39,18 +37,15 @@ class Least(NamedTuple):
     saved: float = 0.0
     """Bytes that stay from forward to backward."""
 
-    @classmethod
-    def of(cls, parts: Iterable[Least]) -> Least:
-        """Return those of a chunk, from its modules."""
-        return cls(*map(sum, zip(*parts, strict=True)))
-
 
 class Bounds:
     """Lower bounds of the time and the memory of layouts."""
 
     def __init__(self, program: Program, cluster: ClusterConfig) -> None:
         self._program, self._cluster, self._formats = program, cluster, Formats.of(program.config)
-        self._modules: dict[Any, dict[Any, Least]] = {}
+        self._products: dict[Matmul, float] = {}
+        self._modules: dict[int, tuple[Trace, dict[Any, Least]]] = {}
+        self._chunks: dict[Any, list[Least]] = {}
         self._lines: dict[Any, list[tuple[float, float]]] = {}
         self._of_module: dict[Any, dict[str, Counter[tuple[bool, bool]]]] = {}
         self._numels: dict[Any, Counter[tuple[bool, bool]]] = {}
@@ -63,75 +58,85 @@ class Bounds:
         last backward for an input that of the last micro-batch goes back through these, beside its own gradients of
         weights if they are computed apart.
         """
-        key = Way.of(plan)._replace(on_host=False), plan.recomputed, plan.schedule, plan.pipeline, plan.layers
+        key = Way.of(plan)._replace(on_host=False), plan.recomputed, plan.schedule, plan.layers, plan.pipeline
         if key not in self._lines:
             self._lines[key] = list(self._of_stages(plan))
         return max(fixed + plan.micro_batches * each for fixed, each in self._lines[key])
 
     def _of_stages(self, plan: Plan) -> Iterator[tuple[float, float]]:
         """Yield seconds that the whole takes, and for each micro-batch, going by each stage."""
-        apart, before, seen = splits_backward(plan.schedule), Least(), set[int]()
-        stage_of = schedule_of(plan).stage_of
-        parts = self._program.parts(plan)
-        times = {id(part): self._chunks(plan, part) for part in parts}
-        places = Counter[int]()
-        for stage in stage_of:
-            chunks = times[id(parts[stage])]
-            if stage not in seen:
-                seen.add(stage)
-                busy = Least.of(chunks)
-                whole = busy.forward + busy.back + busy.weight
+        cut, apart = self._program.cut(plan), splits_backward(plan.schedule)
+        times = [self._least(plan, part) for part in cut.distinct]
+        sums = [[sum(column) for column in zip(*chunks, strict=True)] for chunks in times]
+        seen, forwards, backs = [0] * plan.pipeline, 0.0, 0.0
+        for stage in cut.stage_of:
+            place = cut.alike[stage]
+            if not seen[stage]:
+                forward, back, weight, _ = sums[place]
                 if apart:
-                    yield before.forward, whole
-                    yield before.forward + before.back, busy.forward + busy.back
+                    yield forwards, forward + back + weight
+                    yield forwards + backs, forward + back
                 else:
-                    yield before.forward + before.back, whole
-            before = Least.of((before, chunks[places[stage]]))
-            places[stage] += 1
+                    yield forwards + backs, forward + back + weight
+            one = times[place][seen[stage]]
+            forwards, backs = forwards + one.forward, backs + one.back
+            seen[stage] += 1
 
-    def _chunks(self, plan: Plan, part: Part) -> list[Least]:
+    def _least(self, plan: Plan, part: Part) -> list[Least]:
         """Return what each chunk of a stage takes at least."""
-        recomputed = self._program.model.layers if plan.recompute == "full" else plan.recomputed
-        chunks = [_kinds(self._program.model, chunk, recomputed) for chunk in part.chunks.values()]
-        plan = plan._replace(offload=())
-        key = Way.of(plan), splits_backward(plan.schedule)
-        known = self._modules.get(key, {})
-        if any(kind not in known for kinds in chunks for kind in kinds):
-            self._modules[key] = known = self._measured(self._program.trace(plan, part))
-        return [Least.of(known[kind] for kind in kinds) for kinds in chunks]
+        key = Way.of(plan), splits_backward(plan.schedule), plan.recomputed, part.content
+        if key not in self._chunks:
+            plan = plan._replace(offload=())  # which takes as much computing, and may be measured
+            known, chunks = self._measured(self._program.trace(plan, part)), list[Least]()
+            for kinds in self._program.kinds(plan, part):
+                modules = [known[START], *(known[_word(kind)] for kind in kinds.of_module.values()), known[END]]
+                chunks.append(Least(*map(sum, zip(*modules, strict=True))))
+            self._chunks[key] = chunks
+        return self._chunks[key]
 
     def _measured(self, trace: Trace) -> dict[Any, Least]:
-        least: dict[Any, dict[str, float]] = {}
+        """Return what each kind of module takes at least."""
+        if id(trace) in self._modules:
+            return self._modules[id(trace)][1]
+        most: dict[Any, dict[str, float]] = {}
         for key, span in trace.spans.items():
-            if not key.action:
-                continue
-            of_module = least.setdefault(_kind(key), {})
-            seconds = 0.0 if span is None else computing_seconds(span.work, self._cluster)
-            of_module[key.action] = min(seconds, of_module.get(key.action, math.inf))
+            of_kind = most.setdefault(_word(key.module), {})
+            if key.action and span is not None:
+                of_kind[key.action] = min(self._seconds(span.work), of_kind.get(key.action, math.inf))
+            elif key.action:
+                of_kind[key.action] = 0.0
             if key.action == "F" and span is not None:
-                of_module["saved"] = min(span.end, of_module.get("saved", math.inf))
-        # of a backward as a whole and its two parts, those that are there
-        return {
+                of_kind["saved"] = min(span.end, of_kind.get("saved", math.inf))
+        found = {
             kind: Least(
-                of_module.get("F", 0.0),
-                min(of_module.get("I", math.inf), of_module.get("B", math.inf)),
-                of_module.get("W", 0.0),
-                of_module.get("saved", 0.0),
+                of_kind.get("F", 0.0),
+                min(of_kind.get("I", math.inf), of_kind.get("B", math.inf)) if {"I", "B"} & {*of_kind} else 0.0,
+                of_kind.get("W", 0.0) * ("B" not in of_kind),
+                of_kind.get("saved", 0.0),
             )
-            for kind, of_module in least.items()
+            for kind, of_kind in most.items()
         }
+        self._modules[id(trace)] = trace, found
+        return found
+
+    def _seconds(self, work: Work) -> float:
+        """Return the time of computing."""
+        for product in work.matmuls:
+            if product not in self._products:
+                self._products[product] = matmul_seconds(product, self._cluster)
+        return computing_seconds(work, self._cluster, sum(map(self._products.__getitem__, work.matmuls)))
 
     def gib(self, plan: Plan) -> float:
         """GiB of the stage that needs most: states, with activations in flight or the sums of gradients."""
-        schedule = schedule_of(plan)
-        most, seen = 0.0, set[Any]()
-        for part, (forwards, _) in zip(self._program.parts(plan), held_in(schedule), strict=True):
-            if (part.content, forwards) not in seen:
-                seen.add((part.content, forwards))
-                lasting, sums = self._states(plan, part)
-                saved = 0.0 if "activations" in plan.offload else min(one.saved for one in self._chunks(plan, part))
-                held = max(forwards * saved, sums * (not schedule.reduce_each))
-                most = max(most, lasting + held * (1 + self._cluster.memory.fragmentation))
+        schedule, cut, most = schedule_of(plan), self._program.cut(plan), 0.0
+        forwards = [0] * len(cut.distinct)
+        for place, (held, _) in zip(cut.alike, held_in(schedule), strict=True):
+            forwards[place] = max(forwards[place], held)
+        for part, held in zip(cut.distinct, forwards, strict=True):
+            lasting, sums = self._states(plan, part)
+            saved = 0.0 if "activations" in plan.offload else min(one.saved for one in self._least(plan, part))
+            passing = max(held * saved, sums * (not schedule.reduce_each))
+            most = max(most, lasting + passing * (1 + self._cluster.memory.fragmentation))
         return most / _GIB + self._cluster.memory.overhead_gib(plan.axes)
 
     def _states(self, plan: Plan, part: Part) -> tuple[float, float]:
@@ -197,17 +202,6 @@ def _numels(config: RunConfig, layout: Layout) -> dict[str, Counter[tuple[bool, 
     return numels
 
 
-def _kind(key: SpanKey) -> Any:
-    """Return what tells a module from others whatever stands beside it."""
-    words = key.module.split()
-    return words[0] if words[0] != "layer" else tuple(word in words for word in ("query", "dense", "recomputed"))
-
-
-@lru_cache(maxsize=10_000)
-def _kinds(model: ModelConfig, part: ModelPart, recomputed: int) -> list[Any]:
-    """Return the kinds of the modules of a chunk, of whose layers so many are recomputed in full."""
-    layers = [
-        (layer == model.query_layer, model.experts is not None and not model.has_experts(layer), place < recomputed)
-        for place, layer in enumerate(part.layers)
-    ]
-    return [START, *["embedding"] * part.first, *layers, *["head"] * part.last, END]
+def _word(kind: str) -> str:
+    """Return the kind of a module whatever is kept of it on the device."""
+    return kind.replace(" resident", "")

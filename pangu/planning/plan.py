@@ -59,6 +59,11 @@ class Plan(NamedTuple):
         )
 
     @property
+    def recomputes(self) -> bool:
+        """Whether activations are computed again."""
+        return self.recompute != "none" or self.recomputed > 0
+
+    @property
     def replicas(self) -> int:
         """Ranks with the same weights and other tokens."""
         return self.data * self.context

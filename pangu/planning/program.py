@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 from pangu.config.context import context_kind
 from pangu.config.model import ModelConfig
 from pangu.config.schema import RunConfig
-from pangu.dryrun.traces import Request, Traces
+from pangu.dryrun.traces import Chunk, Request, Traces, shortened
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import hidden_state_shapes
 from pangu.pipeline.actions import Action, Kind
 from pangu.pipeline.orders import splits_backward
-from pangu.pipeline.schedule import Schedule, make_schedule
+from pangu.pipeline.schedule import Schedule, chunk_stages, make_schedule
 from pangu.pipeline.spans import Span, SpanKey, Trace, keys_of, module_kinds
 from pangu.pipeline.stages import shards_sums
 from pangu.planning.plan import Plan, configured
 from pangu.planning.stage_ledger import StageActions, StageLedger, StageProgram, StepRun, group_sizes
 from pangu.topology.layout import Coordinates
-from pangu.topology.placement import TensorRank
+from pangu.topology.placement import PlacementTable, TensorRank
 from pangu.zero.stage_parameters import StageParameters
 from pangu.zero.states import BYTES
 
@@ -89,6 +89,17 @@ class Part(NamedTuple):
     """What tells it from stages whose ledger is another one."""
 
 
+class Cut(NamedTuple):
+    """A model that is cut into the chunks of stages."""
+
+    stage_of: tuple[int, ...]
+    """Stage of each chunk."""
+    distinct: tuple[Part, ...]
+    """Stages, one of all that hold the same."""
+    alike: tuple[int, ...]
+    """Stage -> its place in `distinct`."""
+
+
 @dataclass
 class Program:
     """The step of a configuration's model and batch, for any layout."""
@@ -98,29 +109,79 @@ class Program:
     """Called after each dry run."""
     _traces: Traces = field(init=False)
     _known: dict[Any, Trace] = field(default_factory=dict)
+    _cuts: dict[Any, Cut] = field(default_factory=dict)
+    _kinds: dict[Any, tuple[Kinds, ...]] = field(default_factory=dict)
+    _configs: dict[Any, RunConfig] = field(default_factory=dict)
     _stages: dict[Any, StageProgram] = field(default_factory=dict)
     _last: tuple[Any, StepLedger] | None = None
 
     def __post_init__(self) -> None:
         self._traces = Traces(self.note_progress)
 
-    @cached_property
-    def model(self) -> ModelConfig:
-        """The model."""
-        return self.config.model
-
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Measure the modules of layouts together. Raises DryRunError if one cannot be carried out, or the dry run is
         unavailable."""
         requests: dict[Any, Request] = {}
-        cuts = {(Way.of(plan), plan.schedule, plan.layers, plan.recomputed): plan for plan in plans}
-        for plan in cuts.values():
-            for part in self.parts(plan):
-                key = self._trace_key(plan, part)
+        # most layouts differ in what modules do not depend on
+        for plan in {(self._way(plan), plan.schedule, plan.layers, plan.recomputed): plan for plan in plans}.values():
+            for part in self.cut(plan).distinct:
+                key = self._key(plan, part)
                 if key not in requests and key not in self._known:
-                    requests[key] = self._request(configured(self.config, plan), plan, part)
+                    requests[key] = self._request(plan, part)
         self._traces.measure(list(requests.values()))
         self._known |= {key: self._traces.of(request) for key, request in requests.items()}
+
+    def is_prepared(self, plan: Plan) -> bool:
+        """Return whether all modules of a layout have been measured."""
+        return all(self._key(plan, part) in self._known for part in self.cut(plan).distinct)
+
+    def cut(self, plan: Plan) -> Cut:
+        """Return what the stages of a layout hold."""
+        key = plan.schedule, plan.pipeline, plan.layers
+        if key not in self._cuts:
+            stage_of = chunk_stages(plan.schedule, plan.pipeline, plan.virtual)
+            self._cuts[key] = _cut(self.config.model, bool(self.config.train.frozen), stage_of, plan.layers)
+        return self._cuts[key]
+
+    def trace(self, plan: Plan, part: Part) -> Trace:
+        """Return what was measured of a stage's modules."""
+        key = self._key(plan, part)
+        if key not in self._known:
+            self._known[key] = self._traces.of(self._request(plan, part))
+        return self._known[key]
+
+    def kinds(self, plan: Plan, part: Part) -> tuple[Kinds, ...]:
+        """Return the modules of each chunk with their kinds."""
+        key = part.content, plan.recompute, plan.recomputed, "activations" in plan.offload
+        if key not in self._kinds:
+            memory = replace(self.config.memory, recompute=plan.recomputed or plan.recompute, offload=plan.offload)
+            config = replace(self.config, memory=memory)
+            self._kinds[key] = tuple(
+                Kinds.of(module_kinds(config, self._table, chunk)) for chunk in part.chunks.values()
+            )
+        return self._kinds[key]
+
+    @cached_property
+    def _table(self) -> PlacementTable:
+        model = self.config.model
+        return place_tensors(model, [ModelPart.whole(model)], TensorRank(), self.config.train.frozen)
+
+    def _way(self, plan: Plan) -> Any:
+        """Return what its work of modules depends on: with frozen weights also on the sharding (`Traces`)."""
+        others = (plan.zero, plan.zero_group, plan.data, plan.offload) if self.config.train.frozen else None
+        return Way.of(plan), others
+
+    def _key(self, plan: Plan, part: Part) -> Any:
+        shortest = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
+        return self._way(plan), splits_backward(plan.schedule), shortest
+
+    def _request(self, plan: Plan, part: Part) -> Request:
+        """Return what has to be measured of a stage."""
+        way = self._way(plan)
+        if way not in self._configs:
+            self._configs[way] = configured(self.config, plan)
+        chunks = tuple(of_chunk.shortest for of_chunk in self.kinds(plan, part))
+        return Request(self._configs[way], chunks, (splits_backward(plan.schedule),))
 
     def describe(self, plan: Plan, every: bool = True) -> StepLedger:
         """Return the ledger of a step; unless `every` stage is wanted, one that holds as many micro-batches stands for
@@ -132,72 +193,65 @@ class Program:
     def spans(self, plan: Plan) -> Iterator[tuple[SpanKey, Span]]:
         """Yield the spans of all modules for one micro-batch, stage by stage. Raises DryRunError as `prepare`."""
         self.prepare([plan])
-        for part in self.parts(plan):
-            request = self._request(configured(self.config, plan), plan, part)
-            for action, chunk in product(request.actions, request.chunks):
+        cut = self.cut(plan)
+        for part in map(cut.distinct.__getitem__, cut.alike):
+            actions = self._request(plan, part).actions
+            for action, kinds in product(actions, self.kinds(plan, part)):
+                chunk = list(kinds.of_module.values())
                 spans = (span for _, span in self.trace(plan, part).of_action(action, chunk))
                 yield from ((key, span) for key, span in zip(keys_of(action, chunk), spans, strict=True) if span)
 
     def _described(self, plan: Plan, every: bool) -> StepLedger:
         config, layout, schedule = configured(self.config, plan), plan.layout, schedule_of(plan)
         message, count = message_bytes(config), schedule.micro_batches
-        more = plan.micro_batches - count
+        more, cut = plan.micro_batches - count, self.cut(plan)
         run = StepRun(count, more, message, group_sizes(layout))
-        parts, actions, held = self.parts(plan), _stage_actions(schedule), held_in(schedule)
-        fullest: dict[Any, int] = {}
-        for stage, part in enumerate(parts):
-            other = fullest.get(part.content)
-            if other is None or held[stage] > held[other]:
-                fullest[part.content] = stage
+        actions, held = _stage_actions(schedule), held_in(schedule)
+        fullest: dict[int, int] = {}
+        for stage, place in enumerate(cut.alike):
+            if place not in fullest or held[stage] > held[fullest[place]]:
+                fullest[place] = stage
         made: dict[int, StageLedger] = {}
         stages = []
-        for stage, part in enumerate(parts):
-            stands = stage if every else fullest[part.content]
+        for stage, place in enumerate(cut.alike):
+            stands = stage if every else fullest[place]
             if stands not in made:
+                part = cut.distinct[place]
                 made[stands] = self._stage(config, plan, part, schedule).ledger(actions[stands], run)
             stages.append(made[stands])
         return StepLedger(tuple(stages), message, schedule, more)
 
     def _stage(self, config: RunConfig, plan: Plan, part: Part, schedule: Schedule) -> StageProgram:
         """Return a stage that can be folded."""
-        key = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1), part.content
+        alike = plan._replace(pipeline=1, virtual=1, layers=(), micro_batches=1, schedule="")
+        key = alike, schedule.splits_backward, schedule.reduce_each, part.content
         if key not in self._stages:
-            parameters = StageParameters.of_run(
-                config, plan.layout, Coordinates(0, 0, 0), part.chunks, schedule.reduce_each
-            )
-            kinds = kinds_of(config, part.chunks)
+            at = Coordinates(0, 0, 0)
+            parameters = StageParameters.of_run(config, plan.layout, at, part.chunks, schedule.reduce_each)
+            kinds = {chunk: one.of_module for chunk, one in zip(part.chunks, self.kinds(plan, part), strict=True)}
             self._stages[key] = StageProgram(config, parameters, kinds, self.trace(plan, part))
         return self._stages[key]
 
-    def trace(self, plan: Plan, part: Part) -> Trace:
-        """Return what was measured of a stage's modules."""
-        key = self._trace_key(plan, part)
-        if key not in self._known:
-            self._known[key] = self._traces.of(self._request(configured(self.config, plan), plan, part))
-        return self._known[key]
 
-    def _trace_key(self, plan: Plan, part: Part) -> Any:
-        return Way.of(plan), plan.recomputed, splits_backward(plan.schedule), part.content
+class Kinds(NamedTuple):
+    """Modules of a chunk."""
 
-    def _request(self, config: RunConfig, plan: Plan, part: Part) -> Request:
-        """Return what has to be measured of a stage."""
-        chunks = tuple(tuple(of_chunk.values()) for of_chunk in kinds_of(config, part.chunks).values())
-        return Request(config, chunks, (splits_backward(plan.schedule),))
+    of_module: dict[str, str]
+    """Module, in the order of forward -> its kind."""
+    shortest: Chunk
+    """Kinds of the modules of a shorter chunk that has the same spans."""
 
-    def parts(self, plan: Plan) -> list[Part]:
-        """Return what each stage holds."""
-        schedule = schedule_of(plan)
-        return parts_of(self.model, bool(self.config.train.frozen), schedule.stage_of, schedule.stages, plan.layers)
+    @classmethod
+    def of(cls, of_module: dict[str, str]) -> Kinds:
+        """Return those of a chunk."""
+        return cls(of_module, shortened(tuple(of_module.values())))
 
 
-@lru_cache(maxsize=10_000)
-def parts_of(
-    model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], stages: int, layers: tuple[int, ...]
-) -> list[Part]:
-    """Return what each stage holds of so many layers in each chunk; `by_name`: no layer is like another one, as some
+def _cut(model: ModelConfig, by_name: bool, stage_of: tuple[int, ...], layers: tuple[int, ...]) -> Cut:
+    """Return the stages of a model with so many layers in each chunk; `by_name`: no layer is like another one, as some
     weights are frozen."""
     last, bounds = len(layers) - 1, [0, *accumulate(layers)]
-    held: list[dict[int, ModelPart]] = [{} for _ in range(stages)]
+    held: list[dict[int, ModelPart]] = [{} for _ in range(max(stage_of) + 1)]
     for chunk, stage in enumerate(stage_of):
         part = ModelPart(range(bounds[chunk], bounds[chunk + 1]), chunk == 0, chunk == last)
         held[stage][len(held[stage])] = part
@@ -206,13 +260,12 @@ def parts_of(
         kinds = ((layer == model.query_layer, model.has_experts(layer)) for layer in part.layers)
         return tuple(part.layers) if by_name else tuple(kinds), part.first, part.last
 
-    return [Part(chunks, tuple(map(content, chunks.values()))) for chunks in held]
-
-
-def kinds_of(config: RunConfig, parts: Mapping[int, ModelPart]) -> dict[int, dict[str, str]]:
-    """Return the modules of each chunk with their kinds."""
-    table = place_tensors(config.model, list(parts.values()), TensorRank(), config.train.frozen)
-    return {chunk: module_kinds(config, table, part) for chunk, part in parts.items()}
+    distinct: dict[Any, Part] = {}
+    contents = [tuple(map(content, chunks.values())) for chunks in held]
+    for chunks, key in zip(held, contents, strict=True):
+        distinct.setdefault(key, Part(chunks, key))
+    places = {key: place for place, key in enumerate(distinct)}
+    return Cut(stage_of, tuple(distinct.values()), tuple(places[key] for key in contents))
 
 
 def message_bytes(config: RunConfig) -> tuple[int, ...]:
@@ -229,14 +282,21 @@ def schedule_of(plan: Plan) -> Schedule:
     return _schedule(plan.schedule, plan.pipeline, plan.virtual, plan.micro_batches, shards_sums(plan.layout))
 
 
-@lru_cache(maxsize=10_000)
 def _schedule(name: str, stages: int, virtual: int, micro_batches: int, each: bool) -> Schedule:
     least = 4 * stages + micro_batches % stages
-    if least < micro_batches:
-        schedule, longer = (make_schedule(name, stages, virtual, least + more, each) for more in (0, stages))
-        if held_in(schedule) == held_in(longer):
-            return schedule
-    return make_schedule(name, stages, virtual, micro_batches, each)
+    if least < micro_batches and _repeats(name, stages, virtual, least):
+        micro_batches = least
+    return _made(name, stages, virtual, micro_batches, each)
+
+
+@lru_cache(maxsize=10_000)
+def _repeats(name: str, stages: int, virtual: int, micro_batches: int) -> bool:
+    """Return whether so many micro-batches are as many at a time as further ones would be."""
+    schedule, longer = (_made(name, stages, virtual, micro_batches + more, False) for more in (0, stages))
+    return held_in(schedule) == held_in(longer)
+
+
+_made = lru_cache(maxsize=10_000)(make_schedule)
 
 
 @lru_cache(maxsize=10_000)

@@ -153,6 +153,8 @@ def search(space: Space, top: int = 10) -> SearchResult:
     number, costed, worst = len(waiting), list[Candidate](), math.inf
     while waiting and waiting[0][0] <= worst:
         _, _, plan = heappop(waiting)
+        if not space.program.is_prepared(plan):  # activations in host memory, measured once they are needed
+            space.program.prepare(other._replace(offload=plan.offload) for other in plans if not other.recomputes)
         one = _candidate(space, bounds, plan)
         if one is None:
             refused[TOO_LARGE] += 1
@@ -223,7 +225,7 @@ def offloaded(space: Space, plan: Plan) -> Iterator[Plan]:
     if "offload" in space.fixed:
         return
     for part in OFFLOADED[OFFLOADED.index(plan.offload[-1]) + 1 if plan.offload else 0 :]:
-        if _can_wait(part, plan):
+        if _can_wait(part, plan) and not (part == "activations" and plan.recomputes):  # either of the two is enough
             yield plan._replace(offload=(*plan.offload, part))
 
 
