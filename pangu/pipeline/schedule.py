@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from pangu.pipeline.actions import CONTENTS, SENDS, Action, Kind
 from pangu.pipeline.orders import SCHEDULES, NumbersError, Order, Step, reduces_each
@@ -41,6 +42,22 @@ class Schedule:
             if action.kind in SENDS and action.peer is not None
         }
         return sorted(channels)
+
+    def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
+        """Return the most activations at once on each stage, in activations of one chunk for one micro-batch.
+
+        One lives from the start of its forward to the end of its backward. Where the backward is split, the share
+        `kept_for_weight` of it (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B
+        of arXiv 2401.10241, 2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r.
+        """
+        added = {
+            Kind.FORWARD: 1.0,
+            Kind.BACKWARD: -1.0,
+            Kind.BACKWARD_INPUT: kept_for_weight - 1.0,
+            Kind.BACKWARD_WEIGHT: -kept_for_weight,
+        }
+        changes = [[added[action.kind] for action in actions if action.kind in added] for actions in self.actions]
+        return tuple(max(accumulate(of_stage)) for of_stage in changes)
 
 
 def chunk_stages(name: str, stages: int, virtual: int) -> tuple[int, ...]:

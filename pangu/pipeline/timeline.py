@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from pangu.pipeline.actions import COMPUTE, Action, Kind
+from pangu.pipeline.actions import COMPUTE, Action
 from pangu.pipeline.schedule import Schedule
 
 
@@ -51,18 +51,3 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all stages' time that is idle, the (p-1)/(m+p-1) form, not idle over busy, (p-1)/m."""
         return sum(self.stage_bubbles) / len(self.stage_bubbles)
-
-    def peak_live(self, kept_for_weight: float = 1.0) -> tuple[float, ...]:
-        """Most activations at once on each stage, in activations of one chunk for one micro-batch. One lives from the
-        start of its forward to the end of its backward. Where the backward is split, the share `kept_for_weight` of it
-        (with the gradient of the output) stays until the end of BACKWARD_WEIGHT: the M_W / M_B of arXiv 2401.10241,
-        2.1. With 0, counted from F to I alone, ZB-H1 has as many as 1F1B, p - r."""
-        released = {Kind.FORWARD: -1.0, Kind.BACKWARD: 1.0, Kind.BACKWARD_INPUT: 1.0 - kept_for_weight}
-        peaks = []
-        for events in self.computing:
-            live = peak = 0.0
-            for event in events:
-                live -= released.get(event.action.kind, kept_for_weight)
-                peak = max(peak, live)
-            peaks.append(peak)
-        return tuple(peaks)

@@ -36,7 +36,7 @@ class StageView:
 def view_stages(config: RunConfig, layout: Layout, stages: Stages) -> list[StageView]:
     """Every stage of the pipeline, from the model and the schedule that a run would use."""
     timeline = simulate(stages.schedule, stages.durations)
-    idle, held = timeline.stage_bubbles, timeline.peak_live()
+    idle, held = timeline.stage_bubbles, stages.schedule.peak_live()
     return [
         StageView(
             tuple(_named(part) for part in stages.of(stage).values()),

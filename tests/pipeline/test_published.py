@@ -74,7 +74,7 @@ def test_formulas_and_simulations_with_equal_times(column: str, name: str, virtu
             assert round(timeline.bubble, 4) == float(row[column]), row
             if name in ("gpipe", "1f1b"):
                 assert round(timeline.bubble, 4) == float(row["formula"]), row
-                assert timeline.peak_live()[0] == int(row[f"inflight_{name}_stage0"]), row
+                assert timeline.schedule.peak_live()[0] == int(row[f"inflight_{name}_stage0"]), row
 
 
 def test_speed_with_few_micro_batches() -> None:

@@ -38,7 +38,7 @@ def test_every_schedule_for_all_small_numbers(name: str) -> None:
             for m in range(1, 17):
                 timeline = simulate(make_schedule(name, p, v, m), Durations())
                 assert timeline.bubble == pytest.approx(bubble_by_formula(name, p, v, m), abs=1e-12), (p, v, m)
-                assert timeline.peak_live() == peak_live(name, p, v, m), (p, v, m)
+                assert timeline.schedule.peak_live() == peak_live(name, p, v, m), (p, v, m)
 
 
 def drawn(name: str, p: int, m: int, data: st.DataObject) -> tuple[Schedule, Durations]:
@@ -110,13 +110,13 @@ def test_bubbles_of_the_papers(p: int, v: int, more: int, fiw: tuple[float, floa
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_activations_of_the_papers(p: int, m: int) -> None:
     one_f_one_b = tuple(float(min(m, p - r)) for r in range(p))
-    assert run("1f1b", p, 1, m, Durations()).peak_live() == one_f_one_b
-    zb_h1 = run("zb_h1", p, 1, m, Durations())
+    assert make_schedule("1f1b", p, 1, m).peak_live() == one_f_one_b
+    zb_h1 = make_schedule("zb_h1", p, 1, m)
     assert zb_h1.peak_live(kept_for_weight=0) == one_f_one_b
     assert max(zb_h1.peak_live()) == max(one_f_one_b)
-    assert max(run("zb_v", p, 2, m, Durations()).peak_live()) / 2 <= p
+    assert max(make_schedule("zb_v", p, 2, m).peak_live()) / 2 <= p
     if m % p == 0:  # the first stage of arXiv 2205.05198, 4.2.3: p (1 + (p-1)/(p v)) micro-batches' worth
-        interleaved = run("interleaved", p, 2, m, Durations())
+        interleaved = make_schedule("interleaved", p, 2, m)
         assert max(interleaved.peak_live()) / 2 == pytest.approx(min(m, p * (1 + (p - 1) / (2 * p))))
 
 

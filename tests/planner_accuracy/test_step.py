@@ -115,7 +115,7 @@ def test_closed_forms_are_what_the_simulator_finds(schedule: str, virtual: int, 
     exact = simulate(make_schedule(schedule, stages, virtual, micros), Durations())
     assert makespan(np.full((stages, 4), [virtual, 0, virtual, virtual]), one, 0.0) == pytest.approx(exact.makespan)
     held = in_flight(schedule, stages, virtual, micros)
-    assert [moments.sum(1).max() for moments in held] == pytest.approx(exact.peak_live(1.0))
+    assert [moments.sum(1).max() for moments in held] == pytest.approx(exact.schedule.peak_live())
 
 
 def test_zero_bubble_schedules_are_as_long_as_the_paper_says() -> None:

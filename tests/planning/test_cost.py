@@ -8,9 +8,7 @@ import pytest
 
 from benchmarks.planner_accuracy.measurements import load_clusters
 from pangu.config.cluster import ClusterConfig
-from pangu.pipeline.actions import Durations
 from pangu.pipeline.schedule import make_schedule
-from pangu.pipeline.simulate import simulate
 from pangu.pipeline.spans import Collective, Matmul
 from pangu.planning.cluster import load_cluster
 from pangu.planning.cost import (
@@ -124,7 +122,7 @@ def test_rings_take_a_step_for_each_further_rank_and_leave_each_node_once() -> N
 )
 def test_activations_in_flight_are_what_the_simulator_finds(schedule: str, virtual: int) -> None:
     schedule_ = make_schedule(schedule, 4, virtual, 8)
-    peaks = simulate(schedule_, Durations()).peak_live(0.0 if schedule == "zb_h1" else 1.0)
+    peaks = schedule_.peak_live(0.0 if schedule == "zb_h1" else 1.0)
     pipeline = Pipeline(schedule, 4, virtual, 8)
     assert [max(sum(one.forwards) for one in held) for held in most_held(pipeline)] == pytest.approx(peaks)
 
