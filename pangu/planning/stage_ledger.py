@@ -257,6 +257,7 @@ class StageProgram:
                 besides[each] -= run.micro_batches + run.more
         channels = {(action.kind, action.peer) for action in stage.distinct if action.kind in MESSAGES}
         axes = {each.axis for each, count in sent.items() if count and not is_message(each)}
+        axes |= {each.axis for buffers in self.buffers for each in buffers.gathers}  # once, of frozen weights
         left *= run.more
         kinds = dict(zip(KINDS, meter.kinds, strict=True))
         kinds["activations"] += left - self._lasting

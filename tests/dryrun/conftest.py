@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import pytest
 
-from pangu.dryrun import roles
+from pangu.dryrun import roles, traces
 from pangu.dryrun.roles import Worker
 
 
@@ -46,3 +47,11 @@ def process() -> Iterator[SharedWorker]:
 def commands_share_it(process: SharedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called in this process and would start workers takes that one instead."""
     monkeypatch.setattr(roles, "Worker", lambda: process)
+
+
+@pytest.fixture
+def session_cache(session_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the tests of a session measure."""
+    folder = session_folder / "cache"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(traces, "cache_folder", lambda: folder)

@@ -17,15 +17,19 @@ OFF = 0.02
 """Most by which a planned peak may be off."""
 
 
-def assert_planned(values: Mapping[str, Any], process: SharedWorker) -> None:
-    """Of each stage: bytes and calls of collectives exactly, and the peak."""
+def assert_planned(values: Mapping[str, Any], process: SharedWorker, name: str = "") -> None:
+    """Compare of each stage bytes and calls of collectives and the number of process groups exactly, and the peak.
+    `name`: of the case, for messages."""
     chosen = choose_layout(values, 1)
-    ledger = Program(chosen.config).describe(plan_of(*chosen))
+    program, plan = Program(chosen.config), plan_of(*chosen)
+    program.prepare([plan])  # all stages in one dry run
+    ledger = program.describe(plan)
     for stage, planned in enumerate(ledger.stages):
         report = process.report(values, chosen.layout.rank(Coordinates(stage, 0, 0)))
         carried_out = {
             axis: {kind: (one["calls"], one["bytes"]) for kind, one in kinds.items()}
             for axis, kinds in report["collectives"].items()
         }
-        assert planned.collectives == carried_out, stage
-        assert planned.peak == pytest.approx(report["peak"], rel=OFF), stage
+        assert planned.collectives == carried_out, (stage, name)
+        assert planned.groups == report["groups"], (stage, name)
+        assert planned.peak == pytest.approx(report["peak"], rel=OFF), (stage, planned.place, name)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from pangu.config.model import ModelConfig
-from pangu.dryrun import traces
 from pangu.dryrun.traces import Request, Traces
 from pangu.models.parameters import ModelPart, place_tensors
 from pangu.models.size import layer_flops
@@ -25,14 +23,6 @@ SHAPE = (
 )
 EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.expert_ffn=256")
 TENSOR = ("", "parallel.tensor=2 parallel.sequence=true")
-
-
-@pytest.fixture
-def session_cache(session_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what the tests of a session measure."""
-    folder = session_folder / "cache"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(traces, "cache_folder", lambda: folder)
 
 
 class Modules:
